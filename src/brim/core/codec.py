@@ -1,0 +1,108 @@
+"""Dataclasses to JSON and back, driven by their annotations. Unknown or missing keys are errors, never guesses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from brim.errors import FormatError
+
+T = TypeVar("T")
+
+
+def to_json(noun: Any, version: int) -> dict[str, Any]:
+    """A noun as plain JSON values, with its kind and format version in front."""
+    return {"kind": type(noun).__name__, "version": version, **encode(noun)}
+
+
+def from_json(kind: type[T], document: Any, version: int) -> T:
+    """The noun that ``to_json`` wrote. Raises FormatError when kind, version or any key differs."""
+    if not isinstance(document, Mapping):
+        raise FormatError(f"A {kind.__name__} was to be read.", f"Found {type(document).__name__}.")
+    body = dict(document)
+    found = (body.pop("kind", None), body.pop("version", None))
+    if found != (kind.__name__, version):
+        raise FormatError(
+            f"A {kind.__name__} of format version {version} was to be read.",
+            f"Found kind {found[0]!r}, version {found[1]!r}.",
+            "Make the file again with this version of brim.",
+        )
+    return typing.cast(T, decode(kind, body, kind.__name__))
+
+
+def read(kind: type[T], path: str | Path, version: int) -> T:
+    """The noun in a JSON file. Raises FormatError for anything else, a missing file included."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} was to be read as a {kind.__name__}.", f"{error}.") from error
+    return from_json(kind, document, version)
+
+
+def encode(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as the annotated type ``kind``; ``where`` is the path that an error names."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _decode_dataclass(kind, value, where)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return decode(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is tuple:
+        _expect(isinstance(value, list), value, "a list", where)
+        return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        _expect(isinstance(value, Mapping), value, "an object", where)
+        return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        try:
+            return kind(value)
+        except ValueError:
+            _expect(False, value, f"one of {[member.value for member in kind]}", where)
+    if kind is Any:
+        return value
+    if kind is float:
+        _expect(isinstance(value, (int, float)) and not isinstance(value, bool), value, "a number", where)
+        return float(value)
+    _expect(type(value) is kind, value, f"{kind.__name__}", where)
+    return value
+
+
+def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
+    _expect(isinstance(value, Mapping), value, "an object", where)
+    hints = _hints(kind)
+    unknown, missing = sorted(value.keys() - hints), sorted(hints.keys() - value)
+    if unknown or missing:
+        parts = [f"unknown keys {unknown}"] * bool(unknown) + [f"missing keys {missing}"] * bool(missing)
+        raise FormatError(f"{where} was to be read.", f"Found {' and '.join(parts)}.")
+    return kind(**{name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _expect(holds: bool, value: Any, wanted: str, where: str) -> None:
+    if not holds:
+        raise FormatError(f"{where} must be {wanted}.", f"Found {str(value)[:80]!r}.")

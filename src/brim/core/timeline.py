@@ -1,0 +1,208 @@
+"""What memory did: ordered events, predicted or measured. Both are this one type.
+
+Events are kept in columns (``array``), 66 bytes each: five million of them are a third of a gigabyte, where five
+million objects would be several.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from brim.core import codec
+from brim.errors import FormatError
+
+VERSION = 1
+
+
+class EventKind(IntEnum):
+    ALLOC = 0
+    FREE = 1
+    COPY = 2  # bytes moved from tier `source` into `tier`
+    SEGMENT_ALLOC = 3  # the allocator took memory from the device
+    SEGMENT_FREE = 4
+    COMPUTE = 5
+    OOM = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One event. ``storage`` -1, ``address`` -1: not known. ``label`` names a block, module or operation."""
+
+    kind: EventKind
+    tier: str
+    bytes: int
+    time_s: float = 0.0
+    duration_s: float = 0.0
+    address: int = -1
+    storage: int = -1
+    stream: int = 0
+    source: str = ""
+    label: str = ""
+
+
+_NUMBERS = {
+    "kind": "b",
+    "bytes": "q",
+    "time_s": "d",
+    "duration_s": "d",
+    "address": "q",
+    "storage": "q",
+    "stream": "q",
+}
+_TEXTS = ("tier", "source", "label")
+
+
+class Timeline:
+    """Ordered events of one run. ``measured`` tells a real run from a predicted one.
+
+    ``facts`` carries whole-run numbers (``budget_bytes.ram``, ``peak_rss_bytes``); the events carry the rest.
+    """
+
+    def __init__(self, name: str, *, measured: bool, facts: dict[str, float] | None = None) -> None:
+        self.name, self.measured = name, measured
+        self.facts: dict[str, float] = dict(facts or {})
+        self._columns: dict[str, array[Any]] = {key: array(code) for key, code in _NUMBERS.items()}
+        self._text_columns: dict[str, array[int]] = {key: array("i") for key in _TEXTS}
+        self._texts: dict[str, int] = {}  # every distinct text, in order of first use
+
+    def add(
+        self,
+        kind: EventKind,
+        tier: str,
+        bytes: int,
+        *,
+        time_s: float = 0.0,
+        duration_s: float = 0.0,
+        address: int = -1,
+        storage: int = -1,
+        stream: int = 0,
+        source: str = "",
+        label: str = "",
+    ) -> None:
+        """Append one event. Not synchronized: one thread at a time."""
+        columns, texts = self._columns, self._texts
+        columns["kind"].append(kind)
+        columns["bytes"].append(bytes)
+        columns["time_s"].append(time_s)
+        columns["duration_s"].append(duration_s)
+        columns["address"].append(address)
+        columns["storage"].append(storage)
+        columns["stream"].append(stream)
+        for key, text in (("tier", tier), ("source", source), ("label", label)):
+            self._text_columns[key].append(texts.setdefault(text, len(texts)))
+
+    def __len__(self) -> int:
+        return len(self._columns["kind"])
+
+    def __iter__(self) -> Iterator[Event]:
+        names = list(self._texts)
+        numbers = zip(*(self._columns[key] for key in _NUMBERS), strict=True)
+        texts = zip(*(self._text_columns[key] for key in _TEXTS), strict=True)
+        for number, text in zip(numbers, texts, strict=True):
+            values = dict(zip(_NUMBERS, number, strict=True)) | {
+                key: names[index] for key, index in zip(_TEXTS, text, strict=True)
+            }
+            yield Event(**values | {"kind": EventKind(values["kind"])})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Timeline) and self.to_json() == other.to_json()
+
+    __hash__ = None  # type: ignore[assignment]  # mutable while it is being written
+
+    def column(self, name: str) -> array[Any]:
+        """One numeric column (``bytes``, ``time_s``, ...) for readers of many events; do not change it."""
+        return self._columns[name]
+
+    def texts(self, name: str) -> tuple[array[int], list[str]]:
+        """One text column (``tier``, ``source``, ``label``) as indices and the texts that they point to."""
+        return self._text_columns[name], list(self._texts)
+
+    def peak_bytes(self, tier: str, *, segments: bool = False) -> int:
+        """The most bytes that were held at once in ``tier``: allocated, or with ``segments`` reserved."""
+        wanted = self._texts.get(tier, -1)
+        up, down = (
+            (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE) if segments else (EventKind.ALLOC, EventKind.FREE)
+        )
+        held = peak = 0
+        rows = zip(self._columns["kind"], self._columns["bytes"], self._text_columns["tier"], strict=True)
+        for kind, count, where in rows:
+            if where != wanted:
+                continue
+            if kind == up:
+                held += count
+                peak = max(peak, held)
+            elif kind == down:
+                held -= count
+        return peak
+
+    def copied_bytes(self, source: str, tier: str) -> int:
+        """Bytes that were moved from ``source`` into ``tier``."""
+        return sum(e.bytes for e in self if e.kind is EventKind.COPY and e.source == source and e.tier == tier)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": "Timeline",
+            "version": VERSION,
+            "name": self.name,
+            "measured": self.measured,
+            "facts": dict(self.facts),
+            "texts": list(self._texts),
+            "columns": {key: column.tolist() for key, column in self._all_columns().items()},
+        }
+
+    def _all_columns(self) -> dict[str, array[Any]]:
+        return {**self._columns, **self._text_columns}
+
+    @classmethod
+    def from_json(cls, document: Any) -> Timeline:
+        return cls._from_document(codec.from_json(_Document, document, VERSION))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Timeline:
+        return cls._from_document(codec.read(_Document, path, VERSION))
+
+    @classmethod
+    def _from_document(cls, body: _Document) -> Timeline:
+        made = cls(body.name, measured=body.measured, facts=dict(body.facts))
+        made._texts = {text: index for index, text in enumerate(body.texts)}
+        _check_columns(body)
+        for key, column in made._all_columns().items():
+            try:
+                column.extend(body.columns[key])
+            except (TypeError, OverflowError) as error:
+                raise FormatError(f"Timeline column {key!r} was to be read.", f"{error}.") from error
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Document:
+    """The JSON form of a Timeline, for the codec to check."""
+
+    name: str
+    measured: bool
+    facts: dict[str, float]
+    texts: tuple[str, ...]
+    columns: dict[str, Any]
+
+
+_Document.__name__ = "Timeline"  # what the codec compares with the document's kind
+
+
+def _check_columns(body: _Document) -> None:
+    expected = {*_NUMBERS, *_TEXTS}
+    if set(body.columns) != expected:
+        raise FormatError("Timeline columns were to be read.", f"Found {sorted(body.columns)}.")
+    lengths = {len(column) if isinstance(column, list) else -1 for column in body.columns.values()}
+    if len(lengths) != 1 or -1 in lengths:
+        raise FormatError("Timeline columns were to be read.", "They are not lists of one length.")
+    if len(set(body.texts)) != len(body.texts):
+        raise FormatError("Timeline texts were to be read.", "They are not distinct.")
+    for key, limit in [*((key, len(body.texts)) for key in _TEXTS), ("kind", len(EventKind))]:
+        for value in body.columns[key]:
+            if type(value) is not int or not 0 <= value < limit:
+                raise FormatError(f"Timeline column {key!r} was to be read.", f"Found {str(value)[:80]!r}.")

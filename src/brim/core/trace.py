@@ -1,0 +1,92 @@
+"""What a step does: its operations in order, and the life of every storage. Logical: no addresses, no seconds.
+
+One clock orders everything. Each operation's start, each allocation and each free takes one tick, so the order of
+allocations and frees *inside* an operation (workspaces, temporaries) is kept: the caching allocator depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from brim.core import codec
+
+VERSION = 1
+
+
+class Category(StrEnum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATION = "activation"  # lives from forward into backward
+    TEMPORARY = "temporary"
+    KV_CACHE = "kv_cache"
+    INPUT = "input"
+    WORKSPACE = "workspace"  # of a library: cuBLAS, cuDNN, NCCL
+
+
+class Phase(StrEnum):
+    BUILD = "build"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One operation. ``module`` is the path of the innermost module, ``step`` counts from 0 (-1 while building)."""
+
+    name: str
+    module: str
+    phase: Phase
+    step: int
+    at: int
+    flops: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """One allocation and its life: from tick ``born`` to tick ``died`` (None: alive at the end)."""
+
+    id: int
+    bytes: int
+    category: Category
+    module: str
+    born: int
+    died: int | None = None
+    dtype: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A model's step(s) as operations and storages.
+
+    ``step_starts`` holds the tick at which each step begins. ``not_modelled`` names operations whose temporaries
+    are unknown. ``notes`` is free text for the reader, keyed by subject.
+    """
+
+    model: str
+    target: str  # the device that the trace speaks of: "cuda" or "cpu"
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    step_starts: tuple[int, ...] = ()
+    not_modelled: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return codec.to_json(self, VERSION)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Trace:
+        return codec.from_json(cls, document, VERSION)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Trace:
+        return codec.read(cls, path, VERSION)

@@ -1,0 +1,65 @@
+"""Bytes and seconds as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from brim.errors import UsageError
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 10**3,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 10**6,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 10**9,
+    "t": TIB,
+    "tib": TIB,
+    "tb": 10**12,
+}
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """``"8GiB"``, ``"512 MB"``, ``"3g"`` (binary) or a plain number of bytes -> bytes, rounded down.
+
+    Raises UsageError for anything else, negative numbers included.
+    """
+    if isinstance(text, int):
+        if text < 0:
+            raise UsageError(f"{text} was given as a number of bytes.", "It is negative.")
+        return text
+    match = _PATTERN.fullmatch(text)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise UsageError(
+            f"{text!r} was given as an amount of memory.",
+            todo="Write a number and a unit: 8GiB, 512MiB, 1.5GB, or plain bytes.",
+        )
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_bytes(count: int | float) -> str:
+    """Bytes with a binary unit and three digits at most: ``"2.61 GiB"``."""
+    size = float(count)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1000 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    unit = units[0]
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds with the unit that keeps one to three digits before the point: ``"12.3 ms"``."""
+    for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if abs(seconds) < limit:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
