@@ -41,7 +41,7 @@ def ram_read_rate() -> float:
 
 
 def ram_link() -> Link:
-    """RAM -> RAM: bytes copied per second (read once, written once) with all threads and with one, the better first."""
+    """RAM -> RAM: bytes copied per second (read once, written once) by all threads or one, whichever is faster."""
     source = torch.ones(_scratch_bytes() // 2, dtype=torch.uint8)
     target = torch.ones_like(source)
     threads = torch.get_num_threads()
@@ -98,4 +98,4 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _scratch_bytes() -> int:
     """Little enough that measuring never pushes a machine into swap."""
-    return min(_SCRATCH_BYTES, psutil.virtual_memory().available // 16 // MIB * MIB)
+    return min(_SCRATCH_BYTES, int(psutil.virtual_memory().available) // 16 // MIB * MIB)

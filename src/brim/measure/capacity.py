@@ -1,4 +1,4 @@
-"""How many bytes each tier has, and how many of them are free now: the machine's, within what a memory cgroup allows."""
+"""How many bytes each tier has and how many are free now, within what a memory cgroup allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FILES = {
 
 def ram_capacity_bytes(proc: Path = _PROC) -> int:
     """Bytes of RAM that this process may use: the machine's, or a memory cgroup's limit where that is lower."""
-    total = psutil.virtual_memory().total
+    total = int(psutil.virtual_memory().total)
     return min([total, *(limit for limit, _ in _cgroup_limits(proc))])
 
 
@@ -39,7 +39,7 @@ def free_bytes(tier: str, *, directory: Path | None = None, proc: Path = _PROC) 
     name, UnsupportedError for VRAM without CUDA.
     """
     if tier == RAM:
-        return min([psutil.virtual_memory().available, *(room for _, room in _cgroup_limits(proc))])
+        return min([int(psutil.virtual_memory().available), *(room for _, room in _cgroup_limits(proc))])
     if tier == DISK:
         return disk_free_bytes(directory or Path.cwd())
     if tier == VRAM:
@@ -51,9 +51,7 @@ def _vram_free_bytes() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "The free bytes of VRAM were asked.", "This machine has no CUDA device that torch sees."
-        )
+        raise UnsupportedError("The free bytes of VRAM were asked.", "torch sees no CUDA device here.")
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     return int(torch.cuda.mem_get_info()[0]) + unused
 
@@ -74,13 +72,13 @@ def _cgroup_limits(proc: Path) -> Iterator[tuple[int, int]]:
 
 def _cgroup_folders(proc: Path) -> Iterator[tuple[Path, str]]:
     """This process's memory cgroup and its ancestors, as far up as they are mounted, with the version's name."""
-    paths = {}
+    paths: dict[str, PurePosixPath] = {}
     for line in _text(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, place = line.split(":", 2)
         if controllers == "":
-            paths["cgroup2"] = PurePosixPath(path)
+            paths["cgroup2"] = PurePosixPath(place)
         elif "memory" in controllers.split(","):
-            paths["cgroup"] = PurePosixPath(path)
+            paths["cgroup"] = PurePosixPath(place)
     for line in _text(proc / "self/mountinfo").splitlines():
         fields, _, tail = line.partition(" - ")
         version, _, options = tail.partition(" ")

@@ -60,7 +60,7 @@ def cuda_links() -> tuple[Link, Link]:
 
 
 def vram_read_rate() -> float:
-    """Bytes per second that one kernel reads: the better of a bfloat16 matrix-vector product and a float32 maximum."""
+    """Bytes per second that one kernel reads: a bfloat16 matrix-vector product or a float32 maximum."""
     columns = 8192
     size_bytes = min(_READ_BYTES, torch.cuda.mem_get_info()[0] // 8)
     weight = torch.ones(size_bytes // (2 * columns), columns, dtype=torch.bfloat16, device="cuda")
@@ -88,7 +88,7 @@ def registered(size_bytes: int) -> Iterator[torch.Tensor]:
     """Pinned bytes (uint8) of exactly this size in whole pages: ``pin_memory()`` rounds up to a power of two."""
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = int(runtime.cudaHostRegister(tensor.data_ptr(), size_bytes, 0))
     if status:
         raise TransferError(f"{size_bytes} bytes of RAM were to be pinned.", f"cudaHostRegister gave error {status}.")
@@ -101,8 +101,8 @@ def registered(size_bytes: int) -> Iterator[torch.Tensor]:
 
 def _duplex_rates(up: Callable[[], None], down: Callable[[], None]) -> tuple[float, float]:
     """Bytes per second of each way while both are busy: only copies that end before the faster way has finished."""
-    streams = (torch.cuda.Stream(), torch.cuda.Stream())
-    begin = torch.cuda.Event(enable_timing=True)
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    begin = _timing_event()
     ends: list[list[torch.cuda.Event]] = [[], []]
     torch.cuda.synchronize()
     begin.record()
@@ -112,16 +112,18 @@ def _duplex_rates(up: Callable[[], None], down: Callable[[], None]) -> tuple[flo
         for stream, way, marks in zip(streams, (up, down), ends, strict=True):
             with torch.cuda.stream(stream):
                 way()
-                marks.append(torch.cuda.Event(enable_timing=True))
+                marks.append(_timing_event())
                 marks[-1].record(stream)
     torch.cuda.synchronize()
     seconds = [[begin.elapsed_time(mark) / 1e3 for mark in marks] for marks in ends]
-    both_busy_s = min(marks[-1] for marks in seconds)
-    rates = []
-    for marks in seconds:
-        done = [mark for mark in marks if mark <= both_busy_s] or marks[:1]
-        rates.append(len(done) * _COPY_BYTES / done[-1])
-    return rates[0], rates[1]
+    both_busy_s = min(times[-1] for times in seconds)
+    counted = [[time for time in times if time <= both_busy_s] or times[:1] for times in seconds]
+    up_rate, down_rate = (len(times) * _COPY_BYTES / times[-1] for times in counted)
+    return up_rate, down_rate
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

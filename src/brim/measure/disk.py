@@ -63,7 +63,7 @@ def uncached_file(directory: Path) -> Iterator[UncachedFile]:
 
 
 def disk_link(file: UncachedFile) -> Link:
-    """disk -> RAM by sequential reads: every chunk size with every number of threads, interleaved, then the best again.
+    """disk -> RAM by sequential reads: each chunk size with each number of threads, then the best again.
 
     The winner is measured afresh: the best of many noisy medians is too good. Raises TransferError.
     """
@@ -88,7 +88,7 @@ def disk_link(file: UncachedFile) -> Link:
 def _interleaved(
     file: UncachedFile, ways: list[_Way], buffers: list[memoryview], *, part_bytes: int, rounds: int, limit_s: float
 ) -> dict[_Way, list[float]]:
-    """Rates of every way, one round after the other (noise hits all alike), each round in another part of the file."""
+    """Rates of every way, round by round (noise hits all alike), each round in another part of the file."""
     rates: dict[_Way, list[float]] = {way: [] for way in ways}
     stop_s = time.perf_counter() + limit_s
     for index in range(rounds):

@@ -21,7 +21,7 @@ Device = Literal["auto", "cuda", "cpu"]
 
 
 def cache_folder() -> Path:
-    """Where brim keeps what it can make again: ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``. May not exist yet."""
+    """Where brim keeps what it can make again: ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``. It may not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is to be ignored.
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "brim"
