@@ -14,7 +14,7 @@ from brim.units import parse_bytes
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
+class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
     """``8GiB``, ``512MB`` or plain bytes, given to the command as a number of bytes."""
 
     name = "bytes"
