@@ -61,7 +61,7 @@ class FileTensor(torch.Tensor):
             return self._compute().contiguous()
         return _read(self.extents, self.numel() * self.dtype.itemsize).view(self.dtype).reshape(self.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FileTensor({', '.join(o.name for o in self.origins)}: {self.dtype}, {tuple(self.shape)})"
 
     @classmethod

@@ -15,6 +15,7 @@ from brim.run.architecture import build_module, read_config
 from brim.run.converted import convert_tensors
 from brim.run.dtypes import check_dtypes
 from brim.run.file_tensor import FileTensor
+from brim.run.gguf import convert_gguf
 
 # Weights as safetensors, and what a config and a tokenizer need. Nothing that can run code.
 _HUB_PATTERNS = (
@@ -68,7 +69,7 @@ def open_model(
     """
     path = locate(model, trust_remote_code=trust_remote_code)
     name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
-    directory = _as_directory(path)
+    directory = path if path.is_dir() else convert_gguf(path)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     stored = read_checkpoint(directory)
     built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -130,14 +131,6 @@ def _fetch(repo: str, trust_remote_code: bool) -> Path:
             f"There is no such file or folder, and it could not be fetched from the Hugging Face hub: {first:.300}",
             "Check the name, the network and (for gated models) HF_TOKEN, or give a local folder or .gguf file.",
         ) from error
-
-
-def _as_directory(path: Path) -> Path:
-    if path.is_dir():
-        return path
-    from brim.run.gguf import convert_gguf
-
-    return convert_gguf(path)
 
 
 def _sources(directory: Path, tensors: dict[str, FileTensor]) -> tuple[dict[str, TensorSource], dict[str, int]]:
