@@ -167,18 +167,19 @@ def _open_scratch(directory: Path) -> tuple[int, bool]:
 
 
 def _open_largest(directory: Path, refusal: OSError) -> tuple[int, bool]:
-    files = [entry for entry in os.scandir(directory) if entry.is_file()]
-    largest = max(files, key=lambda entry: entry.stat().st_size, default=None)
-    if largest is None or largest.stat().st_size < 4 * max(_CHUNKS_BYTES):
-        raise UsageError(
-            f"The disk under {directory} was to be measured.",
-            f"It cannot be written ({refusal.strerror}) and holds no file of {format_bytes(4 * max(_CHUNKS_BYTES))}.",
-            "Name another directory on the same disk, or set XDG_CACHE_HOME to one that can be written.",
-        ) from refusal
+    least_bytes = 4 * max(_CHUNKS_BYTES)
     try:
-        return _reopen_direct(os.open(largest.path, os.O_RDONLY), largest.path, os.O_RDONLY)
+        sizes = {entry.path: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
+        largest = max(sizes, key=lambda path: sizes[path], default="")
+        if sizes.get(largest, 0) >= least_bytes:
+            return _reopen_direct(os.open(largest, os.O_RDONLY), largest, os.O_RDONLY)
     except OSError as error:
-        raise TransferError(f"{largest.path} was to be read to measure its disk.", f"{error}.") from error
+        raise TransferError(f"A file in {directory} was to be read to measure its disk.", f"{error}.") from error
+    raise UsageError(
+        f"The disk under {directory} was to be measured.",
+        f"It cannot be written ({refusal.strerror}) and holds no file of {format_bytes(least_bytes)}.",
+        "Name another directory on the same disk, or set XDG_CACHE_HOME to one that can be written.",
+    ) from refusal
 
 
 def _reopen_direct(descriptor: int, name: str, mode: int) -> tuple[int, bool]:

@@ -49,7 +49,7 @@ def test_a_file_that_shrinks_is_a_transfer_error(tmp_path):
 
 
 def test_a_directory_that_can_neither_be_written_nor_read_from_says_what_to_do():
-    with pytest.raises(UsageError, match="another directory"), uncached_file(Path("/proc/self/fdinfo")):
+    with pytest.raises(UsageError, match="another directory"), uncached_file(Path("/proc/self/task")):
         pass
 
 
@@ -68,7 +68,7 @@ def test_in_a_directory_that_cannot_be_written_its_largest_file_is_read(tmp_path
 
 def test_a_matrix_rate_counts_two_operations_per_multiplication():
     rate = matrix_rate(lambda size: lambda: time.sleep(2 * size**3 / 1e9), target_s=0.05, largest=4096)
-    assert rate == pytest.approx(1e9, rel=0.2)
+    assert 0.5e9 < rate <= 1e9  # a sleep is never shorter than asked, but longer on a busy machine
 
 
 def test_a_matrix_rate_stops_at_the_largest_size():
@@ -84,7 +84,7 @@ def test_a_matrix_rate_stops_at_the_largest_size():
 
 def test_the_median_ignores_the_warm_up_and_one_slow_round():
     delays = iter([0.3, 0.01, 0.2, 0.01])
-    assert median_s(lambda: time.sleep(next(delays)), rounds=3) == pytest.approx(0.01, rel=0.5)
+    assert median_s(lambda: time.sleep(next(delays)), rounds=3) < 0.1
 
 
 def test_measuring_copies_leaves_torch_its_threads():
