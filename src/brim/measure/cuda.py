@@ -83,6 +83,12 @@ def cuda_matrix_rates() -> dict[str, float]:
     return rates
 
 
+def give_back() -> None:
+    """Leave the device as it was found: what was measured with would stay reserved by PyTorch otherwise."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 @contextmanager
 def registered(size_bytes: int) -> Iterator[torch.Tensor]:
     """Pinned bytes (uint8) of exactly this size in whole pages: ``pin_memory()`` rounds up to a power of two."""

@@ -32,7 +32,8 @@ def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | N
 
     The result is remembered per machine, device, driver, torch and filesystem; ``refresh`` measures again. Capacities
     are read afresh each time. ``directory`` is where models will be read from: the user's cache folder by default.
-    A cache that is damaged or cannot be written is warned about and does not stop anything.
+    A cache that is damaged or cannot be written is warned about and does not stop anything. Measuring takes up to
+    350 MiB of RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched.
 
     Rates are medians. Compute is VRAM with CUDA (``device="cuda"``, or "auto" where torch sees one), else RAM.
     Raises UsageError for a directory that does not exist or an unknown device, UnsupportedError for "cuda" where
@@ -88,6 +89,7 @@ def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
         tiers.insert(0, Tier(name=VRAM, capacity_bytes=0, bytes_per_s=cuda.vram_read_rate()))
         links += cuda.cuda_links()
         rates = cuda.cuda_matrix_rates()
+        cuda.give_back()
     else:
         rates = bandwidth.cpu_matrix_rates()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

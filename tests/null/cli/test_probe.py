@@ -14,28 +14,16 @@ from brim.cli import main
 from brim.core import Hardware
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A user's cache folder in which this machine has been measured from the command line."""
-    folder = tmp_path_factory.mktemp("cache")
+def test_json_is_one_hardware_and_people_get_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = [sys.executable, "-m", "brim", "probe", "--json", "--device", "cpu"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    return folder, done.stdout
-
-
-def test_json_is_one_hardware_and_nothing_else(cache):
-    hardware = Hardware.from_json(json.loads(cache[1]))
+    hardware = Hardware.from_json(json.loads(done.stdout))
     assert hardware.compute == "ram"
-    assert hardware.link("disk", "ram").bytes_per_s > 0
 
-
-def test_a_table_tells_every_tier_link_and_dtype(cache, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache[0]))
-    assert main(["probe", "--device", "cpu"]) == 0
+    assert main(["probe", "--device", "cpu"]) == 0  # not measured again
     output = capsys.readouterr()
-    hardware = Hardware.from_json(json.loads(cache[1]))
     for word in (hardware.name, "ram", "disk", "disk -> ram", *hardware.flops_per_s):
         assert word in output.out
     assert output.err == ""

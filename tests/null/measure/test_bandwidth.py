@@ -10,7 +10,7 @@ import torch
 
 from brim.errors import TransferError, UsageError
 from brim.measure.bandwidth import matrix_rate, median_s, ram_link
-from brim.measure.disk import disk_link, uncached_file
+from brim.measure.disk import UncachedFile, disk_link, uncached_file
 from brim.measure.monitor import Monitor
 
 MIB = 1 << 20
@@ -26,11 +26,22 @@ def test_the_disk_is_read_and_not_the_page_cache(tmp_path):
         pytest.skip("temporary files are kept in RAM here")
     with uncached_file(tmp_path) as file, Monitor() as monitor:
         link = disk_link(file)
-    read_bytes = monitor.usage().disk_read_bytes
-    assert read_bytes is not None
-    assert read_bytes > file.size_bytes
     assert (link.source, link.target) == ("disk", "ram")
+    assert monitor.usage().disk_read_bytes > file.size_bytes
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_the_filesystem_refuses_direct_reads_the_cache_is_dropped_first(tmp_path):
+    if filesystem(tmp_path) in ("tmpfs", "ramfs"):
+        pytest.skip("temporary files are kept in RAM here")
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(MIB) * 64)
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        with Monitor() as monitor:
+            link = disk_link(UncachedFile(descriptor=opened.fileno(), size_bytes=64 * MIB, direct=False))
+    assert link.bytes_per_s > 0
+    assert monitor.usage().disk_read_bytes > 5 * 64 * MIB  # every round of it, not the first alone
 
 
 def test_the_scratch_file_has_no_name_while_it_is_read(tmp_path):

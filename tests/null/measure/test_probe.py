@@ -76,14 +76,13 @@ def test_capacities_are_read_afresh(measured, tmp_path, monkeypatch):
     assert now.tier("disk").capacity_bytes > 1
 
 
-@pytest.mark.parametrize("content", ['{"kind": "Hardware", "vers', '{"kind": "Plan", "version": 1}'])
-def test_a_damaged_cache_is_measured_again_with_a_warning(measured, tmp_path, monkeypatch, content):
+def test_a_damaged_cache_is_measured_again_with_a_warning(measured, tmp_path, monkeypatch):
     base, _ = measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (file,) = base.rglob("*.json")
     kept = tmp_path / file.relative_to(base)
     kept.parent.mkdir(parents=True)
-    kept.write_text(content)
+    kept.write_text(file.read_text()[:200])
     with pytest.warns(UserWarning, match="is damaged, so this machine is measured again"):
         hardware = probe(device="cpu")
     assert Hardware.read(kept) == hardware
