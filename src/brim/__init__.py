@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from brim.measure.probe import probe as probe
+    from brim.run.fitting import fit as fit
+    from brim.run.inference import load as load
 
 __version__ = "0.1.0"
 
 # The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
 _EXPORTS = {
+    "fit": "brim.run.fitting",
+    "load": "brim.run.inference",
     "probe": "brim.measure.probe",
 }
 
-__all__ = ["__version__", "probe"]
+__all__ = ["__version__", "fit", "load", "probe"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from brim.errors import UnsupportedError
+from brim.errors import UnsupportedError, UsageError
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -67,6 +68,7 @@ def peak_bytes(model: nn.Module, run: Callable[[Callable[..., Any]], None]) -> i
             with counter:
                 return torch.func.functional_call(model, state, args, kwargs)
 
+        call.counter = counter  # type: ignore[attr-defined]  # for a run that looks at its parts
         try:
             run(call)
         except torch._subclasses.fake_tensor.UnsupportedFakeTensorException as error:
@@ -97,3 +99,51 @@ def _faked(fake: FakeTensorMode) -> Callable[[Any], Any]:
         return fake.from_tensor(value)
 
     return convert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The largest step to make room for: ``batch`` sequences, ``prompt`` tokens at once, ``total`` in the cache."""
+
+    batch: int = 1
+    prompt: int
+    total: int
+
+
+def forward_bytes(module: nn.Module, inputs: Inputs) -> int:
+    """Peak bytes of activations and KV cache of a transformers model over the prompt's pass and the last token's."""
+    generates = hasattr(module, "generate") and module.can_generate() and not module.config.is_encoder_decoder
+    if not generates:
+        return step_bytes(module, _dummy(module, inputs.batch, inputs.prompt))
+    peaks = []
+
+    def run(call: Callable[..., Any]) -> None:
+        # The prompt's pass.
+        call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
+
+    def run_last(call: Callable[..., Any]) -> None:
+        past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)
+        cache = past.past_key_values
+        del past
+        counter = call.counter  # type: ignore[attr-defined]
+        counter.peak_bytes = counter.live_bytes
+        call(**_dummy(module, inputs.batch, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    peaks = [peak_bytes(module, run), peak_bytes(module, run_last)]
+    return max(peaks)
+
+
+def _dummy(module: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """Inputs of the right kind without values that matter."""
+    config, name = module.config, getattr(module, "main_input_name", "input_ids")
+    if name == "pixel_values":
+        side = getattr(config, "image_size", None) or 224
+        height, width = (side, side) if isinstance(side, int) else side
+        return {name: torch.zeros(batch, getattr(config, "num_channels", 3), height, width)}
+    if name != "input_ids":
+        raise UsageError(
+            f"{type(module).__name__} takes {name}, whose size brim does not know.",
+            todo="Build the module yourself and use brim.fit(module, example=...).",
+        )
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    return {"input_ids": ids, "decoder_input_ids": ids[:, :1]} if config.is_encoder_decoder else {"input_ids": ids}

@@ -97,6 +97,10 @@ class WeightStreaming:
         """What memory did since the module was fitted."""
         return self.memory.recorder.timeline
 
+    def close(self) -> None:
+        """Stop moving and end every thread. The module cannot be called any more; ``remove`` still works."""
+        self.memory.engine.close()
+
     def remove(self) -> None:
         """Give the module back with all its parameters in memory, as it was before. A second call does nothing.
 
