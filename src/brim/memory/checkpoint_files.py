@@ -137,7 +137,8 @@ def read_checkpoint(directory: str | Path) -> dict[str, TensorSource]:
 
 
 def _damaged(path: Path, found: str) -> ModelError:
-    return ModelError(f"{path} was to be read as safetensors.", found, "Fetch or write the file again.")
+    todo = "Fetch it again; if brim wrote it into its cache, delete its folder."
+    return ModelError(f"{path} was to be read as safetensors.", found, todo)
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
