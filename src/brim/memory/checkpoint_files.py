@@ -137,18 +137,22 @@ def read_checkpoint(directory: str | Path) -> dict[str, TensorSource]:
 
 
 def _damaged(path: Path, found: str) -> ModelError:
-    return ModelError(f"{path} was to be read as safetensors.", found, "Fetch or write the file again.")
+    todo = "Fetch it again; if brim wrote it into its cache, delete its folder."
+    return ModelError(f"{path} was to be read as safetensors.", found, todo)
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
     if len(prefix) < LENGTH_BYTES:
-        raise _damaged(path, f"It is {size} bytes long; {LENGTH_BYTES - len(prefix)} bytes of the length are missing.")
+        raise _damaged(
+            path, f"It is {size} bytes long; {LENGTH_BYTES - len(prefix)} bytes of the length are missing."
+        )
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         raise _damaged(path, f"Its first 8 bytes announce a header of {length} bytes; at most {MAX_HEADER_BYTES}.")
     if LENGTH_BYTES + length > size:
         raise _damaged(
-            path, f"It is truncated: {LENGTH_BYTES + length - size} bytes of its header and all of its data are missing."
+            path,
+            f"It is truncated: {LENGTH_BYTES + length - size} bytes of its header and all of its data are missing.",
         )
     return length
 
@@ -176,7 +180,9 @@ def _source(path: Path, name: str, entry: Any, data_start: int) -> TensorSource:
         raise _damaged(path, f"The header's entry for {name!r} is not dtype, shape and data_offsets: {entry!r:.200}.")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _damaged(path, f"The header's shape {shape!r:.100} or data_offsets {offsets!r:.100} of {name!r} is wrong.")
+        raise _damaged(
+            path, f"The header's shape {shape!r:.100} or data_offsets {offsets!r:.100} of {name!r} is wrong."
+        )
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise _damaged(path, f"{name!r} has the unknown dtype {entry['dtype']!r:.40}; known: {', '.join(DTYPES)}.")
@@ -198,7 +204,9 @@ def _check_ranges(path: Path, sources: list[TensorSource], data_start: int, size
     for source in sources:
         gap_bytes = source.extents[0].offset - end
         if gap_bytes:
-            kind = f"{gap_bytes} bytes before it belong to no tensor" if gap_bytes > 0 else "it overlaps the one before"
+            kind = (
+                f"{gap_bytes} bytes before it belong to no tensor" if gap_bytes > 0 else "it overlaps the one before"
+            )
             raise _damaged(path, f"The header's range of {source.name!r} does not follow on: {kind}.")
         end += source.bytes
     if size < end:

@@ -42,6 +42,12 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         raise ModelError(f"{path} was to be read.", f"It is damaged: {error}.", "Fetch it again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} was to be read.", "It is not a JSON object.", "Fetch it again.")
+    if "_class_name" in raw and "model_type" not in raw:
+        raise UnsupportedError(
+            f"{directory} was given as the model.",
+            f"It is a diffusers model ({raw['_class_name']}).",
+            "Load it with diffusers and hand the module to brim.fit.",
+        )
     _refuse_quantized(path, raw)
     if "auto_map" in raw and not trust_remote_code and not _is_native(raw):
         raise UnsupportedError(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def _run_child(path: Path, folder: Path) -> None:
 
 
 def _main(path: Path, folder: Path) -> int:
+    _parse_once()
     try:
         _convert(path, folder)
     except (ModelError, UnsupportedError) as error:
@@ -65,6 +67,15 @@ def _main(path: Path, folder: Path) -> int:
         print(json.dumps(facts))
         return _REFUSED
     return 0
+
+
+def _parse_once() -> None:
+    """config, tokenizer and weights each parse the whole vocabulary anew, for seconds: share it, in this process."""
+    import gguf
+
+    module: Any = gguf
+    module.GGUFReader = cache(gguf.GGUFReader)
+    module.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -95,7 +106,7 @@ def _open(path: Path) -> Any:
     from gguf import GGUFReader
 
     try:
-        reader = GGUFReader(path)
+        reader = GGUFReader(str(path))
     except Exception as error:  # the reader trusts the file, so damage shows as any error at all
         raise _damaged(path, f"Its metadata or its tensors cannot be read: {error}") from error
     size = path.stat().st_size
@@ -123,8 +134,9 @@ def _model_class(path: Path, config: Any) -> Any:
 
 def _weights(path: Path, reader: Any, module: Any) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
     """What will be written, and the tensors one at a time: dequantized, and arranged as transformers does."""
-    from transformers import modeling_gguf_pytorch_utils as legacy
+    from transformers import modeling_gguf_pytorch_utils
 
+    legacy: Any = modeling_gguf_pytorch_utils
     architecture = reader.fields["general.architecture"].contents()
     if architecture not in legacy.GGUF_SUPPORTED_ARCHITECTURES or _has_new_loader(architecture):
         return _whole_model(path, type(module))
@@ -174,7 +186,7 @@ def _checked(
 
 
 def _dequantize(path: Path, tensor: Any) -> Any:
-    """float32 of the tensor's shape, some rows at a time; read, not mapped, so that the pages are not kept."""
+    """float32 of the tensor's shape, dequantized some rows at a time."""
     from gguf import dequantize
 
     stored = np.memmap(path, mode="r", dtype=np.uint8, offset=tensor.data_offset, shape=(tensor.n_bytes,))
@@ -189,9 +201,9 @@ def _dequantize(path: Path, tensor: Any) -> Any:
 
 def _has_new_loader(architecture: str) -> bool:
     """transformers loads a few architectures in another way, whose steps cannot be taken one tensor at a time."""
-    from transformers.integrations.gguf import GGUF_ARCHS
+    from transformers.integrations import gguf as integration
 
-    return architecture in GGUF_ARCHS
+    return architecture in getattr(integration, "GGUF_ARCHS", ())
 
 
 def _whole_model(path: Path, model_class: Any) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:

@@ -112,7 +112,8 @@ def locate(model: str | Path, *, trust_remote_code: bool = False) -> Path:
             )
         return path
     parts = str(model).split("/")
-    if isinstance(model, Path) or len(parts) > 2 or not all(parts) or parts[0] in (".", "..", "~"):
+    is_hub_id = isinstance(model, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..", "~")
+    if not is_hub_id or path.suffix.lower() in (".gguf", ".safetensors", ".bin"):
         raise ModelError(f"{model} was given as the model.", "There is no such file or folder.", "Check the path.")
     return _fetch(str(model), trust_remote_code)
 
