@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model")
 @click.option("--prompt", required=True, help="What to go on from; put into the chat template where there is one.")
-@click.option(
-    "--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: what is free less 10 %."
-)
-@click.option("--ram", type=BYTES, help="Budget of host memory; default: what is free less 10 %.")
+@click.option("--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: 90 % of what is free.")
+@click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free.")
 @device_option
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")

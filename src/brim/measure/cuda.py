@@ -94,7 +94,7 @@ def registered(size_bytes: int) -> Iterator[torch.Tensor]:
     """Pinned bytes (uint8) of exactly this size in whole pages: ``pin_memory()`` rounds up to a power of two."""
     size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(tensor.data_ptr(), size_bytes, 0))
     if status:
         raise TransferError(f"{size_bytes} bytes of RAM were to be pinned.", f"cudaHostRegister gave error {status}.")
@@ -107,7 +107,7 @@ def registered(size_bytes: int) -> Iterator[torch.Tensor]:
 
 def _duplex_rates(up: Callable[[], None], down: Callable[[], None]) -> tuple[float, float]:
     """Bytes per second of each way while both are busy: only copies that end before the faster way has finished."""
-    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream() for _ in range(2)]
     begin = _timing_event()
     ends: list[list[torch.cuda.Event]] = [[], []]
     torch.cuda.synchronize()
@@ -129,7 +129,7 @@ def _duplex_rates(up: Callable[[], None], down: Callable[[], None]) -> tuple[flo
 
 
 def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 @contextmanager

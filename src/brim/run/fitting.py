@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from brim.core import Hardware, Plan, Timeline
+from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, UsageError
 from brim.measure.capacity import free_bytes
@@ -61,7 +61,7 @@ def fit(
     if not isinstance(model, nn.Module):
         raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
-    hardware = _hardware(device)
+    hardware = machine(device)
     budget = budgets(hardware, vram, ram, device)
     if activations is not None:
         need = Need(step_bytes=parse_bytes(activations))
@@ -73,7 +73,8 @@ def fit(
     return put_in_force(model, partition, plan, hardware, Weights(), device)
 
 
-def _hardware(device: Device) -> Hardware:
+def machine(device: Device) -> Hardware:
+    """What ``device`` names, measured or remembered."""
     if device != "emulated":
         return probe(device=device)
     return emulated_hardware(probe(device="cpu"))
@@ -81,10 +82,6 @@ def _hardware(device: Device) -> Hardware:
 
 def emulated_hardware(measured: Hardware) -> Hardware:
     """This machine with a part of its RAM as VRAM."""
-    from dataclasses import replace
-
-    from brim.core import Link, Tier
-
     ram = measured.tier(RAM)
     copy = measured.link(RAM, RAM)
     return replace(

@@ -15,11 +15,12 @@ from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor
-from brim.measure.probe import probe
-from brim.run.fitting import Device, budgets, emulated_hardware
+from brim.run.fitting import Device, budgets, machine
 from brim.run.inference import load_opened
-from brim.run.models import open_model, open_tokenizer
+from brim.run.models import open_model, open_tokenizer, prepare
 from brim.run.step_memory import Inputs
+from brim.techniques.base import HANDLE_ATTRIBUTE
+from brim.techniques.weight_streaming import WeightStreaming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +74,15 @@ def generate(
     """Generate greedily inside the budget. ``on_stage`` hears what is being done, ``on_text`` each piece of text."""
     if request.max_new_tokens < 1:
         raise UsageError(f"{request.max_new_tokens} new tokens were asked for.", "It takes one at least.")
-    import transformers.models.auto.modeling_auto  # noqa: F401  (imports are not part of loading)
-
     on_stage("measuring this machine (once)")
-    emulated = request.device == "emulated"
-    hardware = probe(device="cpu" if emulated else request.device)
-    hardware = emulated_hardware(hardware) if emulated else hardware
+    hardware = machine(request.device)
+    budget = budgets(hardware, request.vram, request.ram, request.device)
+    on_stage("opening the model")
+    directory = prepare(request.model, trust_remote_code=request.trust_remote_code)
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        on_stage("opening the model")
-        budget = budgets(hardware, request.vram, request.ram, request.device)
-        opened = open_model(request.model, trust_remote_code=request.trust_remote_code)
-        if not opened.module.can_generate():
+        opened = open_model(directory, trust_remote_code=request.trust_remote_code)
+        if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
             raise ModelError(
                 f"{opened.name} was to generate text.", f"{type(opened.module).__name__} does not generate."
             )
@@ -94,7 +92,7 @@ def generate(
         _check_length(opened.module, opened.name, inputs)
         on_stage("loading weights")
         module = load_opened(opened, hardware, budget, inputs, start_bytes, request.device)
-        handle = module.brim
+        handle: WeightStreaming = vars(module)[HANDLE_ATTRIBUTE]
         try:
             on_stage("generating")
             printer = _Printer(tokenizer, ids.shape[1], on_text)

@@ -17,10 +17,9 @@ from torch import nn
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError
-from brim.measure.probe import probe
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import checksum
-from brim.run.fitting import Device, Need, budgets, emulated_hardware, make_plan, put_in_force
+from brim.run.fitting import Device, Need, budgets, machine, make_plan, put_in_force
 from brim.run.models import OpenedModel, open_model
 from brim.run.step_memory import Inputs, forward_bytes
 from brim.techniques.weight_streaming import Weights
@@ -44,15 +43,16 @@ def load(
 
     ``vram`` and ``ram`` are amounts such as ``"8GiB"``; what is free less a tenth where they are not given. The RAM
     budget is for the growth of the process from this call on, whatever it is for. ``inputs`` says how large a step
-    to make room for; without it, room is made for up to 1,024 tokens, fewer where the budget is small. The module behaves as if all its weights were in memory; ``module.brim`` is the handle
-    (``plan``, ``timeline()``, ``remove()``). Parameters do not require gradients.
+    to make room for; without it, room is made for up to 1,024 tokens, fewer where the budget is small.
+
+    The module behaves as if all its weights were in memory; ``module.brim`` is the handle (``plan``, ``timeline()``,
+    ``remove()``). Parameters do not require gradients.
 
     Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
     nothing fits.
     """
+    hardware = machine(device)  # a first measurement takes RAM of its own for a moment
     start_bytes = _resident_bytes()
-    hardware = probe(device="cpu" if device == "emulated" else device)
-    hardware = emulated_hardware(hardware) if device == "emulated" else hardware
     budget = budgets(hardware, vram, ram, device)
     opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
     return load_opened(opened, hardware, budget, inputs, start_bytes, device)

@@ -20,7 +20,7 @@ class _LiveBytes(TorchDispatchMode):
     """Counts bytes of storages that operations make, from their making until Python lets go of them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self._known: set[int] = set()
 
@@ -112,7 +112,8 @@ class Inputs:
 
 def forward_bytes(module: nn.Module, inputs: Inputs) -> int:
     """Peak bytes of activations and KV cache of a transformers model over the prompt's pass and the last token's."""
-    generates = hasattr(module, "generate") and module.can_generate() and not module.config.is_encoder_decoder
+    config: Any = module.config
+    generates = hasattr(module, "generate") and module.can_generate() and not config.is_encoder_decoder  # type: ignore[operator]
     if not generates:
         return step_bytes(module, _dummy(module, inputs.batch, inputs.prompt))
     peaks = []
@@ -135,7 +136,8 @@ def forward_bytes(module: nn.Module, inputs: Inputs) -> int:
 
 def _dummy(module: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
     """Inputs of the right kind without values that matter."""
-    config, name = module.config, getattr(module, "main_input_name", "input_ids")
+    config: Any = module.config
+    name = getattr(module, "main_input_name", "input_ids")
     if name == "pixel_values":
         side = getattr(config, "image_size", None) or 224
         height, width = (side, side) if isinstance(side, int) else side
