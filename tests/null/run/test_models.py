@@ -43,15 +43,13 @@ from brim.errors import ModelError
 from brim.memory.checksums import checksum
 from brim.run.models import OpenedModel, open_model, open_tokenizer
 
-DECODER: dict[str, Any] = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-)
-ENCODER: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+ENCODER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+DECODER: dict[str, Any] = {**ENCODER, "num_key_value_heads": 2, "vocab_size": 64}
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**DECODER)),
@@ -286,8 +284,8 @@ def write_gguf(path: Path, kind: str) -> None:
         writer.add_value_length(8)
         writer.add_expert_count(4)
         writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(32)
-    letters = [chr(code) for code in range(ord("!"), ord("!") + 60)]
+        writer.add_expert_feed_forward_length(768)
+    letters = [chr(code) for code in range(ord("A"), ord("A") + 60)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2" if kind == "qwen3moe" else "smollm")
     writer.add_token_list([*letters, "he", "ll", "<s>", "</s>"])
@@ -304,7 +302,7 @@ def write_gguf(path: Path, kind: str) -> None:
             block = name.split(".")[2]
             parts = ("gate", "up") if "gate_up" in name else ("down",)
             for part in parts:
-                size = (4, 32, 32)
+                size = (4, 32, 768) if part == "down" else (4, 768, 32)  # the width transformers assumes
                 add_quantized(writer, f"blk.{block}.ffn_{part}_exps.weight", rng.normal(size=size))
             continue
         values = rng.normal(size=shape)
