@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from transformers import (
     T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 
 from brim.errors import ModelError
@@ -64,6 +67,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "vit": lambda: ViTForImageClassification(ViTConfig(**ENCODER, image_size=32, patch_size=8)),
     "resnet": lambda: ResNetForImageClassification(
         ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2])
+    ),
+    "wav2vec2": lambda: Wav2Vec2ForCTC(
+        Wav2Vec2Config(
+            **ENCODER, vocab_size=16, conv_dim=[8], conv_stride=[2], conv_kernel=[4], num_conv_pos_embeddings=8
+        )
     ),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)),
 }
@@ -359,9 +367,12 @@ def smollm2() -> Path:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
-def test_smollm2_becomes_what_transformers_loads_from_it() -> None:
+def test_smollm2_becomes_what_transformers_loads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     path = smollm2()
     opened = open_model(path)
+    # transformers parses the vocabulary three times, and its name table once per module: half a minute.
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     loaded = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True)
     )
