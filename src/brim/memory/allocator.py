@@ -301,15 +301,18 @@ class CachingAllocator:
 
     # Giving memory back
 
-    def empty_cache(self) -> None:
-        """Give free segments and pages back (``torch.cuda.empty_cache``, and the last resort of ``malloc``)."""
-        if not self._captures:
+    def empty_cache(self, pool: PoolId | None = None) -> None:
+        """Give free segments and pages back (``torch.cuda.empty_cache``, and the last resort of ``malloc``).
+
+        With ``pool``, those of one private pool that nothing uses any more.
+        """
+        if pool is None and not self._captures:
             for freed in self._events.finished(synchronize=True):
                 self.complete_free(freed)
             self._release_blocks(self.large)
             self._release_blocks(self.small)
-        for private in self.private_pools.values():
-            if not private.use_count:
+        for name, private in self.private_pools.items():
+            if not private.use_count and pool in (None, name):
                 self._release_blocks(private.small)
                 self._release_blocks(private.large)
 
