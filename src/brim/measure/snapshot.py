@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +149,14 @@ class _Reader:
         """A block; before torch 2.0 its request and its stack are in the first entry of its history."""
         history = item.get("history")
         first = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else {}
-        size, state = item.get("size"), item["state"]
-        address = item.get("address", first.get("addr", -1))
+        state, size = item["state"], item.get("size", -1)
         requested = item.get("requested_size", first.get("real_size", size))
-        numbers = (address, size, requested)
+        numbers: tuple[Any, Any, Any] = (item.get("address", first.get("addr", -1)), size, requested)
         if not all(type(number) is int and -1 <= number < 1 << 63 for number in numbers) or state not in STATES:
             raise self.refuse(f"A block is {_short(item)}.")
         stack = self.stack(item.get("frames", first.get("frames")))
         item.clear()
-        return BlockRecord(address, numbers[1], requested, STATES[STATES.index(state)], stack)
+        return BlockRecord(*numbers, STATES[STATES.index(state)], stack)
 
     def stack(self, frames: Any) -> int:
         """The number of a stack. A list that was seen is marked with its number, because events share them."""
@@ -279,7 +279,7 @@ class _Reader:
 
     def ordered(self, segments: list[SegmentRecord]) -> tuple[SegmentRecord, ...]:
         segments.sort(key=lambda segment: segment.address)
-        for before, after in zip(segments, segments[1:], strict=False):
+        for before, after in pairwise(segments):
             if before.address + before.size > after.address:
                 raise self.refuse(f"The segments at {before.address:#x} and {after.address:#x} overlap.")
         return tuple(segments)

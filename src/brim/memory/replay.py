@@ -1,4 +1,4 @@
-"""A recorded run, replayed: does the simulated allocator do what the real one did, and what if the settings were others?"""
+"""A recorded run, replayed: does the simulated allocator do what the real one did?"""
 
 from __future__ import annotations
 

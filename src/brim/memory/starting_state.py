@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from brim.memory.allocator_config import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorConfig
 from brim.memory.blocks import DEFAULT_POOL, PoolId
@@ -74,44 +75,67 @@ def final_state(history: History) -> State:
 
 def starting_state(history: History, config: AllocatorConfig) -> State:
     """The state before the first event of ``history``."""
-    state = final_state(history)
-    mapped = _Mapped()
-    for found in state.ranges.values():
-        if found.expandable:
-            mapped.add(found.address, found.size)
-    native = {found.address: found for found in state.ranges.values() if not found.expandable}
-    groups = _Groups(history, config)
+    undo = _Undo(history, config)
     for index in range(len(history.actions) - 1, -1, -1):
+        undo.event(index)
+    state = undo.state()
+    _settle(state, history, config)
+    return state
+
+
+class _Undo:
+    """Steps backwards through a history."""
+
+    def __init__(self, history: History, config: AllocatorConfig) -> None:
+        self._history = history
+        self._groups = _Groups(history, config)
+        self._state = final_state(history)
+        self._native = {at: found for at, found in self._state.ranges.items() if not found.expandable}
+        self._mapped = _Mapped()
+        for found in self._state.ranges.values():
+            if found.expandable:
+                self._mapped.add(found.address, found.size)
+
+    def event(self, index: int) -> None:
+        history, state = self._history, self._state
         action, address, size = history.actions[index], history.addresses[index], history.sizes[index]
         if action == "alloc":
             state.inconsistent += state.live.pop(address, None) is None
         elif action == "free_requested":
-            found = state.live.get(address)
-            if found is None:  # a ring may have dropped the completion
-                state.live[address] = Live(
-                    address=address, size=0, requested=size, stream=history.streams[index], freed_at=index
-                )
-            else:
-                state.live[address] = replace(found, pending=False)
+            live = state.live.get(address) or self._freed(index)  # a ring may have lost the completion
+            state.live[address] = replace(live, pending=False)
         elif action == "free_completed":
             state.inconsistent += address in state.live
-            state.live[address] = Live(
-                address=address, size=0, requested=size, stream=history.streams[index], pending=True, freed_at=index
-            )
+            state.live[address] = self._freed(index)
         elif action == "segment_alloc":
-            state.inconsistent += native.pop(address, None) is None
+            state.inconsistent += self._native.pop(address, None) is None
         elif action == "segment_free":
-            native[address] = Range(address=address, size=size, group=groups.native(index), expandable=False)
+            group = self._groups.native(index)
+            self._native[address] = Range(address=address, size=size, group=group, expandable=False)
         elif action == "segment_map":
-            mapped.remove(address, size)
+            self._mapped.remove(address, size)
         elif action == "segment_unmap":
-            mapped.add(address, size)
-    state.ranges = native
-    for address, size in mapped.ranges(groups):
-        state.ranges[address] = Range(address=address, size=size, group=groups.expandable(address), expandable=True)
-    state.lowest = groups.lowest(state.ranges)
-    _settle(state, history, config)
-    return state
+            self._mapped.add(address, size)
+
+    def _freed(self, index: int) -> Live:
+        history = self._history
+        return Live(
+            address=history.addresses[index],
+            size=0,
+            requested=history.sizes[index],
+            stream=history.streams[index],
+            pending=True,
+            freed_at=index,
+        )
+
+    def state(self) -> State:
+        groups, state = self._groups, self._state
+        state.ranges = self._native
+        for address, size in self._mapped.ranges(groups):
+            group = groups.expandable(address)
+            state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
+        state.lowest = groups.lowest(state.ranges)
+        return state
 
 
 class _Mapped:
@@ -146,7 +170,7 @@ class _Mapped:
         made = []
         for start, end in zip(self._starts, self._ends, strict=True):
             cuts = [start, *groups.borders(start, end), end]
-            made += [(cut, after - cut) for cut, after in zip(cuts, cuts[1:], strict=False)]
+            made += [(cut, after - cut) for cut, after in pairwise(cuts)]
         return made
 
 
@@ -217,24 +241,20 @@ class _Groups:
 
 def _settle(state: State, history: History, config: AllocatorConfig) -> None:
     """Find the sizes that events do not tell, and drop blocks that lie in no segment or on another block."""
-    starts = sorted(state.ranges)
-    addresses = sorted(state.live)
-    allocs: list[tuple[int, int]] | None = None
-    for position, address in enumerate(addresses):
+    starts, addresses = sorted(state.ranges), sorted(state.live)
+    allocs: list[tuple[int, int]] = []
+    for address, after in pairwise([*addresses, 1 << 64]):
         live = state.live[address]
         where = bisect_right(starts, address) - 1
         found = state.ranges[starts[where]] if where >= 0 else None
-        end = found.address + found.size if found is not None else address
-        if position + 1 < len(addresses):
-            end = min(end, addresses[position + 1])
+        end = min(after, found.address + found.size) if found is not None else address
         size = live.size or config.round_size(live.requested)
         if found is None or address + size > end:
             del state.live[address]
             state.inconsistent += 1
             continue
         if not live.size and not found.expandable and not found.group[1] and address + size < end:
-            if allocs is None:
-                allocs = _alloc_addresses(history)
+            allocs = allocs or _alloc_addresses(history)
             size = _unsplit_size(live, size, end, allocs, config)
         if size != live.size:
             state.live[address] = replace(live, size=size)
