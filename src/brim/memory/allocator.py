@@ -50,7 +50,9 @@ class CachingAllocator:
         self.device: DeviceMemory = SimulatedDevice(capacity_bytes) if device is None else device
         total = self.device.total_bytes
         if config.memory_fraction < 1 and total is None:
-            raise UsageError("A memory fraction was given.", "The device's size was not.", "Give capacity_bytes.")
+            raise UsageError(
+                f"A memory fraction of {config.memory_fraction:g} was given.", "The device's size is not known."
+            )
         self.stats = Stats()
         self.live: dict[int, Block] = {}
         self.small, self.large = BlockPool(small=True), BlockPool(small=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
     ``config`` None: the settings in the history.
     """
     config = AllocatorConfig.from_snapshot(history.settings) if config is None else config
+    config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
     start = starting_state(history, config)
     run = _Run(history, config, start)
     run.all_events()
@@ -97,8 +99,11 @@ class _Run:
 
     def _alloc(self, index: int, address: int, size: int, stream: int, pending: list[SegmentEvent]) -> None:
         pool = self.pools.at(index, address)
-        if pending and pending[0][0] in RELEASES and self._released_before(size, stream, pool, pending):
-            pending = self._give_back(pending)
+        if pending and pending[0][0] in RELEASES:
+            if self.allocator.config.garbage_collection_threshold:
+                self._collect(pending)
+            elif self._released_before(size, stream, pool, pending):
+                pending = self._give_back(pending)
         self.device.expected.extend(pending)
         block = self.allocator.malloc(size, stream, pool)
         self.device.expected.clear()
@@ -115,6 +120,20 @@ class _Run:
         if self.allocator.would_hit(size, stream, pool):
             return True
         return pending[-1][0] in RELEASES
+
+    def _collect(self, pending: list[SegmentEvent]) -> None:
+        """Give back the whole segments that the record gave back: its memory fraction, hence its threshold, is unknown.
+
+        Takes them out of ``pending``.
+        """
+        self.device.expected.extend(pending)
+        for event in list(pending):
+            pools = (self.allocator.large, self.allocator.small)
+            block = next((pool.blocks[event[1]] for pool in pools if event[1] in pool.blocks), None)
+            if event[0] == "segment_free" and block is not None and block.is_whole:
+                self.allocator.release_segment(block)
+                pending.remove(event)
+        self.device.expected.clear()
 
     def _request(self, address: int) -> None:
         block = self.handles.get(address)
