@@ -16,7 +16,10 @@ from brim.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a process holds on the GPU before its first tensor: driver state and kernels, lazily loaded."""
+    """What a process holds on the GPU before its first tensor: driver state and kernels, lazily loaded.
+
+    ``cuda`` and ``torch`` are the versions that it was measured with; empty where ``source`` speaks in general.
+    """
 
     cuda: str
     torch: str
@@ -65,6 +68,14 @@ class Gpu:
             if size is not None:
                 return size
         raise UsageError(f"The memory of {self.name} was asked for.", "The catalog does not have it.")
+
+    def context(self, cuda: str = "") -> Context:
+        """The context under that CUDA version (``"12.8"``), else the newest known for this GPU, else the general one.
+
+        Its ``cuda`` and ``source`` say which of the three it is.
+        """
+        known = sorted(self.contexts, key=lambda context: tuple(map(int, context.cuda.split("."))))
+        return next((c for c in known if c.cuda == cuda), known[-1] if known else _catalog()[1])
 
     def hardware(self, *, ram_bytes: int = 0, ram_bytes_per_s: float = 0.0, measured: bool = True) -> Hardware:
         """This GPU as planner and simulator read it; with ``ram_bytes``, in a host of that much memory.
@@ -129,12 +140,21 @@ def _all_tokens(card: Gpu) -> frozenset[str]:
     return frozenset().union(*map(names.tokens, (card.name, *card.aliases, size)))
 
 
-@functools.cache
 def _cards() -> tuple[Gpu, ...]:
+    return _catalog()[0]
+
+
+@functools.cache
+def _catalog() -> tuple[tuple[Gpu, ...], Context]:
+    """All GPUs, and the context of one that nobody measured."""
     text = resources.files("brim.catalog").joinpath("gpus.json").read_text(encoding="utf-8")
     document = json.loads(text)
     titles = {name: source["title"] for name, source in document["sources"].items()}
-    return tuple(_card(entry, titles) for entry in document["gpus"])
+    return tuple(_card(entry, titles) for entry in document["gpus"]), _context(document["general_context"], titles)
+
+
+def _context(entry: dict[str, Any], titles: Mapping[str, str]) -> Context:
+    return Context(**entry | {"source": titles[entry["source"]]})
 
 
 def _card(entry: dict[str, Any], titles: Mapping[str, str]) -> Gpu:
@@ -149,6 +169,6 @@ def _card(entry: dict[str, Any], titles: Mapping[str, str]) -> Gpu:
             values[field] = value
         if figure:
             sources[field] = titles[figure["source"]]
-    contexts = tuple(Context(**c | {"source": titles[c["source"]]}) for c in entry["contexts"])
+    contexts = tuple(_context(context, titles) for context in entry["contexts"])
     texts = {field: entry[field] for field in ("name", "vendor", "architecture")}
     return Gpu(**texts, **values, aliases=tuple(entry["aliases"]), contexts=contexts, sources=sources)

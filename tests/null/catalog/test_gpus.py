@@ -104,6 +104,15 @@ def test_contexts_say_for_which_versions_they_hold():
     assert all(100 * MIB < c.bytes < GIB and c.cuda and c.torch and c.source for c in contexts)
 
 
+def test_the_context_of_a_gpu_that_nobody_measured_says_so():
+    measured = catalog.gpu("3090").context("12.8")
+    assert (measured.cuda, measured.bytes) == ("12.8", 256 * MIB)
+    assert catalog.gpu("3090").context("11.8") == measured, "the newest known, and it says for which version"
+    general = catalog.gpu("t4").context("12.8")
+    assert (general.cuda, general.bytes) == ("", 400_000_000)
+    assert "not measured on this GPU" in general.source
+
+
 def test_a_card_as_hardware():
     hardware = catalog.gpu("h100").hardware(ram_bytes=64 * GIB, ram_bytes_per_s=80e9)
     assert Hardware.from_json(hardware.to_json()) == hardware

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from brim.errors import ModelError
 from brim.predict.formulas.activations import activations_per_layer
@@ -14,6 +12,9 @@ from brim.predict.formulas.cache import kv_cache_of_config
 from brim.predict.formulas.checkpoint import weights
 from brim.predict.formulas.optimizers import optimizer_state
 from brim.predict.formulas.result import Result, result
+
+if TYPE_CHECKING:
+    from torch import nn  # annotations only: the formulas must answer before torch is imported
 
 Shapes = tuple[tuple[int, ...], ...]
 
