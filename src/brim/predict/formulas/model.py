@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,9 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def parameters_by_type(model: nn.Module) -> dict[str, Result]:
-    """Parameters by layer type and shape, each shared one once: ``"Linear 768 -> 3072"`` -> ``12 x (...)``.
+    """Parameters by layer type and shape, each shared one once: ``"Linear [[8, 8], [8]]"`` -> ``2 x (8 x 8 + 8)``.
 
-    The keys are type names with the shapes of their parameters; the values sum to the model's count.
+    The values sum to the model's count.
     """
     counts: dict[tuple[str, Shapes], int] = defaultdict(int)
     for kind, shapes in _owners(model):
@@ -30,7 +31,7 @@ def parameters_by_type(model: nn.Module) -> dict[str, Result]:
     found = {}
     for (kind, shapes), count in counts.items():
         one = " + ".join(" x ".join(f"{n:,}" for n in shape) or "1" for shape in shapes)
-        elements = sum(_elements(shape) for shape in shapes)
+        elements = sum(map(math.prod, shapes))
         found[f"{kind} {list(map(list, shapes))}"] = result(count * elements, "parameters", f"{count} x ({one})")
     return found
 
@@ -43,7 +44,7 @@ def explain_training(
     Gradients and optimizer state have the weights' ``dtype``, as in plain PyTorch; activations are in 16 bits.
     """
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-    count = sum(map(_elements, shapes))
+    count = sum(map(math.prod, shapes))
     found = {
         "parameters": weights(count, dtype),
         "gradients": weights(count, dtype),
@@ -63,7 +64,7 @@ def explain_generation(
     model: nn.Module, config: Mapping[str, Any], *, batch: int, tokens: int, dtype: str
 ) -> dict[str, Result]:
     """What generating holds: the weights, and the key-value cache of ``tokens`` tokens where there is one."""
-    found = {"parameters": weights(sum(_elements(tuple(p.shape)) for p in model.parameters()), dtype)}
+    found = {"parameters": weights(sum(math.prod(p.shape) for p in model.parameters()), dtype)}
     try:
         found["kv_cache_per_token"] = kv_cache_of_config(config, dtype=dtype)
         found["kv_cache"] = kv_cache_of_config(config, tokens=tokens, batch=batch, dtype=dtype)
@@ -80,13 +81,6 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, Shapes]]:
         seen.update(map(id, own))
         if own:
             yield type(module).__name__, tuple(tuple(parameter.shape) for parameter in own)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _transformer_sizes(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
