@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from brim.core import Category, Phase
 from brim.predict import failures, inplace
+from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
@@ -82,9 +83,10 @@ class RecordingMode(TorchDispatchMode):
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, phase, module = self.recorder, self.phase(), self.modules.current()
-        result = self.values.run(func, args, kwargs)
+        result = self.values.shape_of(func, args, kwargs)
         if result is None:
-            result = func(*args, **kwargs)
+            result = FAKES.get(func, func)(*args, **kwargs)
+            self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
         fresh = self._fresh(outputs)
         resized = self._resized(func, args, kwargs)

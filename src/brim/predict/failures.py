@@ -20,6 +20,14 @@ def data_dependent(func: torch._ops.OpOverload) -> UnsupportedError:
     )
 
 
+def decision() -> UnsupportedError:
+    return UnsupportedError(
+        "A branch depends on a value that item() read from a tensor, and a trace has none.",
+        f"Asked at {_place()}.",
+        "Make the step's branches independent of values (or pass the value as a Python number).",
+    )
+
+
 def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
     return UnsupportedError(
         f"{func} has no fake kernel, so what it returns cannot be told without running it.",

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.core import Category, Phase, Trace
 from brim.errors import UsageError
+from brim.predict import patches
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
 from brim.predict.modules import ModuleTracker
@@ -47,6 +48,7 @@ def trace(
         stack.enter_context(modules.watching())
         stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
         stack.enter_context(mode)
+        stack.enter_context(patches.while_tracing())
         step = build()
         if not callable(step):
             raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
