@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +48,7 @@ class RecordingMode(TorchDispatchMode):
         self._rule_for = rule_for
         self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
         self.on_device = True  # whether factories make their tensors on the device that is traced
+        self._placed: bool | None = None
         self._node: Any = None  # of autograd's graph, the one that ran last, and when it was first seen
         self._node_began = 0
         self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
@@ -119,6 +121,24 @@ class RecordingMode(TorchDispatchMode):
             return True
         life = self.life_of(tensor)
         return life is not None and life.born < self._node_began
+
+    @contextmanager
+    def factories(self, on_device: bool) -> Iterator[None]:
+        """While open, what operations without tensor inputs make lies on the device, or on the host."""
+        before, self.on_device = self.on_device, on_device
+        try:
+            yield
+        finally:
+            self.on_device = before
+
+    @contextmanager
+    def placed(self, on_device: bool | None) -> Iterator[None]:
+        """While open, every result lies there, whatever the inputs (None: as always)."""
+        before, self._placed = self._placed, on_device if on_device is not None else self._placed
+        try:
+            yield
+        finally:
+            self._placed = before
 
     # -- storages ------------------------------------------------------------------------------------------------
 
@@ -210,8 +230,12 @@ class RecordingMode(TorchDispatchMode):
 
     def _place(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """An operation's results lie where its inputs lie; without inputs, where the caller's context says."""
+        if self._placed is not None:
+            return self._placed
         lives = [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
         sized = [life for life in lives if life.on_device]
+        if torch._C._current_graph_task_id() != -1:
+            return bool(sized) or self.recorder.uses_device
         return bool(sized) if lives else self.on_device
 
     def _describe(

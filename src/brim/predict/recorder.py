@@ -42,6 +42,7 @@ class Recorder:
         self.step_starts: list[int] = []
         self.not_modelled: set[str] = set()
         self.notes: dict[str, str] = {}
+        self.uses_device = False  # whether the program put anything on the device
         self.step = -1
         self.phase = Phase.BUILD
         self._tick = -1

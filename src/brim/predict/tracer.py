@@ -19,7 +19,9 @@ from brim.errors import UsageError
 from brim.predict import patches
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
+from brim.predict.lowering.cuda_autocast import cuda_lists
 from brim.predict.modules import ModuleTracker
+from brim.predict.pretend import pretending
 from brim.predict.recorder import Recorder
 from brim.predict.values import KnownValues
 
@@ -27,13 +29,19 @@ TARGETS = ("cuda", "cpu")
 
 
 def trace(
-    build: Callable[[], Callable[[], Any]], *, steps: int = 3, target: str = "cuda", model: str = ""
+    build: Callable[[], Callable[[], Any]],
+    *,
+    steps: int = 3,
+    target: str = "cuda",
+    model: str = "",
+    capability: tuple[int, int] = (8, 0),
 ) -> Trace:
     """Trace ``steps`` steps of what ``build()`` returns, as they would run on ``target``.
 
     ``build`` makes model, optimizer and inputs and returns ``step``, a function of no arguments; both may do what
     they like with tensors, and nothing is allocated. The first step creates optimizer state, so the peak is often
-    in the second. Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values
+    in the second. For CUDA, ``capability`` is the GPU's (it decides between attention kernels), and only what the
+    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole. Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values
     (naming the line) or an operation that has no fake kernel (naming it).
     """
     if target not in TARGETS:
@@ -49,6 +57,9 @@ def trace(
         stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
         stack.enter_context(mode)
         stack.enter_context(patches.while_tracing())
+        if target == "cuda":
+            stack.enter_context(pretending(mode, capability))
+            stack.enter_context(cuda_lists())
         step = build()
         if not callable(step):
             raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
@@ -62,7 +73,7 @@ def trace(
             model=model or _name(modules, build),
             target=target,
             ops=recorder.ops(paths),
-            storages=recorder.storages(paths, device_only=False),
+            storages=recorder.storages(paths, device_only=target == "cuda" and recorder.uses_device),
             step_starts=tuple(recorder.step_starts),
             not_modelled=tuple(sorted(recorder.not_modelled)),
             notes=recorder.notes,
