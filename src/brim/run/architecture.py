@@ -77,12 +77,12 @@ def build_module(
     trust_remote_code: bool,
 ) -> BuiltModule:
     """The module in eval mode, every weight that the checkpoint holds on meta. Raises ModelError as open_model."""
-    model_class = _model_class(directory, config, trust_remote_code)
+    kind = model_class(directory, config, trust_remote_code)
     state = {name: FileTensor.open(source) for name, source in stored.items()}
     with _quiet(), _NoLargeWeights():
         try:
             # transformers does the renaming, merging, tying and checking; ours is only what a tensor is.
-            module, info = model_class.from_pretrained(
+            module, info = kind.from_pretrained(
                 None,
                 config=config,
                 state_dict=state,
@@ -94,7 +94,7 @@ def build_module(
             raise
         except Exception as error:
             raise ModelError(
-                f"{model_class.__name__} was to be built from {directory}.",
+                f"{kind.__name__} was to be built from {directory}.",
                 _short(error),
                 "The config and the checkpoint may be of different models, or need a newer transformers.",
             ) from error
@@ -146,7 +146,7 @@ def _is_native(raw: dict[str, Any]) -> bool:
     return raw.get("model_type") in CONFIG_MAPPING
 
 
-def _model_class(directory: Path, config: Any, trust_remote_code: bool) -> Any:
+def model_class(directory: Path, config: Any, trust_remote_code: bool) -> Any:
     import transformers
 
     for name in config.architectures or ():

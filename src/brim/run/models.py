@@ -11,7 +11,7 @@ import torch
 from brim.errors import ModelError, UsageError
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest
-from brim.run.architecture import build_module, read_config
+from brim.run.architecture import build_module, model_class, read_config
 from brim.run.converted import convert_tensors
 from brim.run.dtypes import check_dtypes
 from brim.run.file_tensor import FileTensor
@@ -84,6 +84,17 @@ def open_model(
         checksums=checksums,
         unexpected=built.unexpected,
     )
+
+
+def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """The local folder of MODEL, fetched or converted where that is needed, and its code imported.
+
+    What remains for ``open_model`` is loading proper, whose memory can be told from that of all this.
+    """
+    path = locate(model, trust_remote_code=trust_remote_code)
+    directory = path if path.is_dir() else convert_gguf(path)
+    model_class(directory, read_config(directory, trust_remote_code=trust_remote_code), trust_remote_code)
+    return directory
 
 
 def open_tokenizer(opened: OpenedModel) -> Any:
