@@ -372,7 +372,7 @@ def test_a_truncated_gguf_file_is_refused_and_leaves_nothing(tmp_path: Path, own
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama")
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=r"tiny\.gguf"):
+    with pytest.raises(ModelError, match="cut short"):
         open_model(path)
     assert [file for file in own_cache.rglob("*") if file.is_file()] == []
 
