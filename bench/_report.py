@@ -109,7 +109,7 @@ def show(document: dict[str, Any]) -> None:
         "eta of budget",
         "logits",
     )
-    table = Table(*columns)
+    table = Table(*columns, padding=(0, 0))
     for label, row in document["contenders"].items():
         table.add_row(*_cells(label, row))
     console.print(table)

@@ -94,7 +94,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=cache, help="where the checkpoint and peers' files go")
     parser.add_argument("--budget", type=parse_bytes, help="bytes each contender may hold (3GiB; tiny: 40 %%)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steady", type=int, default=2, help="forwards in a row after the cold one")
+    parser.add_argument("--steady", type=int, default=4, help="forwards in a row after the cold one")
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--decode", type=int, default=0, help="greedy tokens to time as well")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -102,6 +102,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--partial", action="store_true", help="brim at 25, 50 and 75 %% of the model")
     parser.add_argument("--bound", action="store_true", help="only what bounds the run")
     parser.add_argument("--tiny", action="store_true", help="a model of 20 MB")
+    parser.add_argument("--no-limit", action="store_true", help="no cgroup: the page cache may use all memory")
     parser.add_argument("--output", type=Path, help="write the JSON here")
     return parser.parse_args()
 
@@ -164,7 +165,7 @@ def _work(run: Run, job: Job, *, prepare: bool) -> tuple[dict[str, Any], str]:
     """One worker process; its document, or what went wrong."""
     setting = run.setting(job)
     limit = None
-    if not prepare and job.name != "resident":
+    if not (prepare or job.name == "resident" or run.options.no_limit):
         limit = harness.MemoryLimit.make(f"brim-bench-{os.getpid()}-{time.monotonic_ns()}")
     with tempfile.TemporaryDirectory() as folder:
         result, logits, log = Path(folder, "result.json"), Path(folder, "logits.safetensors"), Path(folder, "log")
