@@ -30,7 +30,7 @@ def main() -> None:
         limit = harness.MemoryLimit(Path(request["limit_folder"]), request["limit_kind"])
         limit.add(os.getpid())
     torch.set_num_threads(request["threads"])
-    with contextlib.redirect_stdout(sys.stderr), torch.inference_mode():
+    with contextlib.redirect_stdout(sys.stderr):
         runner = contender(request["contender"])
         if request["prepare"]:
             runner.prepare(setting)
@@ -63,7 +63,8 @@ def measure(
         harness.reset_rss_peak()
         if limit is not None:
             limit.set_bytes(limit_bytes)
-    document |= _forwards(loaded, ids, files, request)
+    with torch.inference_mode():
+        document |= _forwards(loaded, ids, files, request)
     document["peak_rss_bytes"] = harness.status_bytes("VmHWM")
     document |= loaded.facts()
     loaded.close()
