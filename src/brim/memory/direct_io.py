@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -155,9 +154,3 @@ class OpenFiles:
             return _Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC), direct=False)
         except OSError as error:
             raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
-
-
-def map_file(fd: int, *, shared: bool) -> mmap.mmap:
-    """A file as memory. Nothing is read until it is touched; writes go to the file only when ``shared``."""
-    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-    return mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

@@ -93,9 +93,10 @@ class Ring:
             self.prefetch()
 
     def forget(self) -> None:
-        """Drop what is prefetched or kept: the values changed, or an error broke the sequence."""
+        """Drop what is prefetched or kept, but not in use: the values changed, or an error broke the sequence."""
         for slot in self._slots:
-            slot.users, slot.holds = 0, None
+            if not slot.users:
+                slot.holds = None
         self._ahead.clear()
 
     def _take(self, block: int) -> _Slot:

@@ -246,9 +246,9 @@ class WeightStreaming:
             else:
                 home.write_back([p.data for p in parameters])
         else:
-            if not self._weights.sources and not self.memory.fake:
+            if not self._weights.sources:
                 sources = list(self.memory.scratch().store(sources, [p.data for p in parameters]))
-            home = DiskHome(self.memory, sources)
+            home = DiskHome(self.memory, sources, block.name)
         streamed = _Streamed(index=len(self._streamed), block=block, parameters=parameters, home=home)
         self._streamed.append(streamed)
         self._rest(streamed)
@@ -339,22 +339,36 @@ class WeightStreaming:
         """The user wrote to parameters at rest (an in-place change, ``p.data = ...``): make it the block's value."""
         if self.memory.fake or streamed.uses > 1:
             return
-        versions = [p._version for p in streamed.parameters]
-        addresses = [p.data_ptr() for p in streamed.parameters]
-        if versions == streamed.versions and addresses == streamed.addresses:
+        kept = _unchanged(streamed)
+        if all(kept):
             return
-        held = streamed.home.values()
-        same = [
-            v == w and a == b
-            for v, w, a, b in zip(versions, streamed.versions, addresses, streamed.addresses, strict=True)
-        ]
-        streamed.home.write_back(
-            [value if kept else p.data for value, kept, p in zip(held, same, streamed.parameters, strict=True)]
-        )
+        _refuse_other_form(streamed)
+        values = [p.data for p in streamed.parameters]
+        if any(view is None for view in streamed.home.rest()):
+            pairs = zip(kept, streamed.home.values(), values, strict=True)
+            values = [held if same else value for same, held, value in pairs]
+        streamed.home.write_back(values)
         streamed.views.clear()
         self._rest(streamed)
         if self._ring is not None:
             self._ring.forget()
+
+
+def _unchanged(streamed: _Streamed) -> list[bool]:
+    """For each parameter at rest, whether it is as we left it."""
+    marks = zip(streamed.parameters, streamed.versions, streamed.addresses, streamed.home.written(), strict=True)
+    return [p._version == v and p.data_ptr() == a and not written for p, v, a, written in marks]
+
+
+def _refuse_other_form(streamed: _Streamed) -> None:
+    forms = zip(streamed.block.tensors, streamed.parameters, streamed.home.layout.tensors, strict=True)
+    for name, parameter, placed in forms:
+        if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
+            raise UnsupportedError(
+                f"{name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
+                f"brim streams it as {list(placed.shape)}, {placed.dtype}.",
+                "Call .brim.remove() first, change it, and fit the module again.",
+            )
 
 
 def _unreadable(parameter: nn.Parameter) -> torch.Tensor:
