@@ -93,12 +93,12 @@ def _convert(path: Path, folder: Path) -> None:
     model_class = _model_class(path, config)
     with torch.device("meta"):
         module = model_class(config)
-    config.architectures, config.dtype = [model_class.__name__], torch.float32
+    layout, tensors = _weights(path, reader, module)
+    config.architectures, config.dtype = [model_class.__name__], layout[0][1]
     config.save_pretrained(folder)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
-    layout, tensors = _weights(path, reader, module)
     write_manifest(folder, write_safetensors(folder / "model.safetensors", layout, tensors, {"format": "pt"}))
 
 
@@ -138,7 +138,7 @@ def _weights(path: Path, reader: Any, module: Any) -> tuple[list[Layout], Iterat
 
     legacy: Any = modeling_gguf_pytorch_utils
     architecture = reader.fields["general.architecture"].contents()
-    if architecture not in legacy.GGUF_SUPPORTED_ARCHITECTURES or _has_new_loader(architecture):
+    if _has_new_loader(architecture):
         return _whole_model(path, type(module))
     parsed: dict[str, Any] = legacy.load_gguf_checkpoint(str(path), return_tensors=False)
     processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)(config=parsed["config"])
@@ -210,7 +210,7 @@ def _whole_model(path: Path, model_class: Any) -> tuple[list[Layout], Iterator[t
     from transformers import GgufConfig
 
     module = model_class.from_pretrained(
-        str(path.parent), gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        str(path.parent), gguf_file=path.name, quantization_config=GgufConfig(dequantize=True)
     )
     seen: dict[int, str] = {}
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if seen.setdefault(id(t), name) == name}

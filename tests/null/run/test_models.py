@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +38,21 @@ from transformers import (
     T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 
 from brim.errors import ModelError
 from brim.memory.checksums import checksum
 from brim.run.models import OpenedModel, open_model, open_tokenizer
 
-DECODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
 ENCODER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+DECODER: dict[str, Any] = {**ENCODER, "num_key_value_heads": 2, "vocab_size": 64}
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**DECODER)),
@@ -71,6 +67,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "vit": lambda: ViTForImageClassification(ViTConfig(**ENCODER, image_size=32, patch_size=8)),
     "resnet": lambda: ResNetForImageClassification(
         ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2])
+    ),
+    "wav2vec2": lambda: Wav2Vec2ForCTC(
+        Wav2Vec2Config(
+            **ENCODER, vocab_size=16, conv_dim=[8], conv_stride=[2], conv_kernel=[4], num_conv_pos_embeddings=8
+        )
     ),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)),
 }
@@ -291,8 +292,8 @@ def write_gguf(path: Path, kind: str) -> None:
         writer.add_value_length(8)
         writer.add_expert_count(4)
         writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(32)
-    letters = [chr(code) for code in range(ord("!"), ord("!") + 60)]
+        writer.add_expert_feed_forward_length(768)
+    letters = [chr(code) for code in range(ord("A"), ord("A") + 60)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2" if kind == "qwen3moe" else "smollm")
     writer.add_token_list([*letters, "he", "ll", "<s>", "</s>"])
@@ -309,7 +310,7 @@ def write_gguf(path: Path, kind: str) -> None:
             block = name.split(".")[2]
             parts = ("gate", "up") if "gate_up" in name else ("down",)
             for part in parts:
-                size = (4, 32, 32)
+                size = (4, 32, 768) if part == "down" else (4, 768, 32)  # the width transformers assumes
                 add_quantized(writer, f"blk.{block}.ffn_{part}_exps.weight", rng.normal(size=size))
             continue
         values = rng.normal(size=shape)
@@ -366,9 +367,12 @@ def smollm2() -> Path:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
-def test_smollm2_becomes_what_transformers_loads_from_it() -> None:
+def test_smollm2_becomes_what_transformers_loads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     path = smollm2()
     opened = open_model(path)
+    # transformers parses the vocabulary three times, and its name table once per module: half a minute.
+    monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
     loaded = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True)
     )
