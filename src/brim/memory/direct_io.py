@@ -157,6 +157,41 @@ class OpenFiles:
             raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
 
 
+class MappedFile:
+    """A file as private memory, and the same file for reads that can fail without ending the process."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
+        try:
+            self.memory = map_file(self._fd, shared=False)
+        except (OSError, ValueError) as error:  # ValueError: it has become empty
+            os.close(self._fd)
+            raise TransferError(f"{path} was to be mapped.", f"{error}.", "Fetch it again.") from error
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """Fill ``into`` (uint8) from ``offset`` on, through the page cache. Raises TransferError."""
+        view, done = memoryview(into.numpy().data), 0
+        while done < len(view):
+            try:
+                got = os.preadv(self._fd, [view[done : done + CHUNK_BYTES]], offset + done)
+            except OSError as error:
+                raise self._failed(offset, len(view), f"{error.strerror}.") from error
+            if got == 0:
+                raise self._failed(offset, len(view), f"The file ends {format_bytes(len(view) - done)} too early.")
+            done += got
+
+    def _failed(self, offset: int, bytes: int, found: str) -> TransferError:
+        return _failed(ReadRun(path=self._path, offset=offset, bytes=bytes, at=0, direct=False), found)
+
+    def close(self) -> None:
+        """Close the file; the memory goes with its last view."""
+        os.close(self._fd)
+
+
 def map_file(fd: int, *, shared: bool) -> mmap.mmap:
     """A file as memory. Nothing is read until it is touched; writes go to the file only when ``shared``."""
     flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE

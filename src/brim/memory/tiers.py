@@ -6,9 +6,9 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -16,11 +16,11 @@ from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import TransferError
 from brim.memory.checkpoint_files import Extent, TensorSource
-from brim.memory.direct_io import OpenFiles, map_file
+from brim.memory.direct_io import MappedFile, OpenFiles, map_file
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES, BlockLayout, file_layout, packed_layout
 from brim.memory.pool import PAGE_BYTES, Buffer, HostSource, Pool, Source, TorchSource, round_up
 from brim.memory.recorder import Recorder
-from brim.memory.transfer import Engine, NullEngine, ThreadEngine, Waitable
+from brim.memory.transfer import Engine, NullEngine, Settled, ThreadEngine, Waitable
 from brim.units import format_bytes
 
 
@@ -35,7 +35,7 @@ class Memory:
         self.compute, self.host, self.recorder, self.fake = compute, host, recorder, fake
         self.files = OpenFiles()
         self.engine: Engine = NullEngine(recorder) if fake else ThreadEngine(recorder, self.files, self._bounce)
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[str, MappedFile] = {}
         self._scratch: Scratch | None = None
         self.staging: Staging | None = None
 
@@ -46,17 +46,10 @@ class Memory:
     def _bounce(self, bytes: int) -> Buffer:
         return self.ram.allocate(bytes, "bounce buffer")
 
-    def map(self, path: str) -> mmap.mmap:
+    def map(self, path: str) -> MappedFile:
         """A checkpoint file as memory: copy on write, so that nobody changes the user's file."""
         if path not in self._maps:
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
-            try:
-                self._maps[path] = map_file(fd, shared=False)
-            finally:
-                os.close(fd)
+            self._maps[path] = MappedFile(path)
         return self._maps[path]
 
     def scratch(self) -> Scratch:
@@ -71,7 +64,14 @@ class Memory:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
+        for mapped in self._maps.values():
+            mapped.close()
         self._maps.clear()
+
+    def __del__(self) -> None:
+        # A module that is dropped without remove() takes its threads and files with it.
+        if hasattr(self, "_maps"):
+            self.close()
 
 
 def cpu_memory(timeline: Timeline, *, ram_bytes: int) -> Memory:
@@ -187,18 +187,35 @@ class DiskHome:
         if len(source.extents) != 1 or source.extents[0].offset % source.dtype.itemsize:
             return None
         extent = source.extents[0]
-        mapped = self._map(extent.path)
+        scratch = self._memory._scratch
+        mapped = scratch.map() if _in_scratch(scratch, extent) else self._memory.map(extent.path).memory
         with torch.inference_mode(False):
             count = source.bytes // source.dtype.itemsize
             flat = torch.frombuffer(mapped, dtype=source.dtype, count=count, offset=extent.offset)
             return flat.view(source.shape)
 
-    def _map(self, path: str) -> mmap.mmap:
-        scratch = self._memory._scratch
-        return scratch.map() if scratch is not None and scratch.path == path else self._memory.map(path)
-
     def values(self) -> list[torch.Tensor]:
-        return [_assemble(source, self._map) for source in self._sources]
+        return [_assemble(source, self._read) for source in self._sources]
+
+    def check_rows(self, index: int, rows: Iterable[int]) -> None:
+        """Raise TransferError unless these rows of the block's tensor ``index`` can be read.
+
+        They are about to be read through ``rest()``, where a disk error or a file that was cut short would end the
+        process (SIGBUS).
+        """
+        source = self._sources[index]
+        into = torch.empty(source.bytes // source.shape[0], dtype=torch.uint8)
+        for row in rows:
+            for extent in source.extents:
+                if not _in_scratch(self._memory._scratch, extent):
+                    self._memory.map(extent.path).read(extent.offset + row * into.numel(), into)
+
+    def _read(self, extent: Extent, into: torch.Tensor) -> None:
+        scratch = self._memory._scratch
+        if not _in_scratch(scratch, extent):
+            self._memory.map(extent.path).read(extent.offset, into)
+        elif extent.bytes:
+            into.copy_(torch.frombuffer(scratch.map(), dtype=torch.uint8, count=extent.bytes, offset=extent.offset))
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         self.drop_staged()
@@ -212,14 +229,16 @@ class DiskHome:
             view.copy_(tensor)
 
 
-def _assemble(source: TensorSource, mapped: Callable[[str], mmap.mmap]) -> torch.Tensor:
+def _in_scratch(scratch: Scratch | None, extent: Extent) -> TypeGuard[Scratch]:
+    return scratch is not None and scratch.path == extent.path
+
+
+def _assemble(source: TensorSource, read: Callable[[Extent, torch.Tensor], None]) -> torch.Tensor:
     """A tensor out of its extents, as a copy."""
     whole = torch.empty(source.bytes, dtype=torch.uint8)
     at = 0
     for extent in source.extents:
-        view = memoryview(mapped(extent.path))[extent.offset : extent.offset + extent.bytes]
-        if extent.bytes:
-            whole[at : at + extent.bytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
+        read(extent, whole[at : at + extent.bytes])
         at += extent.bytes
     return whole.view(source.dtype).view(source.shape)
 
@@ -272,7 +291,7 @@ class Staging:
         return self._free.pop(0) if self._free else None
 
     def give(self, buffer: Buffer, after: Waitable) -> None:
-        self._free.append((buffer, [after]))
+        self._free.append((buffer, [Settled(after)]))
 
     def attach(self, homes: Sequence[DiskHome]) -> None:
         self._homes = list(homes)
@@ -289,13 +308,13 @@ class Scratch:
     path = "(scratch file)"
 
     def __init__(self, files: OpenFiles) -> None:
-        directory = Path(os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
         try:
-            self._fd, name = tempfile.mkstemp(prefix="brim-", dir=directory)
+            self._directory = Path(os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
+            self._fd, name = tempfile.mkstemp(prefix="brim-", dir=self._directory)
             Path(name).unlink()
         except OSError as error:
             raise TransferError(
-                f"A scratch file was to be made in {directory}.",
+                f"A scratch file was to be made in {os.environ.get('BRIM_SCRATCH') or 'the temporary folder'}.",
                 f"{error.strerror}.",
                 "Set BRIM_SCRATCH to a folder with room.",
             ) from error
@@ -317,23 +336,30 @@ class Scratch:
             )
             self._end += flat.numel()
         self._end = round_up(self._end, PAGE_BYTES)
-        os.ftruncate(self._fd, self._end)  # whole pages, for the mapping and for direct reads
+        with self._told(self._end):
+            os.ftruncate(self._fd, self._end)  # whole pages, for the mapping and for direct reads
         self._mapped = None
         return tuple(stored)
 
     def _write(self, flat: torch.Tensor, offset: int) -> None:
         view, done = memoryview(flat.numpy().data), 0
-        while done < len(view):
-            try:
+        with self._told(len(view)):
+            while done < len(view):
                 done += os.pwrite(self._fd, view[done : done + (16 << 20)], offset + done)
-            except OSError as error:
-                raise TransferError(
-                    f"{format_bytes(len(view))} were to be written to a scratch file.",
-                    f"{error.strerror} after {format_bytes(done)}.",
-                    "Set BRIM_SCRATCH to a folder with room, or give a larger budget.",
-                ) from error
-        os.fdatasync(self._fd)  # dirty pages could not be dropped
+            os.fdatasync(self._fd)  # dirty pages could not be dropped
         os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+
+    @contextlib.contextmanager
+    def _told(self, bytes: int) -> Iterator[None]:
+        """The disk's refusals as TransferError."""
+        try:
+            yield
+        except OSError as error:
+            raise TransferError(
+                f"{format_bytes(bytes)} were to be written to a scratch file in {self._directory}.",
+                f"{error.strerror}.",
+                "Set BRIM_SCRATCH to a folder with room, or give a larger budget.",
+            ) from error
 
     def map(self) -> mmap.mmap:
         if self._mapped is None:
