@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import TransferError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import OpenFiles
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
+from brim.memory.mapped import FileMap, MappedFile, written
 from brim.memory.pool import Buffer, HostSource, Pool, Source, TorchSource
 from brim.memory.recorder import Recorder
-from brim.memory.scratch import FileMap, PlannedScratch, Scratch, Store, written
-from brim.memory.transfer import Engine, NullEngine, ThreadEngine, Waitable
+from brim.memory.scratch import SCRATCH_PATH, PlannedScratch, Scratch
+from brim.memory.transfer import Engine, NullEngine, Settled, ThreadEngine, Waitable
 
 # Of a block that rests in RAM, compared to tell whether it was written to: some microseconds' worth.
 _SAMPLED_WORDS = 509  # a prime, so that it does not keep meeting the same columns
@@ -45,7 +44,8 @@ class Memory:
         self.compute, self.host, self.recorder, self.device, self.fake = compute, host, recorder, device, fake
         self.files = OpenFiles()
         self.engine: Engine = NullEngine(recorder) if fake else ThreadEngine(recorder, self.files, self._bounce)
-        self._scratch: Store | None = None
+        self._mapped: dict[str, MappedFile] = {}
+        self._scratch: PlannedScratch | None = None
         self.staging: Staging | None = None
 
     @property
@@ -55,20 +55,17 @@ class Memory:
     def _bounce(self, bytes: int) -> Buffer:
         return self.ram.allocate(bytes, "bounce buffer")
 
-    def map(self, path: str, offset: int, bytes: int) -> FileMap:
-        """A range of a checkpoint file, or of the scratch file, as memory."""
-        if self._scratch is not None and path == self._scratch.path:
-            return self._scratch.map(offset, bytes)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
-        try:
-            return FileMap(fd, offset, bytes)
-        finally:
-            os.close(fd)
+    def file(self, path: str) -> MappedFile:
+        """A checkpoint file, or the scratch file, as memory."""
+        if path == SCRATCH_PATH:
+            file = self.scratch().file
+            assert file is not None, "a prediction has no values"
+            return file
+        if path not in self._mapped:
+            self._mapped[path] = MappedFile.open(path)
+        return self._mapped[path]
 
-    def scratch(self) -> Store:
+    def scratch(self) -> PlannedScratch:
         if self._scratch is None:
             self._scratch = PlannedScratch() if self.fake else Scratch(self.files)
         return self._scratch
@@ -80,6 +77,14 @@ class Memory:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
+        for file in self._mapped.values():
+            file.close()
+        self._mapped.clear()
+
+    def __del__(self) -> None:
+        # A module that is dropped without remove() takes its threads and files with it.
+        if hasattr(self, "staging"):
+            self.close()
 
 
 def cpu_memory(timeline: Timeline, *, ram_bytes: int) -> Memory:
@@ -202,13 +207,32 @@ class DiskHome:
         for extent in (extent for source in self._sources for extent in source.extents if extent.bytes):
             begin, end = spans.get(extent.path, (extent.offset, 0))
             spans[extent.path] = min(begin, extent.offset), max(end, extent.offset + extent.bytes)
-        return {path: self._memory.map(path, begin, end - begin) for path, (begin, end) in spans.items()}
+        return {path: self._memory.file(path).map(begin, end - begin) for path, (begin, end) in spans.items()}
 
     def values(self) -> list[torch.Tensor]:
-        views = self.rest()
-        maps = self._maps() if any(view is None for view in views) else {}
-        pairs = zip(self._sources, views, strict=True)
-        return [_assemble(source, maps) if view is None else view.clone() for source, view in pairs]
+        return [self._assemble(source) for source in self._sources]
+
+    def _assemble(self, source: TensorSource) -> torch.Tensor:
+        """A tensor out of its extents, as a copy."""
+        whole = torch.empty(source.bytes, dtype=torch.uint8)
+        at = 0
+        for extent in source.extents:
+            self._memory.file(extent.path).read(extent.offset, whole[at : at + extent.bytes])
+            at += extent.bytes
+        return whole.view(source.dtype).view(source.shape)
+
+    def check_rows(self, index: int, rows: Iterable[int]) -> None:
+        """Raise TransferError unless these rows of the block's tensor ``index`` can be read.
+
+        They are about to be read through ``rest()``, where a disk error or a file that was cut short would end the
+        process (SIGBUS).
+        """
+        source = self._sources[index]
+        into = torch.empty(source.bytes // source.shape[0], dtype=torch.uint8)
+        for row in rows:
+            for extent in source.extents:
+                if extent.path != SCRATCH_PATH:
+                    self._memory.file(extent.path).read(extent.offset + row * into.numel(), into)
 
     def written(self) -> list[bool]:
         return written([torch.empty(0) if view is None else view for view in self.rest()])
@@ -216,7 +240,7 @@ class DiskHome:
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         self.drop_staged()
         scratch = self._memory.scratch()
-        if all(extent.path == scratch.path for source in self._sources for extent in source.extents):
+        if all(extent.path == SCRATCH_PATH for source in self._sources for extent in source.extents):
             scratch.overwrite(self._sources, tensors)
         else:
             self._sources = scratch.store(self._sources, tensors)
@@ -231,12 +255,6 @@ def _view(source: TensorSource, maps: Mapping[str, FileMap]) -> torch.Tensor | N
         return None
     (extent,) = source.extents
     return maps[extent.path].view(extent.offset, source.dtype, source.shape)
-
-
-def _assemble(source: TensorSource, maps: Mapping[str, FileMap]) -> torch.Tensor:
-    """A tensor out of its extents, as a copy."""
-    parts = [maps[extent.path].view(extent.offset, torch.uint8, [extent.bytes]) for extent in source.extents]
-    return torch.cat(parts).view(source.dtype).view(source.shape)
 
 
 class RamHome:
@@ -299,7 +317,7 @@ class Staging:
         return self._free.pop(0) if self._free else None
 
     def give(self, buffer: Buffer, after: Waitable) -> None:
-        self._free.append((buffer, [after]))
+        self._free.append((buffer, [Settled(after)]))
 
     def attach(self, homes: Sequence[DiskHome]) -> None:
         self._homes = list(homes)

@@ -7,6 +7,7 @@ the same, so what is predicted, what is tested without a GPU and what runs on on
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -62,6 +63,17 @@ class Done:
         """It is done."""
 
 
+class Settled:
+    """Waits for a move whose failure does not matter to the next one: a buffer is free however it went."""
+
+    def __init__(self, condition: Waitable) -> None:
+        self._condition = condition
+
+    def wait(self) -> None:
+        with contextlib.suppress(BrimError):
+            self._condition.wait()
+
+
 class Engine(Protocol):
     recorder: Recorder
 
@@ -104,7 +116,8 @@ class _Lane:
         self.stopped.set()
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # garbage collection may run anywhere
+                self._thread.join()
             self._thread = None
 
     def _work(self) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from brim.errors import BrimError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Home, Memory
-from brim.memory.transfer import Done, Waitable
+from brim.memory.transfer import Done, Settled, Waitable
 from brim.techniques.order import OrderPredictor
 
 # How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
@@ -24,17 +22,6 @@ class _Slot:
     users: int = 0
     ready: Waitable = field(default_factory=Done)
     idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
-
-
-class _Settled:
-    """Waits for something whose failure is no longer of interest."""
-
-    def __init__(self, condition: Waitable) -> None:
-        self._condition = condition
-
-    def wait(self) -> None:
-        with contextlib.suppress(BrimError):
-            self._condition.wait()
 
 
 class Ring:
@@ -82,6 +69,9 @@ class Ring:
         except BaseException:
             slot.users -= 1
             slot.holds = None
+            self.forget()  # what was prefetched may have met the same error
+            if self._memory.staging is not None:
+                self._memory.staging.reclaim()
             raise
         return slot.buffer
 
@@ -98,6 +88,13 @@ class Ring:
             if not slot.users:
                 slot.holds = None
         self._ahead.clear()
+
+    def let_go(self) -> None:
+        """What counts as in use was interrupted, and so perhaps was our own accounting: begin anew."""
+        if any(slot.users for slot in self._slots):
+            for slot in self._slots:
+                slot.users, slot.idle = 0, self._memory.engine.mark()
+            self.forget()
 
     def _take(self, block: int) -> _Slot:
         for slot in self._slots:
@@ -124,6 +121,6 @@ class Ring:
     def _load(self, slot: _Slot, block: int) -> None:
         if slot.holds == block:
             return
-        after = [slot.idle, _Settled(slot.ready)]
+        after = [slot.idle, Settled(slot.ready)]
         slot.holds = block
         slot.ready = self._homes[block].load(slot.buffer, self._names[block], after)

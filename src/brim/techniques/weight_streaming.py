@@ -6,7 +6,7 @@ Under a cyclic access pattern a pager (LRU) misses every block; the optimum keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,14 +14,14 @@ from torch import nn
 
 from brim.core import Plan, Timeline
 from brim.core.hardware import RAM
-from brim.errors import UnsupportedError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.layout import file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.memory.tiers import DiskHome, Home, Memory, RamHome, Staging
 from brim.techniques.base import refuse_second
-from brim.techniques.blocks import Block, Partition, tensor_bytes
+from brim.techniques.blocks import Block, Partition, tensor_bytes, unreadable
 from brim.techniques.guards import Guards
+from brim.techniques.hooks import Enter, Leave, Recover, check_rows, refuse_other_form
 from brim.techniques.ring import Ring
 
 NAME = "weight_streaming"
@@ -50,13 +50,13 @@ def apply(model: nn.Module, partition: Partition, plan: Plan, memory: Memory, we
     try:
         handle._place(partition)
     except BaseException:
-        handle.remove()
+        handle._undo()
         raise
     return handle
 
 
 @dataclass
-class _Streamed:
+class Streamed:
     """A block that comes and goes."""
 
     index: int
@@ -78,8 +78,10 @@ class WeightStreaming:
         self._weights = weights
         self._parameters = dict(model.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
-        self._originals = {name: p.data for name, p in self._parameters.items()} if memory.fake else {}
-        self._streamed: list[_Streamed] = []
+        # Where nothing has been moved out of the module, its own tensors are what it gets back.
+        self._hollow = memory.fake or bool(weights.sources)
+        self._originals = {name: p.data for name, p in self._parameters.items()} if self._hollow else {}
+        self._streamed: list[Streamed] = []
         self._buffers: list[Buffer] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
@@ -99,37 +101,56 @@ class WeightStreaming:
         return self.memory.recorder.timeline
 
     def close(self) -> None:
-        """Stop moving and end every thread. The module cannot be called any more; ``remove`` still works."""
+        """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
         self.memory.engine.close()
+        self.memory.files.close()
 
     def remove(self) -> None:
         """Give the module back with all its parameters in memory, as it was before. A second call does nothing.
 
-        Raises nothing for want of budget: the parameters come back whether they fit or not.
+        Raises nothing for want of budget: the parameters come back whether they fit or not. Raises TransferError
+        when the disk does not give them: then nothing has changed, and it can be called again.
         """
         if self._removed:
             return
+        self._let_go()
+        with torch.inference_mode(False):
+            read = {s.index: self._values(s) for s in self._streamed if isinstance(s.home, DiskHome)}
+            self._end(lambda s: read.pop(s.index, None) or self._values(s))
+
+    def _undo(self) -> None:
+        """Leave the module as ``apply`` found it."""
+        if not self._hollow:
+            self.remove()
+            return
+        self._end(lambda streamed: [self._originals[name] for name in streamed.block.tensors])
+        for name, parameter in self._parameters.items():
+            parameter.data = self._originals[name]
+
+    def _end(self, values_of: Callable[[Streamed], Sequence[torch.Tensor]]) -> None:
         self._removed = True
         for hook in self._hooks:
             hook.remove()
         self._guards.remove()
         self.memory.engine.close()
-        self._bring_back()
-        for buffer in self._buffers:
-            buffer.free()
-        self.memory.close()
-
-    def _bring_back(self) -> None:
         for streamed in self._streamed:
-            self._adopt_changes(streamed)
-            values: Iterable[torch.Tensor] = streamed.home.values()
-            if self.memory.fake:
-                values = [self._originals[name] for name in streamed.block.tensors]
-            for parameter, value in zip(streamed.parameters, values, strict=True):
+            for parameter, value in zip(streamed.parameters, values_of(streamed), strict=True):
                 parameter.data = value
             if isinstance(streamed.home, RamHome):
                 streamed.home.free()
         self._streamed.clear()
+        for buffer in self._buffers:
+            buffer.free()
+        self.memory.close()
+
+    def _values(self, streamed: Streamed) -> list[torch.Tensor]:
+        """The block's tensors as they are now, in memory of their own."""
+        if self.memory.fake:
+            return [self._originals[name] for name in streamed.block.tensors]
+        kept = self._untouched(streamed)
+        held = streamed.home.values() if any(kept) else streamed.parameters
+        pairs = zip(kept, held, streamed.parameters, strict=True)
+        return [value if same else p.data.clone() for same, value, p in pairs]
 
     # -- placing
 
@@ -265,7 +286,7 @@ class WeightStreaming:
             if not self._weights.sources:
                 sources = list(self.memory.scratch().store(sources, [p.data for p in parameters]))
             home = DiskHome(self.memory, sources, block.name)
-        streamed = _Streamed(index=len(self._streamed), block=block, parameters=parameters, home=home)
+        streamed = Streamed(index=len(self._streamed), block=block, parameters=parameters, home=home)
         self._streamed.append(streamed)
         self._rest(streamed)
 
@@ -287,7 +308,7 @@ class WeightStreaming:
         return [trigger for trigger in block.triggers if trigger not in block.lookups]
 
     def _install(self) -> None:
-        by_trigger: dict[str, list[_Streamed]] = {}
+        by_trigger: dict[str, list[Streamed]] = {}
         for streamed in self._streamed:
             for trigger in self._loads_for(streamed.block):
                 by_trigger.setdefault(trigger, []).append(streamed)
@@ -296,13 +317,28 @@ class WeightStreaming:
                     self._guards.look_up(self.model.get_submodule(trigger), streamed.home, self.memory.device)
         for trigger, held in by_trigger.items():
             module = self.model.get_submodule(trigger)
-            enter = torch.compiler.disable(_Enter(self, held))
-            leave = torch.compiler.disable(_Leave(self, held))
+            enter = torch.compiler.disable(Enter(self, held))
+            leave = torch.compiler.disable(Leave(self, held))
             # Ours first and last, so that the user's own hooks see the weights in place.
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
+        for streamed in self._streamed:
+            if isinstance(streamed.home, DiskHome) and not self.memory.fake:
+                for trigger in streamed.block.lookups:
+                    self._hooks.append(check_rows(self.model.get_submodule(trigger), streamed.home, streamed))
+        recover = torch.compiler.disable(Recover(self))
+        self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
 
-    def _enter(self, streamed: _Streamed) -> None:
+    def _let_go(self) -> None:
+        """Nothing is running: what still counts as in use was interrupted."""
+        for streamed in self._streamed:
+            if streamed.uses:
+                streamed.uses = 0
+                self._rest(streamed)
+        if self._ring is not None:
+            self._ring.let_go()
+
+    def _enter(self, streamed: Streamed) -> None:
         streamed.uses += 1
         if streamed.uses > 1:
             return
@@ -310,18 +346,23 @@ class WeightStreaming:
         try:
             self._adopt_changes(streamed)
             slot = self._ring.acquire(streamed.index)
+        except BaseException:
+            streamed.uses = 0
+            raise
+        try:
             views = streamed.views.get(id(slot))
             if views is None:
                 views = streamed.views[id(slot)] = streamed.home.layout.views(slot.tensor)
             if not streamed.verified:
                 self._verify(streamed.block.tensors, views)
                 streamed.verified = True
+            self._bind(streamed, views)
         except BaseException:
             streamed.uses = 0
+            self._ring.release(streamed.index)
             raise
-        self._bind(streamed, views)
 
-    def _leave(self, streamed: _Streamed) -> None:
+    def _leave(self, streamed: Streamed) -> None:
         if streamed.uses == 0:
             return  # entering failed
         streamed.uses -= 1
@@ -329,104 +370,47 @@ class WeightStreaming:
             return
         assert self._ring is not None
         changed = [p._version for p in streamed.parameters] != streamed.versions
-        if changed:
-            streamed.home.write_back([p.data for p in streamed.parameters])
-        self._rest(streamed)
-        self._ring.release(streamed.index)
-        if changed:
-            self._ring.forget()
+        try:
+            if changed:
+                streamed.home.write_back([p.data for p in streamed.parameters])
+        finally:  # a full scratch disk loses the change, not the slot
+            self._rest(streamed)
+            self._ring.release(streamed.index)
+            if changed:
+                self._ring.forget()
 
-    def _bind(self, streamed: _Streamed, views: Sequence[torch.Tensor]) -> None:
+    def _bind(self, streamed: Streamed, views: Sequence[torch.Tensor]) -> None:
         for parameter, view in zip(streamed.parameters, views, strict=True):
             parameter.data = view
         streamed.versions = [p._version for p in streamed.parameters]
 
-    def _rest(self, streamed: _Streamed) -> None:
+    def _rest(self, streamed: Streamed) -> None:
         """Point the parameters to where the block rests."""
         if self.memory.fake:
             return
         on_device = self.memory.device.type != "cpu"
         for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
             # On another device a view of RAM would make the module look as if it were on the CPU.
-            parameter.data = _unreadable(parameter, self.memory.device) if view is None or on_device else view
+            parameter.data = unreadable(parameter, self.memory.device) if view is None or on_device else view
         streamed.versions = [p._version for p in streamed.parameters]
         streamed.addresses = [p.data_ptr() for p in streamed.parameters]
 
-    def _adopt_changes(self, streamed: _Streamed) -> None:
+    def _adopt_changes(self, streamed: Streamed) -> None:
         """The user wrote to parameters at rest (an in-place change, ``p.data = ...``): make it the block's value."""
         if self.memory.fake or streamed.uses > 1:
             return
-        kept = _unchanged(streamed)
-        if all(kept):
+        if all(self._untouched(streamed)):
             return
-        _refuse_other_form(streamed)
-        values = [p.data for p in streamed.parameters]
-        if any(view is None for view in streamed.home.rest()):
-            pairs = zip(kept, streamed.home.values(), values, strict=True)
-            values = [held if same else value for same, held, value in pairs]
-        streamed.home.write_back(values)
+        refuse_other_form(streamed)
+        streamed.home.write_back(self._values(streamed))
         streamed.views.clear()
         self._rest(streamed)
         if self._ring is not None:
             self._ring.forget()
 
-
-def _unchanged(streamed: _Streamed) -> list[bool]:
-    """For each parameter at rest, whether it is as we left it."""
-    marks = zip(streamed.parameters, streamed.versions, streamed.addresses, streamed.home.written(), strict=True)
-    return [p._version == v and p.data_ptr() == a and not written for p, v, a, written in marks]
-
-
-def _refuse_other_form(streamed: _Streamed) -> None:
-    forms = zip(streamed.block.tensors, streamed.parameters, streamed.home.layout.tensors, strict=True)
-    for name, parameter, placed in forms:
-        if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
-            raise UnsupportedError(
-                f"{name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
-                f"brim streams it as {list(placed.shape)}, {placed.dtype}.",
-                "Call .brim.remove() first, change it, and fit the module again.",
-            )
-
-
-def _unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Stands for values that are not there: the right shape and device, no memory, and NaN to whoever reads it."""
-    with torch.inference_mode(False):
-        filler = float("nan") if parameter.dtype.is_floating_point else 0
-        return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
-
-
-class _Enter:
-    """The forward pre-hook of a trigger."""
-
-    def __init__(self, handle: WeightStreaming, held: list[_Streamed]) -> None:
-        self._handle, self._held = handle, held
-
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch.is_grad_enabled():
-            _refuse_gradients(module, self._held, args, kwargs)
-        for streamed in self._held:
-            self._handle._enter(streamed)
-
-
-class _Leave:
-    """The forward hook of a trigger; also called when its forward raised."""
-
-    def __init__(self, handle: WeightStreaming, held: list[_Streamed]) -> None:
-        self._handle, self._held = handle, held
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        for streamed in reversed(self._held):
-            self._handle._leave(streamed)
-
-
-def _refuse_gradients(
-    module: nn.Module, held: list[_Streamed], args: tuple[object, ...], kwargs: dict[str, object]
-) -> None:
-    """Autograd would keep a slot's bytes for backward, and they are another block's by then."""
-    tensors = [*args, *kwargs.values(), *module.parameters()]
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        raise UnsupportedError(
-            f"Gradients were to be computed through {held[0].block.name}, whose weights are streamed.",
-            "This handle streams for inference only.",
-            "Run the model under torch.no_grad(), or give a budget that holds it whole.",
-        )
+    def _untouched(self, streamed: Streamed) -> list[bool]:
+        """Of each parameter at rest, whether it is where brim put it, with the values that it had."""
+        # Elsewhere than on the CPU they point to nothing that could be written to.
+        written = streamed.home.written() if self.memory.device.type == "cpu" else [False] * len(streamed.parameters)
+        marks = zip(streamed.parameters, streamed.versions, streamed.addresses, written, strict=True)
+        return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
