@@ -9,9 +9,10 @@ from torch import nn
 
 from brim.errors import UnsupportedError
 from brim.memory.tiers import DiskHome
+from brim.techniques.streamed import Streamed
 
 if TYPE_CHECKING:
-    from brim.techniques.weight_streaming import Streamed, WeightStreaming
+    from brim.techniques.weight_streaming import WeightStreaming
 
 
 class Enter:
@@ -73,14 +74,3 @@ def _refuse_gradients(
             "This handle streams for inference only.",
             "Run the model under torch.no_grad(), or give a budget that holds it whole.",
         )
-
-
-def refuse_other_form(streamed: Streamed) -> None:
-    """Raise UnsupportedError when a parameter was given values of another shape or dtype (``p.data = ...``)."""
-    for parameter, placed in zip(streamed.parameters, streamed.home.layout.tensors, strict=True):
-        if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
-            raise UnsupportedError(
-                f"{placed.name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
-                f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
-                "Call .brim.remove() first, change it, and fit the module again.",
-            )

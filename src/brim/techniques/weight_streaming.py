@@ -19,10 +19,11 @@ from brim.memory.layout import file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.memory.tiers import DiskHome, Home, Memory, RamHome, Staging
 from brim.techniques.base import refuse_second
-from brim.techniques.blocks import Block, Partition, tensor_bytes, unreadable
+from brim.techniques.blocks import Block, Partition, tensor_bytes
 from brim.techniques.guards import Guards
-from brim.techniques.hooks import Enter, Leave, Recover, check_rows, refuse_other_form
+from brim.techniques.hooks import Enter, Leave, Recover, check_rows
 from brim.techniques.ring import Ring
+from brim.techniques.streamed import Streamed
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
@@ -53,21 +54,6 @@ def apply(model: nn.Module, partition: Partition, plan: Plan, memory: Memory, we
         handle._undo()
         raise
     return handle
-
-
-@dataclass
-class Streamed:
-    """A block that comes and goes."""
-
-    index: int
-    block: Block
-    parameters: list[nn.Parameter]
-    home: Home
-    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by slot address
-    versions: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    uses: int = 0
-    verified: bool = False
 
 
 class WeightStreaming:
@@ -147,10 +133,7 @@ class WeightStreaming:
         """The block's tensors as they are now, in memory of their own."""
         if self.memory.fake:
             return [self._originals[name] for name in streamed.block.tensors]
-        kept = self._untouched(streamed)
-        held = streamed.home.values() if any(kept) else streamed.parameters
-        pairs = zip(kept, held, streamed.parameters, strict=True)
-        return [value if same else p.data.clone() for same, value, p in pairs]
+        return streamed.values()
 
     # -- placing
 
@@ -286,7 +269,7 @@ class WeightStreaming:
             if not self._weights.sources:
                 sources = list(self.memory.scratch().store(sources, [p.data for p in parameters]))
             home = DiskHome(self.memory, sources, block.name)
-        streamed = Streamed(index=len(self._streamed), block=block, parameters=parameters, home=home)
+        streamed = Streamed(len(self._streamed), block, parameters, home, self.memory.device)
         self._streamed.append(streamed)
         self._rest(streamed)
 
@@ -339,12 +322,13 @@ class WeightStreaming:
             self._ring.let_go()
 
     def _enter(self, streamed: Streamed) -> None:
-        streamed.uses += 1
-        if streamed.uses > 1:
+        if streamed.uses:
+            streamed.uses += 1
             return
         assert self._ring is not None
+        self._adopt_changes(streamed)
+        streamed.uses = 1
         try:
-            self._adopt_changes(streamed)
             slot = self._ring.acquire(streamed.index)
         except BaseException:
             streamed.uses = 0
@@ -356,7 +340,7 @@ class WeightStreaming:
             if not streamed.verified:
                 self._verify(streamed.block.tensors, views)
                 streamed.verified = True
-            self._bind(streamed, views)
+            streamed.bind(views)
         except BaseException:
             streamed.uses = 0
             self._ring.release(streamed.index)
@@ -369,7 +353,7 @@ class WeightStreaming:
         if streamed.uses:
             return
         assert self._ring is not None
-        changed = [p._version for p in streamed.parameters] != streamed.versions
+        changed = streamed.is_changed()
         try:
             if changed:
                 streamed.home.write_back([p.data for p in streamed.parameters])
@@ -379,38 +363,10 @@ class WeightStreaming:
             if changed:
                 self._ring.forget()
 
-    def _bind(self, streamed: Streamed, views: Sequence[torch.Tensor]) -> None:
-        for parameter, view in zip(streamed.parameters, views, strict=True):
-            parameter.data = view
-        streamed.versions = [p._version for p in streamed.parameters]
-
     def _rest(self, streamed: Streamed) -> None:
-        """Point the parameters to where the block rests."""
-        if self.memory.fake:
-            return
-        on_device = self.memory.device.type != "cpu"
-        for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
-            # On another device a view of RAM would make the module look as if it were on the CPU.
-            parameter.data = unreadable(parameter, self.memory.device) if view is None or on_device else view
-        streamed.versions = [p._version for p in streamed.parameters]
-        streamed.addresses = [p.data_ptr() for p in streamed.parameters]
+        if not self.memory.fake:
+            streamed.rest()
 
     def _adopt_changes(self, streamed: Streamed) -> None:
-        """The user wrote to parameters at rest (an in-place change, ``p.data = ...``): make it the block's value."""
-        if self.memory.fake or streamed.uses > 1:
-            return
-        if all(self._untouched(streamed)):
-            return
-        refuse_other_form(streamed)
-        streamed.home.write_back(self._values(streamed))
-        streamed.views.clear()
-        self._rest(streamed)
-        if self._ring is not None:
+        if not self.memory.fake and not streamed.uses and streamed.adopt_changes() and self._ring is not None:
             self._ring.forget()
-
-    def _untouched(self, streamed: Streamed) -> list[bool]:
-        """Of each parameter at rest, whether it is where brim put it, with the values that it had."""
-        # Elsewhere than on the CPU they point to nothing that could be written to.
-        written = streamed.home.written() if self.memory.device.type == "cpu" else [False] * len(streamed.parameters)
-        marks = zip(streamed.parameters, streamed.versions, streamed.addresses, written, strict=True)
-        return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
