@@ -13,6 +13,8 @@ from brim.units import format_bytes
 
 _RING_SLOTS = 2  # one in use, one under way: more would only take residents away while the link is the limit
 
+_STAGING_SLOTS = 2  # in RAM, between disk and VRAM: one being read into, one being copied from
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
@@ -30,7 +32,8 @@ class Job:
 
     ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
     peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
-    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place.
+    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
+    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time.
     """
 
     model: str
@@ -41,6 +44,7 @@ class Job:
     fixed_compute_s: float = 0.0
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     bounce_bytes: int = 0
+    passage_bytes: int = 0
 
 
 def plan_streaming(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int]) -> Plan:
@@ -58,7 +62,7 @@ def plan_streaming(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int]
     choices = {b.name: RESIDENT if b.name in residents else homes[b.name] for b in job.blocks}
     settings = {RING_SLOTS: _RING_SLOTS if slot_bytes else 0}
     if compute != RAM and FROM_DISK in choices.values():
-        settings[STAGING_SLOTS] = 2
+        settings[STAGING_SLOTS] = _STAGING_SLOTS
     decisions = [Decision(technique=NAME, block=b.name, choice=choices[b.name], bytes=b.bytes) for b in job.blocks]
     peak = _peak_bytes(job, compute, choices, slot_bytes)
     promise = replace(_seconds(job, hardware, choices), peak_bytes=peak)
@@ -138,15 +142,19 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
     if hardware.compute == RAM:
         return {b.name: FROM_DISK for b in streamed}
     room = budget_bytes[RAM] - _overhead(job, RAM)
-    if sum(b.bytes for b in streamed) > room:
-        room -= 2 * max(b.bytes for b in streamed)  # the staging slots
-    in_ram = _spread(streamed, max(room, 0))
-    on_disk = [b for b in streamed if b.name not in in_ram]
-    if on_disk and room < 0:
+    used = [b for b in streamed if b.uses]
+    whole, staging = sum(b.bytes for b in used), _STAGING_SLOTS * max((b.bytes for b in used), default=0)
+    if max(whole, job.passage_bytes) <= room:
+        in_ram = {b.name for b in used} | _spread([b for b in streamed if not b.uses], room - whole)
+    elif staging + job.passage_bytes <= room:
+        in_ram = _spread(used, room - staging)
+    else:
+        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + _overhead(job, RAM)
         raise BudgetError(
             f"{job.model} was to run with {format_bytes(budget_bytes[RAM])} of RAM.",
-            f"Two blocks on their way from disk alone need {format_bytes(-room)} more.",
-            smallest_bytes={RAM: budget_bytes[RAM] - room},
+            f"It needs {format_bytes(smallest)} at least for blocks on their way to {hardware.compute.upper()}.",
+            f"Give --ram {-(-smallest // (1 << 20))}MiB or more.",
+            smallest_bytes={RAM: smallest},
         )
     return {b.name: FROM_RAM if b.name in in_ram else FROM_DISK for b in streamed}
 
@@ -155,9 +163,10 @@ def _peak_bytes(job: Job, compute: str, choices: Mapping[str, str], slot_bytes: 
     held = sum(b.bytes for b in job.blocks if choices[b.name] == RESIDENT)
     peak = {compute: _overhead(job, compute) + job.fixed_bytes + job.step_bytes + held + _RING_SLOTS * slot_bytes}
     if compute != RAM:
-        on_disk = [b.bytes for b in job.blocks if choices[b.name] == FROM_DISK]
+        on_disk = [b.bytes for b in job.blocks if choices[b.name] == FROM_DISK and b.uses]
         in_ram = sum(b.bytes for b in job.blocks if choices[b.name] == FROM_RAM)
-        peak[RAM] = _overhead(job, RAM) + in_ram + 2 * max(on_disk, default=0)
+        staging = _STAGING_SLOTS * max(on_disk, default=0)
+        peak[RAM] = _overhead(job, RAM) + staging + max(in_ram, job.passage_bytes)
     return peak
 
 

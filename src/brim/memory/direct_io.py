@@ -46,7 +46,7 @@ class DirectReader:
             lead = run.offset % PAGE_BYTES
             self._fill(run, run.offset - lead, run.bytes + lead, target, run.at - lead, stopped)
             return
-        bounce, done = self._bounce_for(run).tensor, 0
+        bounce, done = self.bounce_for(run).tensor, 0
         while done < run.bytes and not stopped():
             lead = (run.offset + done) % PAGE_BYTES
             take = min(run.bytes - done, bounce.numel() - lead)
@@ -54,7 +54,8 @@ class DirectReader:
             target[run.at + done : run.at + done + take].copy_(bounce[lead : lead + take])
             done += take
 
-    def _bounce_for(self, run: ReadRun) -> Buffer:
+    def bounce_for(self, run: ReadRun) -> Buffer:
+        """The buffer that an indirect ``run`` passes through, made or made larger where that is needed."""
         size = bounce_bytes([run])
         if self._bounce is None or self._bounce.bytes < size:
             if self._bounce is not None:

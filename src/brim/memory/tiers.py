@@ -43,7 +43,8 @@ class Memory:
     ) -> None:
         self.compute, self.host, self.recorder, self.device, self.fake = compute, host, recorder, device, fake
         self.files = OpenFiles()
-        self.engine: Engine = NullEngine(recorder) if fake else ThreadEngine(recorder, self.files, self._bounce)
+        engine = NullEngine if fake else ThreadEngine
+        self.engine: Engine = engine(recorder, self.files, self._bounce)
         self._mapped: dict[str, MappedFile] = {}
         self._scratch: PlannedScratch | None = None
         self.staging: Staging | None = None
@@ -139,8 +140,11 @@ class Home(Protocol):
         None where the file has no such contiguous run; ``values`` has those too.
         """
 
+    def value(self, index: int) -> torch.Tensor:
+        """One of the block's tensors on the CPU, in memory of its own."""
+
     def values(self) -> list[torch.Tensor]:
-        """The block's tensors on the CPU, read now."""
+        """All of them."""
 
     def written(self) -> list[bool]:
         """For each tensor, whether someone wrote to where it rests, as far as that shows there."""
@@ -210,10 +214,10 @@ class DiskHome:
         return {path: self._memory.file(path).map(begin, end - begin) for path, (begin, end) in spans.items()}
 
     def values(self) -> list[torch.Tensor]:
-        return [self._assemble(source) for source in self._sources]
+        return [self.value(index) for index in range(len(self._sources))]
 
-    def _assemble(self, source: TensorSource) -> torch.Tensor:
-        """A tensor out of its extents, as a copy."""
+    def value(self, index: int) -> torch.Tensor:
+        source = self._sources[index]
         whole = torch.empty(source.bytes, dtype=torch.uint8)
         at = 0
         for extent in source.extents:
@@ -283,6 +287,9 @@ class RamHome:
 
     def rest(self) -> list[torch.Tensor | None]:
         return list(self._views)
+
+    def value(self, index: int) -> torch.Tensor:
+        return self._views[index].clone()
 
     def values(self) -> list[torch.Tensor]:
         return [view.clone() for view in self._views]

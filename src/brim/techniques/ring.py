@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from brim.errors import UnsupportedError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Home, Memory
 from brim.memory.transfer import Done, Settled, Waitable
@@ -59,7 +60,10 @@ class Ring:
                 return
 
     def acquire(self, block: int) -> Buffer:
-        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``."""
+        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``.
+
+        Raises UnsupportedError when every slot is in use.
+        """
         self._order.observe(block)
         slot = self._take(block)
         slot.users += 1
@@ -109,7 +113,13 @@ class Ring:
                 return slot
         self.misses += 1
         chosen = self._free_slot(block) or (self._ahead.pop() if self._ahead else None)
-        assert chosen is not None, f"more blocks are in use at once than the ring has slots: {self._names[block]}"
+        if chosen is None:
+            used = ", ".join(self._names[slot.holds] for slot in self._slots if slot.holds is not None)
+            raise UnsupportedError(
+                f"{self._names[block]} was called while {used} were running.",
+                f"The ring has {len(self._slots)} slots, so no more blocks than that can be in use at once.",
+                "Give a budget that holds one of them.",
+            )
         self._load(chosen, block)
         return chosen
 

@@ -47,6 +47,12 @@ class Streamed:
         self.versions = [p._version for p in self.parameters]
         self.addresses = [p.data_ptr() for p in self.parameters]
 
+    def is_hollow(self, index: int) -> bool:
+        """Whether a parameter points to nothing that could be read: it rests in pieces, or on another device."""
+        if self.uses or self.parameters[index].data_ptr() != self.addresses[index]:
+            return False
+        return self.device.type != "cpu" or self.home.rest()[index] is None
+
     def untouched(self) -> list[bool]:
         """Of each parameter at rest, whether it is where ``rest`` put it, with the values that it had."""
         # Elsewhere than on the CPU they point to nothing that could be written to.

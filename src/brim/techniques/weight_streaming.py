@@ -21,7 +21,7 @@ from brim.memory.tiers import DiskHome, Home, Memory, RamHome, Staging
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition, tensor_bytes
 from brim.techniques.guards import Guards
-from brim.techniques.hooks import Enter, Leave, Recover, check_rows
+from brim.techniques.hooks import Recover, Visit, check_rows
 from brim.techniques.ring import Ring
 from brim.techniques.streamed import Streamed
 
@@ -69,7 +69,7 @@ class WeightStreaming:
         self._originals = {name: p.data for name, p in self._parameters.items()} if self._hollow else {}
         self._streamed: list[Streamed] = []
         self._buffers: list[Buffer] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[Visit | torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
         self._ring: Ring | None = None
         self._passing: Buffer | None = None
@@ -142,13 +142,13 @@ class WeightStreaming:
         staging = self._staging(partition, choices)
         self._keep_loose(partition)
         pending = [self._keep(b) for b in partition.blocks if choices[b.name] == RESIDENT]
+        if self._passing is not None:
+            self._passing.free()
         for block in partition.blocks:
             if choices[block.name] != RESIDENT:
                 self._stream(block, choices[block.name])
         for finish in pending:
             finish()
-        if self._passing is not None:
-            self._passing.free()
         if self._streamed:
             self._make_ring()
             self._install()
@@ -158,15 +158,11 @@ class WeightStreaming:
 
     def _staging(self, partition: Partition, choices: Mapping[str, str]) -> Staging | None:
         """RAM slots between disk and VRAM; none where RAM itself is the compute tier."""
-        host = self.memory.host
-        if host is None or not any(choice == FROM_DISK for choice in choices.values()):
+        host, sources = self.memory.host, self._weights.sources
+        passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._loads_for(b)]
+        if host is None or not passing:
             return None
-        sources = self._weights.sources
-        size = max(
-            packed_layout([self._source(n, sources) for n in b.tensors]).bytes
-            for b in partition.blocks
-            if choices[b.name] == FROM_DISK
-        )
+        size = max(packed_layout([self._source(n, sources) for n in b.tensors]).bytes for b in passing)
         slots = [host.allocate(size, f"staging {i}") for i in range(self.plan.settings.get(STAGING_SLOTS, 2))]
         self._buffers += slots
         self.memory.staging = Staging(slots)
@@ -186,6 +182,9 @@ class WeightStreaming:
             self._place_resident("outside blocks", stored)()
         if present:
             self._adopt_resident("outside blocks", [self._parameters[name] for name in present])
+        buffers = sum(tensor_bytes(buffer) for buffer in self.model.buffers())
+        if buffers:
+            self._buffers.append(self.memory.compute.account(buffers, "buffers"))
         self._guards.move_buffers()
 
     def _keep(self, block: Block) -> Callable[[], None]:
@@ -202,10 +201,10 @@ class WeightStreaming:
 
     def _adopt_resident(self, label: str, parameters: list[nn.Parameter]) -> None:
         """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
-        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
-            self._buffers.append(self.memory.compute.account(sum(tensor_bytes(p) for p in parameters), label))
-            return
         layout = packed_layout([self._source(self._names[id(p)], {}) for p in parameters])
+        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
+            self._buffers.append(self.memory.compute.account(layout.bytes, label))
+            return
         buffer = self.memory.compute.allocate(layout.bytes, label)
         self._buffers.append(buffer)
         for parameter, view in zip(parameters, layout.views(buffer.tensor), strict=True):
@@ -299,18 +298,14 @@ class WeightStreaming:
                 for trigger in streamed.block.lookups:
                     self._guards.look_up(self.model.get_submodule(trigger), streamed.home, self.memory.device)
         for trigger, held in by_trigger.items():
-            module = self.model.get_submodule(trigger)
-            enter = torch.compiler.disable(Enter(self, held))
-            leave = torch.compiler.disable(Leave(self, held))
-            # Ours first and last, so that the user's own hooks see the weights in place.
-            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(leave, always_call=True))
+            self._hooks.append(Visit(self, held, self.model.get_submodule(trigger)))
         for streamed in self._streamed:
             if isinstance(streamed.home, DiskHome) and not self.memory.fake:
                 for trigger in streamed.block.lookups:
                     self._hooks.append(check_rows(self.model.get_submodule(trigger), streamed.home, streamed))
-        recover = torch.compiler.disable(Recover(self))
-        self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
+        if "" not in by_trigger:  # there the visit itself sees to it
+            recover = torch.compiler.disable(Recover(self))
+            self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
 
     def _let_go(self) -> None:
         """Nothing is running: what still counts as in use was interrupted."""
