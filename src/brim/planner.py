@@ -11,10 +11,11 @@ from brim.errors import BudgetError
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
 from brim.units import format_bytes
 
-_STAGING_SLOTS = 2
 _CHOICES = (RESIDENT, FROM_RAM, FROM_DISK)
 # One slot in use and one under way is the least. More even out blocks of unequal size; each takes residents away.
 _RING_SLOTS = (2, 3, 4)
+
+_STAGING_SLOTS = 2  # in RAM, between disk and VRAM: one being read into, one being copied from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,8 @@ class Job:
 
     ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
     peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
-    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place.
+    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
+    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time.
     """
 
     model: str
@@ -48,6 +50,7 @@ class Job:
     fixed_compute_s: float = 0.0
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     bounce_bytes: int = 0
+    passage_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +73,18 @@ def plan_streaming(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int]
     """
     compute = hardware.compute
     room = budget_bytes[compute] - _overhead(job, compute) - job.fixed_bytes - job.step_bytes
-    found = [
-        (_seconds(job, hardware, placement), placement)
-        for residents, slot_bytes, slots in _resident_sets(job.blocks, room)
-        for placement in [_place(job, residents, slot_bytes, slots, hardware, budget_bytes)]
-    ]
+    found: list[tuple[Promise, _Placement]] = []
+    refusals: list[BudgetError] = []
+    for residents, slot_bytes, slots in _resident_sets(job.blocks, room):
+        try:
+            placement = _place(job, residents, slot_bytes, slots, hardware, budget_bytes)
+        except BudgetError as error:  # too little RAM for this one
+            refusals.append(error)
+            continue
+        found.append((_seconds(job, hardware, placement), placement))
     if not found:
-        raise _too_small(job, compute, budget_bytes)
+        least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
+        raise least or _too_small(job, compute, budget_bytes)
     promise, placement = min(found, key=lambda pair: (pair[0].step_s, pair[1].ring_bytes))
     settings = {RING_SLOTS: placement.slots}
     if compute != RAM and FROM_DISK in placement.choices.values():
@@ -166,15 +174,19 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
     if hardware.compute == RAM:
         return {b.name: FROM_DISK for b in streamed}
     room = budget_bytes[RAM] - _overhead(job, RAM)
-    if sum(b.bytes for b in streamed) > room:
-        room -= _STAGING_SLOTS * max(b.bytes for b in streamed)
-    in_ram = _spread(streamed, max(room, 0))
-    on_disk = [b for b in streamed if b.name not in in_ram]
-    if on_disk and room < 0:
+    used = [b for b in streamed if b.uses]
+    whole, staging = sum(b.bytes for b in used), _STAGING_SLOTS * max((b.bytes for b in used), default=0)
+    if max(whole, job.passage_bytes) <= room:
+        in_ram = {b.name for b in used} | _spread([b for b in streamed if not b.uses], room - whole)
+    elif staging + job.passage_bytes <= room:
+        in_ram = _spread(used, room - staging)
+    else:
+        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + _overhead(job, RAM)
         raise BudgetError(
             f"{job.model} was to run with {format_bytes(budget_bytes[RAM])} of RAM.",
-            f"Two blocks on their way from disk alone need {format_bytes(-room)} more.",
-            smallest_bytes={RAM: budget_bytes[RAM] - room},
+            f"It needs {format_bytes(smallest)} at least for blocks on their way to {hardware.compute.upper()}.",
+            f"Give --ram {-(-smallest // (1 << 20))}MiB or more.",
+            smallest_bytes={RAM: smallest},
         )
     return {b.name: FROM_RAM if b.name in in_ram else FROM_DISK for b in streamed}
 
@@ -184,8 +196,9 @@ def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]
     held = sum(by_choice[RESIDENT]) + placement.ring_bytes
     peak = {compute: _overhead(job, compute) + job.fixed_bytes + job.step_bytes + held}
     if compute != RAM:
-        staging = _STAGING_SLOTS * max(by_choice[FROM_DISK], default=0)
-        peak[RAM] = _overhead(job, RAM) + sum(by_choice[FROM_RAM]) + staging
+        on_disk = [b.bytes for b in job.blocks if placement.choices[b.name] == FROM_DISK and b.uses]
+        staging = _STAGING_SLOTS * max(on_disk, default=0)
+        peak[RAM] = _overhead(job, RAM) + staging + max(sum(by_choice[FROM_RAM]), job.passage_bytes)
     return peak
 
 

@@ -64,6 +64,17 @@ class Done:
         """It is done."""
 
 
+class Settled:
+    """Waits for a move whose failure does not matter to the next one: a buffer is free however it went."""
+
+    def __init__(self, condition: Waitable) -> None:
+        self._condition = condition
+
+    def wait(self) -> None:
+        with contextlib.suppress(BrimError):
+            self._condition.wait()
+
+
 class Engine(Protocol):
     recorder: Recorder
 
@@ -106,7 +117,8 @@ class _Lane:
         self.stopped.set()
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # garbage collection may run anywhere
+                self._thread.join()
             self._thread = None
 
     def _work(self) -> None:
@@ -216,10 +228,14 @@ def _settle(ticket: Waitable) -> None:
 class NullEngine:
     """Moves nothing: the same calls on fake tensors become a predicted Timeline."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer]) -> None:
         self.recorder = recorder
+        self._reader = DirectReader(make_bounce, files)
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Done:
+        for run in runs:
+            if not run.direct:
+                self._reader.bounce_for(run)
         self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), self.recorder.now_s(), label)
         return Done()
 

@@ -16,11 +16,11 @@ from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
-from brim.memory.layout import file_layout, packed_layout
+from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.tiers import Memory, cpu_memory, cuda_memory, emulated_memory, fake_memory
 from brim.planner import BlockCost, Job, plan_streaming
 from brim.run.step_memory import Observation, watch_example
-from brim.techniques.blocks import Partition, find_blocks
+from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
@@ -204,15 +204,28 @@ def make_job(
                 overhead_s=_HOOKS_S * uses,
             )
         )
+    fixed = _fixed_layouts([_source(name, parameters[name], weights) for name in partition.loose], in_ram)
+    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
     return Job(
         model=type(model).__name__,
         task=task,
         blocks=blocks,
-        fixed_bytes=partition.loose_bytes,
+        fixed_bytes=sum(layout.bytes for layout in fixed) + buffers,
         step_bytes=need.step_bytes,
         spent_bytes=need.spent_bytes,
-        bounce_bytes=bounce,
+        bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
+        passage_bytes=0
+        if in_ram or not weights.sources
+        else max([b.bytes for b in blocks] + [f.bytes for f in fixed]),
     )
+
+
+def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:
+    """The form that loose parameters take in the compute tier: those in files, and those in the module already."""
+    stored = [source for source in loose if source.extents]
+    present = [source for source in loose if not source.extents]
+    layouts = [(file_layout if in_ram else packed_layout)(stored)] if stored else []
+    return layouts + ([packed_layout(present)] if present else [])
 
 
 def put_in_force(

@@ -46,6 +46,13 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """Stands for values that are not there: the right shape and device, no memory, and NaN to whoever reads it."""
+    with torch.inference_mode(False):
+        filler = float("nan") if parameter.dtype.is_floating_point else 0
+        return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
 def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partition:
     """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module."""
     parameters = dict(model.named_parameters())
@@ -131,7 +138,21 @@ def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[s
 
 
 def _groups(owners: dict[str, tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
+    """Units that need them -> parameters. Tied groups that share a unit are one: no unit needs more than two blocks.
+
+    Its own, and one that it shares. A ring of two slots then holds whatever a call needs.
+    """
+    shared: list[set[str]] = []
+    for held in {held: None for held in owners.values() if len(held) > 1}:
+        touching = [other for other in shared if not other.isdisjoint(held)]
+        shared = [other for other in shared if other not in touching] + [set(held).union(*touching)]
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, held in owners.items():
-        groups.setdefault(held, []).append(name)
+        together = next((other for other in shared if len(held) > 1 and not other.isdisjoint(held)), None)
+        key = held if together is None else tuple(unit for unit in _order(owners) if unit in together)
+        groups.setdefault(key, []).append(name)
     return groups
+
+
+def _order(owners: dict[str, tuple[str, ...]]) -> dict[str, None]:
+    return {unit: None for held in owners.values() for unit in held}
