@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def held(*roots: Path) -> dict[str, Any]:
     files = []
     for link in Path("/proc/self/fd").iterdir():
         try:
-            files.append(os.readlink(link))
+            files.append(str(link.readlink()))
         except FileNotFoundError:  # the listing's own
             continue
     maps = Path("/proc/self/maps").read_text().splitlines()

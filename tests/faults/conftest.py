@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_model import save_llama
 
 import brim
+from tiny_model import save_llama
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tiny_model import held
 from torch import nn
 
 import brim
@@ -25,6 +24,7 @@ from brim.errors import BrimError, BudgetError, ModelError, TransferError
 from brim.memory.checksums import checksum, write_manifest
 from brim.memory.pool import Buffer, Pool
 from brim.techniques.weight_streaming import WeightStreaming
+from tiny_model import held
 
 MIB = 1 << 20
 X = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))

@@ -23,6 +23,10 @@ INTERRUPTED, TERMINATED, NO_READER = 130, 143, 141  # 128 + SIGINT, SIGTERM, SIG
 # name -> (module:function, first line of its docstring). A command is imported when it is called or asked for help,
 # never for `brim --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "explain": (
+        "brim.cli.explain:explain",
+        "Explain what memory did, and what it would have done under other settings.",
+    ),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
 }

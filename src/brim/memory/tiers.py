@@ -23,16 +23,27 @@ from brim.memory.recorder import Recorder
 from brim.memory.transfer import Engine, NullEngine, Settled, ThreadEngine, Waitable
 from brim.units import format_bytes
 
+_CPU = torch.device("cpu")
+
 
 class Memory:
     """The pools of one run and the engine between them.
 
     ``compute`` is the tier that kernels work in. ``host`` is RAM where that is not the same; None where it is.
-    ``fake``: tensors have no bytes and nothing is moved; the events are the prediction.
+    ``device`` is PyTorch's name for where kernels work. ``fake``: tensors have no bytes and nothing is moved; the
+    events are the prediction.
     """
 
-    def __init__(self, *, compute: Pool, host: Pool | None, recorder: Recorder, fake: bool = False) -> None:
-        self.compute, self.host, self.recorder, self.fake = compute, host, recorder, fake
+    def __init__(
+        self,
+        *,
+        compute: Pool,
+        host: Pool | None,
+        recorder: Recorder,
+        device: torch.device = _CPU,
+        fake: bool = False,
+    ) -> None:
+        self.compute, self.host, self.recorder, self.device, self.fake = compute, host, recorder, device, fake
         self.files = OpenFiles()
         self.engine: Engine = NullEngine(recorder) if fake else ThreadEngine(recorder, self.files, self._bounce)
         self._maps: dict[str, MappedFile] = {}
@@ -93,7 +104,8 @@ def cuda_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int, device: 
 
     recorder = Recorder(timeline)
     host = Pool(RAM, ram_bytes, PinnedSource(), recorder)
-    memory = Memory(compute=Pool(VRAM, vram_bytes, TorchSource(device), recorder), host=host, recorder=recorder)
+    compute = Pool(VRAM, vram_bytes, TorchSource(device), recorder)
+    memory = Memory(compute=compute, host=host, recorder=recorder, device=device)
     memory.engine = CudaEngine(recorder, memory.files, memory._bounce, device)
     return memory
 
@@ -101,7 +113,7 @@ def cuda_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int, device: 
 def fake_memory(timeline: Timeline, *, compute_tier: str, compute_bytes: int, ram_bytes: int) -> Memory:
     """For prediction: the same pools and limits over tensors without bytes."""
     recorder = Recorder(timeline)
-    source: Source = TorchSource(torch.device("cpu"))
+    source: Source = TorchSource(_CPU)
     host = None if compute_tier == RAM else Pool(RAM, ram_bytes, source, recorder)
     compute = Pool(compute_tier, compute_bytes, source, recorder)
     return Memory(compute=compute, host=host, recorder=recorder, fake=True)

@@ -160,7 +160,7 @@ def make_job(
         sources = [_source(name, parameters[name], weights) for name in block.tensors]
         layout = (file_layout if in_ram and weights.sources else packed_layout)(sources)
         bounce = max(bounce, bounce_bytes(layout.runs))
-        uses = len([t for t in block.triggers if not (in_ram and t in block.lookups)])
+        uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
         compute_s = max(
             2 * need.tokens * sum(p.numel() for p in (parameters[n] for n in block.tensors)) / rate,
             block.bytes / hardware.tier(hardware.compute).bytes_per_s,

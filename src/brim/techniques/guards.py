@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
+from brim.memory.tiers import Home
 from brim.techniques.base import HANDLE_ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class Guards:
         self._handle = handle
         self._marked: list[tuple[nn.Module, str]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._restores: list[tuple[list[nn.Parameter], list[torch.Tensor]]] = []
+        self._moved: list[tuple[nn.Parameter, torch.device]] = []
+        self._moved_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def install(self, triggers: Sequence[str]) -> None:
         model = self._handle.model
@@ -37,31 +39,59 @@ class Guards:
             self._hooks.append(model.register_state_dict_post_hook(lambda *args: self._fill_state_dict(*args)))
             for module in modules.values():
                 self._hooks.append(module.register_load_state_dict_pre_hook(_refuse_assign))
+                self._hooks.append(module.register_load_state_dict_pre_hook(self._make_readable))
                 self._hooks.append(module.register_load_state_dict_post_hook(lambda *_: self._after_load()))
 
-    def restore_later(self, parameters: list[nn.Parameter], before: list[torch.Tensor]) -> None:
-        """Remember where parameters were before they were copied to the compute tier."""
-        self._restores.append((parameters, before))
+    def restore_later(self, parameter: nn.Parameter) -> None:
+        """Remember where a parameter was before it is copied to the compute tier."""
+        self._moved.append((parameter, parameter.device))
+
+    def move_buffers(self) -> None:
+        """Buffers follow compute to its device; what is written to them there comes back in the end."""
+        device = self._handle.memory.device
+        for module in self._handle.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != device.type:
+                    self._moved_buffers.append((module, name, buffer))
+                    module._buffers[name] = buffer.to(device)
+
+    def look_up(self, module: nn.Module, home: Home, device: torch.device) -> None:
+        """Let an embedding pick its rows where its table rests, and bring only those to the device."""
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            (table,) = home.rest()
+            return nn.functional.embedding(ids.cpu(), home.values()[0] if table is None else table).to(device)
+
+        self._set(module, "forward", torch.compiler.disable(forward))
 
     def remove(self) -> None:
         for module, name in self._marked:
             vars(module).pop(name, None)
         for hook in self._hooks:
             hook.remove()
-        for parameters, before in self._restores:
-            for parameter, tensor in zip(parameters, before, strict=True):
-                tensor.copy_(parameter.data)
-                parameter.data = tensor
-        self._marked, self._hooks, self._restores = [], [], []
+        for parameter, device in self._moved:
+            parameter.data = parameter.data.to(device, copy=True)
+        for module, name, buffer in self._moved_buffers:
+            moved = module._buffers[name]
+            module._buffers[name] = buffer if moved is None else buffer.copy_(moved)
+        self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         vars(module)[name] = value
         self._marked.append((module, name))
 
-    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Serve what rests in pieces; everything else is a view of its resting place already."""
+    def _make_readable(self, *unused: object) -> None:
+        """Before values are loaded, parameters must be something that can be written to."""
         for streamed in self._handle._streamed:
-            if any(view is None for view in streamed.home.rest()):
+            for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
+                if view is not None and parameter.device.type != "cpu":
+                    parameter.data = view
+
+    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        """Serve what parameters do not point to while at rest; the others are views of their resting place."""
+        on_device = self._handle.memory.device.type != "cpu"
+        for streamed in self._handle._streamed:
+            if on_device or any(view is None for view in streamed.home.rest()):
                 values = dict(zip(streamed.block.tensors, streamed.home.values(), strict=True))
                 aliases = _aliases(module, streamed.parameters, streamed.block.tensors)
                 for key, name in aliases.items():

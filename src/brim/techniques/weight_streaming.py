@@ -86,6 +86,7 @@ class WeightStreaming:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
         self._ring: Ring | None = None
+        self._passing: Buffer | None = None
         self._removed = False
 
     # -- what a user reads
@@ -163,6 +164,8 @@ class WeightStreaming:
                 self._stream(block, choices[block.name])
         for finish in pending:
             finish()
+        if self._passing is not None:
+            self._passing.free()
         if self._streamed:
             self._make_ring()
             self._install()
@@ -194,8 +197,13 @@ class WeightStreaming:
 
     def _keep_loose(self, partition: Partition) -> None:
         """What belongs to no block: parameters and buffers that stay in the compute tier for good."""
-        if partition.loose:
-            self._place_resident("outside blocks", partition.loose)()
+        stored = [name for name in partition.loose if name in self._weights.sources]
+        present = [name for name in partition.loose if name not in self._weights.sources]
+        if stored:
+            self._place_resident("outside blocks", stored)()
+        if present:
+            self._adopt_resident("outside blocks", [self._parameters[name] for name in present])
+        self._guards.move_buffers()
 
     def _keep(self, block: Block) -> Callable[[], None]:
         return self._place_resident(block.name, block.tensors)
@@ -204,25 +212,23 @@ class WeightStreaming:
         """Start bringing tensors to the compute tier for good; what is returned waits and binds them."""
         parameters = [self._parameters[name] for name in names]
         if not self._weights.sources:
-            return self._adopt_resident(label, parameters)
+            self._adopt_resident(label, parameters)
+            return lambda: None
         sources = [self._weights.sources[name] for name in names]
         return self._load_resident(label, parameters, sources)
 
-    def _adopt_resident(self, label: str, parameters: list[nn.Parameter]) -> Callable[[], None]:
-        """Tensors that are in the module already: in RAM they stay where they are, for VRAM they are copied."""
-        if self.memory.host is None:
+    def _adopt_resident(self, label: str, parameters: list[nn.Parameter]) -> None:
+        """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
+        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
             self._buffers.append(self.memory.compute.account(sum(tensor_bytes(p) for p in parameters), label))
-            return lambda: None
-        specs = [self._source(self._names[id(p)], {}) for p in parameters]
-        layout = packed_layout(specs)
+            return
+        layout = packed_layout([self._source(self._names[id(p)], {}) for p in parameters])
         buffer = self.memory.compute.allocate(layout.bytes, label)
         self._buffers.append(buffer)
-        before = [parameter.data for parameter in parameters]
         for parameter, view in zip(parameters, layout.views(buffer.tensor), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
-        self._guards.restore_later(parameters, before)
-        return lambda: None
+            self._guards.restore_later(parameter)
+            if not self.memory.fake:
+                parameter.data = view.copy_(parameter.data)
 
     def _load_resident(
         self, label: str, parameters: list[nn.Parameter], sources: list[TensorSource]
@@ -234,9 +240,10 @@ class WeightStreaming:
         if in_ram:
             moved = self.memory.engine.read(layout.runs, buffer, label, [])
         else:
-            passing = self.memory.ram.allocate(layout.bytes, f"{label} on its way")
+            passing = self._passage(layout.bytes)
             read = self.memory.engine.read(layout.runs, passing, label, [])
-            moved = self.memory.engine.copy(passing.tensor, buffer, label, [read], (RAM, self.memory.compute.tier))
+            way = (RAM, self.memory.compute.tier)
+            moved = self.memory.engine.copy(passing.tensor[: layout.bytes], buffer, label, [read], way)
 
         def finish() -> None:
             moved.wait()
@@ -248,8 +255,17 @@ class WeightStreaming:
         if in_ram:
             return finish
         finish()  # one block at a time, or RAM would have to hold the whole model on its way
-        passing.free()
+        if self.memory.device.type == "cuda":
+            torch.cuda.current_stream(self.memory.device).synchronize()  # the passage is about to be used again
         return lambda: None
+
+    def _passage(self, bytes: int) -> Buffer:
+        """RAM that residents pass through on their way from disk to VRAM, one at a time; kept for the next."""
+        if self._passing is None or self._passing.bytes < bytes:
+            if self._passing is not None:
+                self._passing.free()
+            self._passing = self.memory.ram.allocate(bytes, "residents on their way")
+        return self._passing
 
     def _verify(self, names: Sequence[str], views: Sequence[torch.Tensor]) -> None:
         if self._weights.verify is not None and not self.memory.fake:
@@ -275,7 +291,7 @@ class WeightStreaming:
         self._rest(streamed)
 
     def _make_ring(self) -> None:
-        homes = {s.index: s.home for s in self._streamed if self._loads(s.block)}
+        homes = {s.index: s.home for s in self._streamed if self._loads_for(s.block)}
         if not homes:
             return
         size = max(home.layout.bytes for home in homes.values())
@@ -287,19 +303,18 @@ class WeightStreaming:
 
     # -- coming and going
 
-    def _loads(self, block: Block) -> bool:
-        return any(trigger not in self._lookups(block) for trigger in block.triggers)
-
-    def _lookups(self, block: Block) -> tuple[str, ...]:
-        # A lookup reads its few rows where the table rests; only the CPU can reach that.
-        return block.lookups if self.memory.host is None else ()
+    def _loads_for(self, block: Block) -> list[str]:
+        """The triggers that need the block itself; a lookup reads its few rows where the table rests."""
+        return [trigger for trigger in block.triggers if trigger not in block.lookups]
 
     def _install(self) -> None:
         by_trigger: dict[str, list[Streamed]] = {}
         for streamed in self._streamed:
-            for trigger in streamed.block.triggers:
-                if trigger not in self._lookups(streamed.block):
-                    by_trigger.setdefault(trigger, []).append(streamed)
+            for trigger in self._loads_for(streamed.block):
+                by_trigger.setdefault(trigger, []).append(streamed)
+            if self.memory.device.type != "cpu":
+                for trigger in streamed.block.lookups:
+                    self._guards.look_up(self.model.get_submodule(trigger), streamed.home, self.memory.device)
         for trigger, held in by_trigger.items():
             module = self.model.get_submodule(trigger)
             enter = torch.compiler.disable(Enter(self, held))
@@ -308,7 +323,7 @@ class WeightStreaming:
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(leave, always_call=True))
         for streamed in self._streamed:
-            for trigger in () if self.memory.fake else self._lookups(streamed.block):
+            for trigger in streamed.block.lookups if isinstance(streamed.home, DiskHome) else ():
                 self._hooks.append(check_rows(self.model.get_submodule(trigger), streamed))
         recover = torch.compiler.disable(Recover(self))
         self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
@@ -372,8 +387,10 @@ class WeightStreaming:
         """Point the parameters to where the block rests."""
         if self.memory.fake:
             return
+        on_device = self.memory.device.type != "cpu"
         for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
-            parameter.data = unreadable(parameter) if view is None else view
+            # On another device a view of RAM would make the module look as if it were on the CPU.
+            parameter.data = unreadable(parameter, self.memory.device) if view is None or on_device else view
         streamed.versions = [p._version for p in streamed.parameters]
         streamed.addresses = [p.data_ptr() for p in streamed.parameters]
 
