@@ -162,7 +162,7 @@ class ThreadEngine:
             try:
                 self._fill(mine, target)
             finally:
-                _settle(help_)  # it writes into the target: nobody may have it before
+                Settled(help_).wait()  # it writes into the target: nobody may have it before
             help_.wait()
             self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), begin_s, label)
 
@@ -217,12 +217,6 @@ def _cut(run: ReadRun) -> list[ReadRun]:
         pieces.append(replace(run, offset=start, bytes=end - start, at=run.at + start - run.offset))
         start = end
     return pieces
-
-
-def _settle(ticket: Waitable) -> None:
-    """Wait until it is over, however it ends."""
-    with contextlib.suppress(BrimError):
-        ticket.wait()
 
 
 class NullEngine:

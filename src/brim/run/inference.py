@@ -19,6 +19,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import checksum
+from brim.run.file_tensor import FileTensor
 from brim.run.fitting import Device, Need, budgets, machine, make_plan, put_in_force
 from brim.run.models import OpenedModel, open_model
 from brim.run.step_memory import Inputs, watch_inference
@@ -146,12 +147,9 @@ def _path_of(module: nn.Module, owner: nn.Module, name: str) -> str:
 
 
 def _read(source: TensorSource) -> torch.Tensor:
-    whole = bytearray()
-    for extent in source.extents:
-        with open(extent.path, "rb") as file:
-            file.seek(extent.offset)
-            whole += file.read(extent.bytes)
-    return torch.frombuffer(whole, dtype=source.dtype).view(source.shape)
+    tensor = FileTensor.open(source).materialize()
+    assert type(tensor) is torch.Tensor
+    return tensor
 
 
 def _warm_up(module: nn.Module, hardware: Hardware) -> None:

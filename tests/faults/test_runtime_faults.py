@@ -1,0 +1,480 @@
+"""Disks that fail, memory that ends, users who interrupt: one clear error, nothing left, and it works again after."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import brim
+from brim.errors import BrimError, BudgetError, ModelError, TransferError
+from brim.memory.checksums import checksum, write_manifest
+from brim.memory.pool import Buffer, Pool
+from brim.techniques.weight_streaming import WeightStreaming
+from tiny_model import held
+
+MIB = 1 << 20
+X = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _inference(cache: Path, scratch: Path) -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def make_net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Dropout(), nn.ReLU()) for _ in range(8)]).eval()
+
+
+FITS: dict[str, Callable[[nn.Module], WeightStreaming]] = {
+    "cpu": lambda net: brim.fit(net, ram=MIB, activations=16 << 10),
+    "three tiers": lambda net: brim.fit(net, vram=MIB, ram=MIB, device="emulated", activations=16 << 10),
+}
+
+
+@pytest.fixture(params=list(FITS))
+def fit(request: pytest.FixtureRequest) -> Callable[[nn.Module], WeightStreaming]:
+    return FITS[request.param]
+
+
+class Disk:
+    """``os.preadv`` that fails at chosen calls, as the kernel makes it fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.bad: Callable[[int], bool] = lambda call: False
+        self._read = os.preadv
+        monkeypatch.setattr(os, "preadv", self._preadv)
+
+    def _preadv(self, *arguments: Any) -> int:
+        self.calls += 1
+        if self.bad(self.calls):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._read(*arguments)
+
+    @contextmanager
+    def failing(self, bad: Callable[[int], bool]) -> Iterator[None]:
+        self.calls, self.bad = 0, bad
+        try:
+            yield
+        finally:
+            self.bad = lambda call: False
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def same_values(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_any_one_failed_read_is_one_error_and_the_next_call_works(
+    fit: Callable[[nn.Module], WeightStreaming], disk: Disk
+) -> None:
+    net = make_net()
+    before, want, values = held(), net(X), {k: v.clone() for k, v in net.state_dict().items()}
+    handle = fit(net)
+    assert len([d for d in handle.plan.decisions if d.choice == "stream:disk"]) >= 5
+    with disk.failing(lambda call: False):
+        assert torch.equal(net(X), want)
+        per_step = disk.calls
+    assert per_step >= 5
+    for n in range(1, 2 * per_step + 1):
+        failed = 0
+        with disk.failing(lambda call, n=n: call == n):
+            for _ in range(3):
+                try:
+                    assert torch.equal(net(X), want)
+                except TransferError as error:
+                    failed += 1
+                    assert os.strerror(errno.EIO) in str(error)
+                    assert error.todo
+        assert failed <= 1, f"read {n} failed once, and {failed} calls did"
+        assert torch.equal(net(X), want)
+    handle.remove()
+    assert same_values(net.state_dict(), values)
+    assert torch.equal(net(X), want)
+    del handle
+    assert held() == before
+
+
+def test_a_disk_that_stays_bad_fails_every_call_and_works_again_when_it_does(
+    fit: Callable[[nn.Module], WeightStreaming], disk: Disk
+) -> None:
+    net = make_net()
+    want, handle = net(X), fit(net)
+    with disk.failing(lambda call: True):
+        for _ in range(3):
+            with pytest.raises(TransferError):
+                for _ in range(2):  # what was prefetched before may carry the first
+                    net(X)
+    for _ in range(2):
+        assert torch.equal(net(X), want)
+    handle.remove()
+
+
+def test_a_failed_read_while_loading_is_one_error_that_leaves_nothing(
+    saved_llama: Path, disk: Disk, tmp_path: Path
+) -> None:
+    warm(saved_llama)
+    before = held(tmp_path)
+    with disk.failing(lambda call: False):
+        model = load_streamed(saved_llama)
+        loading = disk.calls
+        model.brim.remove()
+    del model
+    assert held(tmp_path) == before
+    assert loading >= 3
+    for n in range(1, loading + 1):
+        model = None
+        with disk.failing(lambda call, n=n: call == n):
+            try:
+                model = load_streamed(saved_llama)
+                model(torch.arange(4)[None])
+            except TransferError as error:
+                assert "model.safetensors" in str(error)
+            else:
+                raise AssertionError(f"read {n} failed and nobody said so")
+        del model
+        assert held(tmp_path) == before
+
+
+def warm(path: Path) -> None:
+    """Libraries that are imported on first use stay; let them not count as leaks or growth."""
+    brim.load(path).brim.remove()
+
+
+def load_streamed(path: Path) -> nn.Module:
+    with pytest.raises(BudgetError) as caught:
+        brim.load(path, ram=1)
+    model = brim.load(path, ram=caught.value.smallest_bytes["ram"] + 4 * MIB)
+    assert any(d.choice == "stream:disk" for d in model.brim.plan.decisions)
+    return model
+
+
+def test_a_file_that_is_cut_short_during_the_run_is_an_error_and_works_again_when_mended(llama: Path) -> None:
+    model, ids = load_streamed(llama), torch.arange(20)[None]
+    want = model(ids).logits
+    path = llama / "model.safetensors"
+    whole = path.read_bytes()
+    os.truncate(path, 100_000)
+    for _ in range(3):
+        with pytest.raises(TransferError, match=r"model\.safetensors.*\n.*ends .* too early"):
+            for _ in range(2):
+                model(ids)
+    with pytest.raises(TransferError):
+        model.brim.remove()  # what is lost cannot come back; nothing has changed
+    with path.open("r+b") as file:
+        file.write(whole)
+    assert torch.equal(model(ids).logits, want)
+    model.brim.remove()
+    assert torch.equal(model(ids).logits, want)
+
+
+def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> None:
+    """Rows are looked up in the mapped file, where a missing page would end the process with SIGBUS."""
+    code = (
+        "import sys, os, torch, brim\nfrom brim.errors import *\n"
+        "from transformers import LlamaForCausalLM\n"
+        "brim.load(sys.argv[1]).brim.remove()\n"
+        "try: brim.load(sys.argv[1], ram=1)\n"
+        "except BudgetError as error: least = error.smallest_bytes['ram']\n"
+        "model = brim.load(sys.argv[1], ram=least + (4 << 20))\n"
+        "choices = {d.block: d.choice for d in model.brim.plan.decisions}\n"
+        "os.truncate(sys.argv[1] + '/model.safetensors', 4096)\n"
+        "try: print(choices['model.embed_tokens'], model.model.embed_tokens(torch.arange(300)[None]).sum())\n"
+        "except TransferError as error: print(choices['model.embed_tokens'], 'told')\n"
+        "model.brim.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(llama)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if done.stdout.startswith("stream"):
+        assert done.stdout.strip() == "stream:disk told"
+
+
+def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Any = sys.modules["brim.run.inference"]
+    forward_bytes = opened.forward_bytes
+
+    def then_delete(*arguments: Any) -> int:
+        (llama / "model.safetensors").unlink(missing_ok=True)
+        return int(forward_bytes(*arguments))
+
+    monkeypatch.setattr(opened, "forward_bytes", then_delete)
+    before = held()
+    with pytest.raises(TransferError, match=r"model\.safetensors was to be opened"):
+        brim.load(llama)
+    assert held() == before
+
+
+def test_a_flipped_bit_shows_against_the_manifest_wherever_the_block_rests(llama: Path) -> None:
+    from brim.memory.checkpoint_files import read_checkpoint
+
+    path = llama / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    sources = read_checkpoint(llama)
+    data = torch.frombuffer(raw, dtype=torch.uint8)
+    ranges = {name: (s.extents[0].offset, s.extents[0].offset + s.bytes) for name, s in sources.items()}
+    write_manifest(llama, {name: checksum(data[start:end]) for name, (start, end) in ranges.items()})
+    load_streamed(llama)(torch.arange(4)[None])
+    for name in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.5.mlp.up_proj.weight"):
+        damaged = bytearray(raw)
+        damaged[ranges[name][0] + 5] ^= 16
+        path.write_bytes(damaged)
+        for load in (brim.load, load_streamed):
+            with pytest.raises(ModelError, match=f"{name} of llama.*\n.*checksum") as caught:
+                load(llama)(torch.arange(4)[None])
+            assert caught.value.exit_code == 2
+            gc.collect()
+            assert held()["threads"] == []
+
+
+@pytest.mark.parametrize("kind", list(FITS))
+def test_wherever_memory_ends_the_module_is_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net()
+    before, want, values = held(), net(X), {k: v.clone() for k, v in net.state_dict().items()}
+    addresses = [id(p) for p in net.parameters()]
+    enter, calls, bad = Pool._enter, [0], [0]
+
+    def counted(self: Pool, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
+        calls[0] += 1
+        if calls[0] != bad[0]:
+            return enter(self, bytes, label, make)
+        limit, self.limit_bytes = self.limit_bytes, self.held_bytes + bytes - 1
+        try:
+            return enter(self, bytes, label, make)
+        finally:
+            self.limit_bytes = limit
+
+    monkeypatch.setattr(Pool, "_enter", counted)
+    FITS[kind](net)
+    net(X)
+    net.brim.remove()
+    total = calls[0]
+    assert total >= 3
+    for n in range(1, total + 1):
+        calls[0], bad[0] = 0, n
+        with pytest.raises(BudgetError, match="are already held") as caught:
+            FITS[kind](net)
+            net(X)
+        assert caught.value.smallest_bytes
+        if "brim" in vars(net):  # it ended while running
+            net.brim.remove()
+        bad[0] = 0
+        assert same_values(net.state_dict(), values)
+        assert [id(p) for p in net.parameters()] == addresses
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+        assert torch.equal(net(X), want)
+        del caught
+        assert held() == before
+
+
+def test_a_scratch_folder_that_is_not_there_or_not_writable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make_net()
+    want = net(X)
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "missing", tmp_path / "file"):
+        monkeypatch.setenv("BRIM_SCRATCH", str(place))
+        with pytest.raises(TransferError, match="BRIM_SCRATCH") as caught:
+            FITS["cpu"](net)
+        assert str(place) in str(caught.value)
+        assert "brim" not in vars(net)
+        assert torch.equal(net(X), want)
+
+
+@pytest.mark.parametrize("limit", [100_000, 1_000_000])
+def test_a_full_scratch_disk_is_one_error_and_the_module_is_as_it_was(scratch: Path, limit: int) -> None:
+    net = make_net()
+    before, want, values = held(scratch), net(X), {k: v.clone() for k, v in net.state_dict().items()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(TransferError, match="scratch file") as caught:
+            FITS["cpu"](net)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(scratch) in str(caught.value)
+    assert same_values(net.state_dict(), values)
+    assert torch.equal(net(X), want)
+    del caught
+    assert held(scratch) == before
+
+
+def test_a_change_that_finds_no_room_is_told_and_the_handle_goes_on(scratch: Path, llama: Path) -> None:
+    model, ids = load_streamed(llama), torch.arange(4)[None]
+    want = model(ids).logits
+    streamed = [d.block for d in model.brim.plan.decisions if d.choice == "stream:disk"]
+    block = model.get_submodule(next(name for name in streamed if "layers" in name))
+
+    class Changes:
+        def __call__(self, module: nn.Module, args: object, output: object) -> None:
+            next(iter(module.parameters())).add_(1)
+
+    hook = block.register_forward_hook(Changes())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        for _ in range(3):
+            with pytest.raises(TransferError, match="scratch file"):
+                model(ids)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    hook.remove()
+    assert torch.equal(model(ids).logits, want)
+
+
+def test_ctrl_c_during_a_call_is_recovered_from(fit: Callable[[nn.Module], WeightStreaming]) -> None:
+    net = make_net()
+    want, handle, interrupting = net(X), fit(net), [False]
+
+    def interrupt(module: nn.Module, args: object) -> None:
+        if interrupting[0]:
+            raise KeyboardInterrupt
+
+    for place in (0, 3, 4, 7):
+        hook = net[place][1].register_forward_pre_hook(interrupt)
+        interrupting[0] = True
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                net(X)
+        interrupting[0] = False
+        hook.remove()
+        misses = handle.misses
+        for _ in range(3):
+            assert torch.equal(net(X), want)
+        assert handle.misses - misses <= 1  # no slot is lost: it prefetches as before
+    handle.remove()
+    assert torch.equal(net(X), want)
+
+
+def test_an_error_of_the_models_own_leaves_the_handle_working(fit: Callable[[nn.Module], WeightStreaming]) -> None:
+    net = make_net()
+    want, handle = net(X), fit(net)
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            net(X[:, :100])
+        assert torch.equal(net(X), want)
+    handle.remove()
+
+
+def test_a_failed_load_reads_no_more_than_it_must(saved_llama: Path, disk: Disk) -> None:
+    """What was to stream is not brought into memory just because the load was given up."""
+    warm(saved_llama)
+    read = [0]
+    preadv = os.preadv
+
+    def count(fd: int, buffers: list[Any], offset: int) -> int:
+        got = preadv(fd, buffers, offset)
+        read[0] += got
+        return got
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", count)
+        patch.setattr("brim.techniques.weight_streaming.Guards.install", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load_streamed(saved_llama)
+    assert read[0] < (saved_llama / "model.safetensors").stat().st_size
+    assert held()["threads"] == []
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", list(FITS))
+def test_fitting_and_removing_again_and_again_leaks_nothing(kind: str) -> None:
+    net = make_net()
+    want = net(X)
+
+    def once() -> None:
+        handle = FITS[kind](net)
+        assert torch.equal(net(X), want)
+        handle.remove()
+
+    once()
+    before, rss = held(), []
+    for _ in range(50):
+        once()
+        gc.collect()
+        rss.append(psutil.Process().memory_info().rss)
+    assert held() == before
+    assert min(rss[-10:]) - min(rss[5:15]) < 4 * MIB
+
+
+def test_loading_and_dropping_again_and_again_leaks_nothing(saved_llama: Path) -> None:
+    ids = torch.arange(4)[None]
+    load_streamed(saved_llama)(ids)
+    before, rss = held(), []
+    for turn in range(8):
+        model = load_streamed(saved_llama)
+        model(ids)
+        if turn % 3 == 0:
+            model.brim.remove()
+        elif turn % 3 == 1:
+            model.brim.close()
+            model.brim.close()
+        del model
+        gc.collect()
+        rss.append(psutil.Process().memory_info().rss)
+        assert held() == before
+    assert min(rss[-3:]) - min(rss[:4]) < 8 * MIB
+
+
+def test_only_pickled_weights_are_refused_and_a_pickle_beside_safetensors_is_not_touched(llama: Path) -> None:
+    boom = llama / "pytorch_model.bin"
+    torch.save({"model.norm.weight": torch.zeros(1)}, boom)
+    boom.write_bytes(b"\x80\x04cos\n_exit\n(I7\ntR." + boom.read_bytes())  # os._exit(7) for whoever unpickles it
+    os.utime(boom, (1, 1))
+    assert brim.load(llama)(torch.arange(4)[None]).logits.shape == (1, 4, 300)
+    assert boom.stat().st_atime == 1
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="never loads pickles"):
+        brim.load(llama)
+
+
+def test_a_budget_larger_than_the_machine_and_a_nonsense_one_are_errors(saved_llama: Path) -> None:
+    for amount, word in (("900TiB", "This machine has"), ("3 potatoes", "8GiB, 512MiB"), (-1, "negative")):
+        with pytest.raises(BrimError, match=word) as caught:
+            brim.load(saved_llama, ram=amount)
+        assert caught.value.exit_code == 2
+    for amount in (2.5e9, "9" * 5000, "9" * 400 + ".5"):
+        with pytest.raises(BrimError):
+            brim.fit(make_net(), ram=amount)  # type: ignore[arg-type]
+
+
+def test_the_smallest_budget_that_an_error_names_works(scratch: Path) -> None:
+    net = make_net()
+    want = net(X)
+    for kind in ("cpu", "emulated"):
+        tier = "ram" if kind == "cpu" else "vram"
+        options: dict[str, Any] = {"device": kind, "activations": 16 << 10}
+        with pytest.raises(BudgetError) as caught:
+            brim.fit(net, **{tier: 0}, **options)
+        least = caught.value.smallest_bytes[tier]
+        with pytest.raises(BudgetError):
+            brim.fit(net, **{tier: least - 1}, **options)
+        handle = brim.fit(net, **{tier: least}, **options)
+        assert torch.equal(net(X), want)
+        assert handle.memory.compute.peak_bytes <= least
+        handle.remove()
+        assert shutil.disk_usage(scratch).free  # and the scratch file is gone with it
+        assert list(scratch.iterdir()) == []
