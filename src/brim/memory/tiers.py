@@ -337,7 +337,7 @@ class Scratch:
 
     def store(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> tuple[TensorSource, ...]:
         """Append ``tensors`` in the form that a block has in memory; returns where they are now."""
-        stored = []
+        stored, begin = [], self._end
         for source, tensor in zip(sources, tensors, strict=True):
             self._end = round_up(self._end, PACKED_ALIGNMENT_BYTES)
             flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -350,6 +350,8 @@ class Scratch:
         self._end = round_up(self._end, PAGE_BYTES)
         with self._told(self._end):
             os.ftruncate(self._fd, self._end)  # whole pages, for the mapping and for direct reads
+            os.fdatasync(self._fd)  # dirty pages could not be dropped
+        os.posix_fadvise(self._fd, begin, self._end - begin, os.POSIX_FADV_DONTNEED)
         self._mapped = None
         return tuple(stored)
 
@@ -358,8 +360,6 @@ class Scratch:
         with self._told(len(view)):
             while done < len(view):
                 done += os.pwrite(self._fd, view[done : done + (16 << 20)], offset + done)
-            os.fdatasync(self._fd)  # dirty pages could not be dropped
-        os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
 
     @contextlib.contextmanager
     def _told(self, bytes: int) -> Iterator[None]:

@@ -133,7 +133,7 @@ def _encode(tokenizer: Any, request: Request) -> torch.Tensor:
         ids = tokenizer(request.prompt, return_tensors="pt").input_ids
     if ids.numel() == 0:
         raise UsageError("The prompt was to be generated from.", "It is empty.", "Give at least one token.")
-    return ids.long()  # type: ignore[no-any-return]
+    return ids.long()
 
 
 def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
@@ -149,7 +149,8 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Ten
             f"The template fails: {error}.",
             "Correct it (chat_template.jinja or tokenizer_config.json), or use --no-chat.",
         ) from error
-    return ids["input_ids"]
+    made: torch.Tensor = ids["input_ids"]
+    return made
 
 
 def _check_vocabulary(module: Any, name: str, ids: torch.Tensor) -> None:
