@@ -421,12 +421,13 @@ def test_fitting_and_removing_again_and_again_leaks_nothing(kind: str) -> None:
 
     once()
     before, rss = held(), []
-    for _ in range(50):
-        once()
+    for _ in range(5):
+        for _ in range(10):
+            once()
         gc.collect()
         rss.append(psutil.Process().memory_info().rss)
     assert held() == before
-    assert min(rss[-10:]) - min(rss[5:15]) < 4 * MIB
+    assert rss[-1] - rss[0] < 2 * MIB  # forty times a module of 2 MiB
 
 
 def test_loading_and_dropping_again_and_again_leaks_nothing(saved_llama: Path) -> None:
