@@ -1,4 +1,4 @@
-"""``brim generate`` on damaged models, wrong requests and signals: one clear error, exit code 2, nothing left behind."""
+"""``brim generate`` on damaged models, wrong requests and signals: one clear error, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_model import held, save_llama, save_tokenizer
 from transformers import BertConfig, BertForMaskedLM
 
 from brim.cli import main
+from tiny_model import held, save_llama, save_tokenizer
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -283,7 +283,7 @@ def test_signals_end_it_at_once_and_leave_nothing(
     assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_while_a_gguf_is_converted_leave_neither_files_nor_processes(
     number: signal.Signals, cache: Path, tmp_path: Path
 ) -> None:
@@ -297,10 +297,21 @@ def test_signals_while_a_gguf_is_converted_leave_neither_files_nor_processes(
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 128 + number, err
-    assert "Traceback" not in err
-    assert list((cache / "brim" / "gguf").iterdir()) == []
-    assert not Path(f"/proc/{child}").exists()
+    if number != signal.SIGKILL:  # nobody can clean up after that
+        assert process.returncode == 128 + number, err
+        assert "Traceback" not in err
+        assert list((cache / "brim" / "gguf").iterdir()) == []
+    stop_s = time.monotonic() + 60
+    while alive(child) and time.monotonic() < stop_s:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
@@ -341,7 +352,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(saved_llama: Path, cache: Path)
         process.wait(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 141
+    assert process.returncode == 1
     assert err == ""
 
 
