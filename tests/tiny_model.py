@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 CHAT_TEMPLATE = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
 
 
-def save_llama(folder: Path, *, layers: int = 6, hidden: int = 384, positions: int = 4096, **options: Any) -> Path:
-    """6 layers of 6.5 MB unless told otherwise; ``options`` go to ``save_pretrained``."""
+def save_llama(folder: Path, *, layers: int = 3, hidden: int = 512, positions: int = 4096, **options: Any) -> Path:
+    """3 layers of 15 MB unless told otherwise; ``options`` go to ``save_pretrained``."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=1024,
+        intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -46,7 +47,12 @@ def save_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> N
 
 def held(*roots: Path) -> dict[str, Any]:
     """What this process holds that brim might have left: threads, open files, mappings and files under ``roots``."""
-    gc.collect()
+    for _ in range(100):
+        gc.collect()
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("brim-")]
+        if not threads:
+            break
+        time.sleep(0.02)  # one that was dropped in the middle of a job ends with it
     files = []
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -56,7 +62,7 @@ def held(*roots: Path) -> dict[str, Any]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     names = sorted(str(path) for root in roots for path in root.rglob("*"))
     return {
-        "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("brim-")],
+        "threads": threads,
         "files": sorted(name for name in files if name.startswith("/") and not name.startswith("/proc")),
         "mapped": sorted({line.split(maxsplit=5)[5] for line in maps if "safetensors" in line or "brim-" in line}),
         "names": names,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 import threading
@@ -18,7 +17,7 @@ import click
 from brim import __version__
 from brim.errors import BrimError
 
-INTERRUPTED, TERMINATED, NO_READER = 130, 143, 141  # 128 + SIGINT, SIGTERM, SIGPIPE, as shells have it
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM, as shells have it
 
 # name -> (module:function, first line of its docstring). A command is imported when it is called or asked for help,
 # never for `brim --help`.
@@ -68,7 +67,7 @@ def brim() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code: 0, a BrimError's own, 2 for wrong usage, 130 after Ctrl-C, 143 after
-    SIGTERM, 141 when nobody reads the output any more.
+    SIGTERM. (Where nobody reads the output any more, click ends the program with 1.)
 
     Expected failures are told on stderr without a traceback; any other exception is a bug and keeps its own.
     """
@@ -87,10 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Terminated:
         click.echo("Terminated.", err=True)
         return TERMINATED
-    except BrokenPipeError:
-        # What is still buffered would fail again when Python flushes it at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
     return outcome if isinstance(outcome, int) else 0
 
 

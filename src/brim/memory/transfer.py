@@ -122,18 +122,26 @@ class _Lane:
             self._thread = None
 
     def _work(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            job, ticket = entry
-            error: BrimError | None = _closed() if self.stopped.is_set() else None
-            if error is None:
-                try:
-                    job()
-                except BrimError as failure:
-                    error = failure
-                except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
-                    error = TransferError("Bytes were to be moved between tiers.", repr(failure))
-                    error.__cause__ = failure
-            ticket.finish(error)
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        # In a call of its own: while a lane waits for work, it must not keep the last job's memory alive.
+        entry = self._jobs.get()
+        if entry is None:
+            return False
+        job, ticket = entry
+        error: BrimError | None = _closed() if self.stopped.is_set() else None
+        if error is None:
+            try:
+                job()
+            except BrimError as failure:
+                error = failure
+            except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
+                error = TransferError("Bytes were to be moved between tiers.", repr(failure))
+                error.__cause__ = failure
+        ticket.finish(error)
+        return True
 
 
 def _closed() -> TransferError:

@@ -149,7 +149,8 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Ten
             f"The template fails: {error}.",
             "Correct it (chat_template.jinja or tokenizer_config.json), or use --no-chat.",
         ) from error
-    return ids["input_ids"]  # type: ignore[no-any-return]
+    made: torch.Tensor = ids["input_ids"]
+    return made
 
 
 def _check_vocabulary(module: Any, name: str, ids: torch.Tensor) -> None:

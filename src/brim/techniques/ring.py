@@ -76,6 +76,7 @@ class Ring:
             slot.users -= 1
             slot.holds = None
             self.forget()  # what was prefetched may have met the same error
+            self._order.restart()
             if self._memory.staging is not None:
                 self._memory.staging.reclaim()
             raise
@@ -111,6 +112,7 @@ class Ring:
             for slot in self._slots:
                 slot.users, slot.idle = 0, self._memory.engine.mark()
             self.forget()
+            self._order.restart()
 
     def _take(self, block: int) -> _Slot:
         for slot in self._slots:
