@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +71,9 @@ class Tools:
 
 
 @pytest.fixture(params=["cpu", "emulated"])
-def tools(request: pytest.FixtureRequest) -> Tools:
+def tools(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Tools:
+    if Path("/dev/shm").is_dir():
+        monkeypatch.setenv("BRIM_SCRATCH", "/dev/shm")  # hundreds of tiny files: a busy disk would set the pace
     return Tools(request.param)
 
 

@@ -540,7 +540,7 @@ def test_remove_gives_back_exactly_what_was(tools: Any, same: Same, ids: torch.T
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     buffers = {name: id(b) for name, b in model.named_buffers()}
     before = surface(model)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     handle = tools.fit(model)
     same(model, twin)
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == parameters
@@ -549,7 +549,7 @@ def test_remove_gives_back_exactly_what_was(tools: Any, same: Same, ids: torch.T
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == parameters
     assert {name: id(b) for name, b in model.named_buffers()} == buffers
     assert surface(model) == before
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - threads
     assert equal_states(model.state_dict(), twin.state_dict())
     assert all(p.is_leaf and p.requires_grad and not p.is_shared() for p in model.parameters())
     assert {p.untyped_storage().nbytes() for p in model.parameters()} == {p.numel() * 4 for p in model.parameters()}
@@ -593,15 +593,16 @@ def test_an_error_in_a_forward_leaves_the_model_usable(
 
 
 def test_a_model_that_is_dropped_takes_its_threads_with_it(tools: Any, ids: torch.Tensor) -> None:
-    threads = threading.active_count()
+    gc.collect()
+    before = set(threading.enumerate())
     model = tools.make()
     tools.fit(model)
     with torch.no_grad():
         model(ids)
-    assert threading.active_count() > threads
+    assert set(threading.enumerate()) - before
     del model
     gc.collect()
-    assert threading.active_count() == threads
+    assert not set(threading.enumerate()) - before
 
 
 def test_fit_takes_modules_and_known_options_only() -> None:

@@ -134,6 +134,7 @@ class _Lane:
                     error = TransferError("Bytes were to be moved between tiers.", repr(failure))
                     error.__cause__ = failure
             ticket.finish(error)
+            del entry, job, ticket  # while it waits, a thread must keep nothing alive
 
 
 def _closed() -> TransferError:
