@@ -78,6 +78,11 @@ def tools(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> To
 
 
 @pytest.fixture
+def make_tiny() -> Callable[..., Tiny]:
+    return Tools("cpu").make
+
+
+@pytest.fixture
 def ids() -> torch.Tensor:
     return torch.arange(10).view(2, 5)
 

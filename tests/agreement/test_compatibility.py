@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -396,7 +397,7 @@ def test_casts_and_moves_are_refused(tools: Any, same: Same, action: Callable[[n
 def test_cuda_is_refused_or_absent(tools: Any) -> None:
     model = tools.make()
     tools.fit(model)
-    with pytest.raises(Exception, match="moved or cast|CUDA"):
+    with pytest.raises(Exception, match=r"moved or cast|CUDA"):
         model.cuda()
 
 
@@ -506,7 +507,9 @@ def test_hooks_see_the_weights_and_may_change_inputs_and_outputs(tools: Any, sam
     half = len(seen) // 6
     for step in range(3):
         for fitted, wanted in zip(
-            seen[2 * step * half : (2 * step + 1) * half], seen[(2 * step + 1) * half : (2 * step + 2) * half], strict=True
+            seen[2 * step * half : (2 * step + 1) * half],
+            seen[(2 * step + 1) * half : (2 * step + 2) * half],
+            strict=True,
         ):
             assert torch.equal(fitted, wanted)
 
@@ -601,12 +604,16 @@ def test_a_model_that_is_dropped_takes_its_threads_with_it(tools: Any, ids: torc
         model(ids)
     assert set(threading.enumerate()) - before
     del model
-    gc.collect()
-    assert not set(threading.enumerate()) - before
+    for _ in range(100):  # a load under way keeps its memory until it is done
+        gc.collect()
+        if not set(threading.enumerate()) - before:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{set(threading.enumerate()) - before} are still there")
 
 
 def test_fit_takes_modules_and_known_options_only() -> None:
-    with pytest.raises(UsageError, match="nn.Module"):
+    with pytest.raises(UsageError, match=r"nn\.Module"):
         brim.fit([nn.Linear(2, 2)], device="cpu")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         brim.fit(nn.Linear(2, 2), vramm="1GiB")  # type: ignore[call-arg]
