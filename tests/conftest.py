@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
@@ -33,7 +34,16 @@ def known_machine() -> Hardware:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache_home(tmp_path_factory: pytest.TempPathFactory, known_machine: Hardware) -> Iterator[Path]:
+def one_thread() -> Iterator[None]:
+    """Tiny products take longer to be shared among threads than to be done, the more so beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory, known_machine: Hardware, one_thread: None) -> Iterator[Path]:
     """The user's cache folder for the whole session, where a probe finds ``known_machine`` and measures nothing."""
     home = tmp_path_factory.mktemp("cache-home")
     with pytest.MonkeyPatch.context() as patch:
