@@ -55,8 +55,9 @@ def load(
     hardware = machine(device)  # a first measurement takes RAM of its own for a moment
     start_bytes = _resident_bytes()
     budget = budgets(hardware, vram, ram, device)
-    opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    return load_opened(opened, hardware, budget, inputs, start_bytes, device)
+    with torch.inference_mode(False):  # what is made in that mode could never be changed outside of it
+        opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        return load_opened(opened, hardware, budget, inputs, start_bytes, device)
 
 
 def load_opened(
