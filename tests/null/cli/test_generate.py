@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -116,7 +117,7 @@ def watched(model: Path, prompt: str, count: int, ram: str, home: Path) -> tuple
         out, err = process.communicate()
     assert process.returncode == 0, err.decode()
     assert err == b""
-    resets = [after for before, after in zip(samples, samples[1:], strict=False) if after < before]
+    resets = [after for before, after in itertools.pairwise(samples) if after < before]
     return json.loads(out), samples[-1] - (resets[-1] if resets else samples[0])
 
 
