@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -47,7 +46,7 @@ class DirectReader:
             lead = run.offset % PAGE_BYTES
             self._fill(run, run.offset - lead, run.bytes + lead, target, run.at - lead, stopped)
             return
-        bounce, done = self._bounce_for(run).tensor, 0
+        bounce, done = self.bounce_for(run).tensor, 0
         while done < run.bytes and not stopped():
             lead = (run.offset + done) % PAGE_BYTES
             take = min(run.bytes - done, bounce.numel() - lead)
@@ -55,7 +54,8 @@ class DirectReader:
             target[run.at + done : run.at + done + take].copy_(bounce[lead : lead + take])
             done += take
 
-    def _bounce_for(self, run: ReadRun) -> Buffer:
+    def bounce_for(self, run: ReadRun) -> Buffer:
+        """The buffer that an indirect ``run`` passes through, made or made larger where that is needed."""
         size = bounce_bytes([run])
         if self._bounce is None or self._bounce.bytes < size:
             if self._bounce is not None:
@@ -155,44 +155,3 @@ class OpenFiles:
             return _Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC), direct=False)
         except OSError as error:
             raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
-
-
-class MappedFile:
-    """A file as private memory, and the same file for reads that can fail without ending the process."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
-        try:
-            self.memory = map_file(self._fd, shared=False)
-        except (OSError, ValueError) as error:  # ValueError: it has become empty
-            os.close(self._fd)
-            raise TransferError(f"{path} was to be mapped.", f"{error}.", "Fetch it again.") from error
-
-    def read(self, offset: int, into: torch.Tensor) -> None:
-        """Fill ``into`` (uint8) from ``offset`` on, through the page cache. Raises TransferError."""
-        view, done = memoryview(into.numpy().data), 0
-        while done < len(view):
-            try:
-                got = os.preadv(self._fd, [view[done : done + CHUNK_BYTES]], offset + done)
-            except OSError as error:
-                raise self._failed(offset, len(view), f"{error.strerror}.") from error
-            if got == 0:
-                raise self._failed(offset, len(view), f"The file ends {format_bytes(len(view) - done)} too early.")
-            done += got
-
-    def _failed(self, offset: int, bytes: int, found: str) -> TransferError:
-        return _failed(ReadRun(path=self._path, offset=offset, bytes=bytes, at=0, direct=False), found)
-
-    def close(self) -> None:
-        """Close the file; the memory goes with its last view."""
-        os.close(self._fd)
-
-
-def map_file(fd: int, *, shared: bool) -> mmap.mmap:
-    """A file as memory. Nothing is read until it is touched; writes go to the file only when ``shared``."""
-    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-    return mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

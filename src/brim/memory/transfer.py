@@ -230,10 +230,14 @@ def _cut(run: ReadRun) -> list[ReadRun]:
 class NullEngine:
     """Moves nothing: the same calls on fake tensors become a predicted Timeline."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer]) -> None:
         self.recorder = recorder
+        self._reader = DirectReader(make_bounce, files)
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Done:
+        for run in runs:
+            if not run.direct:
+                self._reader.bounce_for(run)
         self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), self.recorder.now_s(), label)
         return Done()
 

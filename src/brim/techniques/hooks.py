@@ -9,33 +9,45 @@ from torch import nn
 
 from brim.errors import UnsupportedError
 from brim.memory.tiers import DiskHome
+from brim.techniques.streamed import Streamed
 
 if TYPE_CHECKING:
-    from brim.techniques.weight_streaming import Streamed, WeightStreaming
+    from brim.techniques.weight_streaming import WeightStreaming
 
 
-class Enter:
-    """The forward pre-hook of a trigger."""
+class Visit:
+    """The hooks of one trigger: its blocks come before everything else in its call and go after everything else.
 
-    def __init__(self, handle: WeightStreaming, held: list[Streamed]) -> None:
-        self._handle, self._held = handle, held
+    So the user's own hooks see the weights in place, whenever they were registered.
+    """
 
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def __init__(self, handle: WeightStreaming, held: list[Streamed], module: nn.Module) -> None:
+        self._handle, self._held, self._module = handle, held, module
+        enter, leave = torch.compiler.disable(self.enter), torch.compiler.disable(self.leave)
+        self._first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        self._last = module.register_forward_hook(leave, always_call=True)  # also when the forward raised
+
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if torch.is_grad_enabled():
             _refuse_gradients(module, self._held, args, kwargs)
+        if module is self._handle.model:
+            self._handle._let_go()
+        hooks = self._module._forward_hooks
+        if next(reversed(hooks)) != self._last.id:  # not walked through right now: those before the call are
+            hooks.move_to_end(self._last.id)  # type: ignore[attr-defined]  # an OrderedDict
         for streamed in self._held:
             self._handle._enter(streamed)
 
-
-class Leave:
-    """The forward hook of a trigger; also called when its forward raised."""
-
-    def __init__(self, handle: WeightStreaming, held: list[Streamed]) -> None:
-        self._handle, self._held = handle, held
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
         for streamed in reversed(self._held):
             self._handle._leave(streamed)
+        hooks = self._module._forward_pre_hooks
+        if next(iter(hooks)) != self._first.id:
+            hooks.move_to_end(self._first.id, last=False)  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        self._first.remove()
+        self._last.remove()
 
 
 class Recover:
@@ -48,10 +60,10 @@ class Recover:
         self._handle._let_go()
 
 
-def check_rows(table: nn.Module, streamed: Streamed) -> torch.utils.hooks.RemovableHandle:
+def check_rows(table: nn.Module, home: DiskHome, streamed: Streamed) -> torch.utils.hooks.RemovableHandle:
     """Before rows of ``table``, an embedding, are looked up in its file: make sure that they can be read."""
-    assert isinstance(table, nn.Embedding) and isinstance(streamed.home, DiskHome)
-    home, count = streamed.home, table.num_embeddings
+    assert isinstance(table, nn.Embedding)
+    count = table.num_embeddings
     index = next(i for i, parameter in enumerate(streamed.parameters) if parameter is table.weight)
 
     def check(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

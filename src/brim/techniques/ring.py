@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from brim.errors import BrimError, UnsupportedError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Home, Memory
 from brim.memory.transfer import Done, Settled, Waitable
@@ -40,6 +41,7 @@ class Ring:
         """Fill every free slot with the blocks that come next."""
         known = {slot.holds for slot in self._slots if slot.users}
         expected = list(self._order.upcoming(len(self._slots)))
+        self._ahead = [slot for slot in self._ahead if slot.holds in expected]  # the others will not come after all
         for block in expected:
             if block in known or any(slot.holds == block for slot in self._ahead):
                 continue
@@ -59,13 +61,17 @@ class Ring:
                 return
 
     def acquire(self, block: int) -> Buffer:
-        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``."""
+        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``.
+
+        Raises UnsupportedError when every slot is in use.
+        """
         self._order.observe(block)
+        misses = self.misses
         slot = self._take(block)
         slot.users += 1
         try:
             self.prefetch()
-            slot.ready.wait()
+            self._await(slot, block, prefetched=misses == self.misses)
         except BaseException:
             slot.users -= 1
             slot.holds = None
@@ -75,6 +81,16 @@ class Ring:
                 self._memory.staging.reclaim()
             raise
         return slot.buffer
+
+    def _await(self, slot: _Slot, block: int, *, prefetched: bool) -> None:
+        try:
+            slot.ready.wait()
+        except BrimError:
+            if not prefetched:
+                raise
+            slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
+            self._load(slot, block)
+            slot.ready.wait()
 
     def release(self, block: int) -> None:
         slot = next(slot for slot in self._slots if slot.holds == block and slot.users)
@@ -111,7 +127,13 @@ class Ring:
                 return slot
         self.misses += 1
         chosen = self._free_slot(block) or (self._ahead.pop() if self._ahead else None)
-        assert chosen is not None, f"more blocks are in use at once than the ring has slots: {self._names[block]}"
+        if chosen is None:
+            used = ", ".join(self._names[slot.holds] for slot in self._slots if slot.holds is not None)
+            raise UnsupportedError(
+                f"{self._names[block]} was called while {used} were running.",
+                f"The ring has {len(self._slots)} slots, so no more blocks than that can be in use at once.",
+                "Give a budget that holds one of them.",
+            )
         self._load(chosen, block)
         return chosen
 

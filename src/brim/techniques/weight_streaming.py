@@ -19,10 +19,11 @@ from brim.memory.layout import file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.memory.tiers import DiskHome, Home, Memory, RamHome, Staging
 from brim.techniques.base import refuse_second
-from brim.techniques.blocks import Block, Partition, tensor_bytes, unreadable
+from brim.techniques.blocks import Block, Partition, tensor_bytes
 from brim.techniques.guards import Guards
-from brim.techniques.hooks import Enter, Leave, Recover, check_rows
+from brim.techniques.hooks import Recover, Visit, check_rows
 from brim.techniques.ring import Ring
+from brim.techniques.streamed import Streamed
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
@@ -55,21 +56,6 @@ def apply(model: nn.Module, partition: Partition, plan: Plan, memory: Memory, we
     return handle
 
 
-@dataclass
-class Streamed:
-    """A block that comes and goes."""
-
-    index: int
-    block: Block
-    parameters: list[nn.Parameter]
-    home: Home
-    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by slot address
-    versions: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    uses: int = 0
-    verified: bool = False
-
-
 class WeightStreaming:
     """The handle of a fitted module."""
 
@@ -83,7 +69,7 @@ class WeightStreaming:
         self._originals = {name: p.data for name, p in self._parameters.items()} if self._hollow else {}
         self._streamed: list[Streamed] = []
         self._buffers: list[Buffer] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[Visit | torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
         self._ring: Ring | None = None
         self._passing: Buffer | None = None
@@ -97,8 +83,19 @@ class WeightStreaming:
         return self._ring.misses if self._ring is not None else 0
 
     def timeline(self) -> Timeline:
-        """What memory did since the module was fitted."""
-        return self.memory.recorder.timeline
+        """What memory did since the module was fitted.
+
+        Its facts have, per tier, ``budget_bytes``, ``promised_bytes`` (the program's share and activations included)
+        and ``held_bytes`` (the pool's peak); per way ``copied_bytes``; and ``misses``.
+        """
+        made, recorder = self.memory.recorder.timeline, self.memory.recorder
+        made.facts |= {f"budget_bytes.{tier}": count for tier, count in self.plan.budget_bytes.items()}
+        made.facts |= {f"promised_bytes.{tier}": count for tier, count in self.plan.promise.peak_bytes.items()}
+        pools = [self.memory.compute, *([self.memory.host] if self.memory.host else [])]
+        made.facts |= {f"held_bytes.{pool.tier}": pool.peak_bytes for pool in pools}
+        made.facts |= {f"copied_bytes.{way[0]}.{way[1]}": count for way, count in recorder.copied_bytes.items()}
+        made.facts["misses"] = self.misses
+        return made
 
     def close(self) -> None:
         """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
@@ -147,10 +144,7 @@ class WeightStreaming:
         """The block's tensors as they are now, in memory of their own."""
         if self.memory.fake:
             return [self._originals[name] for name in streamed.block.tensors]
-        kept = self._untouched(streamed)
-        held = streamed.home.values() if any(kept) else streamed.parameters
-        pairs = zip(kept, held, streamed.parameters, strict=True)
-        return [value if same else p.data.clone() for same, value, p in pairs]
+        return streamed.values()
 
     # -- placing
 
@@ -159,13 +153,13 @@ class WeightStreaming:
         staging = self._staging(partition, choices)
         self._keep_loose(partition)
         pending = [self._keep(b) for b in partition.blocks if choices[b.name] == RESIDENT]
+        if self._passing is not None:
+            self._passing.free()
         for block in partition.blocks:
             if choices[block.name] != RESIDENT:
                 self._stream(block, choices[block.name])
         for finish in pending:
             finish()
-        if self._passing is not None:
-            self._passing.free()
         if self._streamed:
             self._make_ring()
             self._install()
@@ -175,15 +169,11 @@ class WeightStreaming:
 
     def _staging(self, partition: Partition, choices: Mapping[str, str]) -> Staging | None:
         """RAM slots between disk and VRAM; none where RAM itself is the compute tier."""
-        host = self.memory.host
-        if host is None or not any(choice == FROM_DISK for choice in choices.values()):
+        host, sources = self.memory.host, self._weights.sources
+        passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._loads_for(b)]
+        if host is None or not passing:
             return None
-        sources = self._weights.sources
-        size = max(
-            packed_layout([self._source(n, sources) for n in b.tensors]).bytes
-            for b in partition.blocks
-            if choices[b.name] == FROM_DISK
-        )
+        size = max(packed_layout([self._source(n, sources) for n in b.tensors]).bytes for b in passing)
         slots = [host.allocate(size, f"staging {i}") for i in range(self.plan.settings.get(STAGING_SLOTS, 2))]
         self._buffers += slots
         self.memory.staging = Staging(slots)
@@ -203,6 +193,9 @@ class WeightStreaming:
             self._place_resident("outside blocks", stored)()
         if present:
             self._adopt_resident("outside blocks", [self._parameters[name] for name in present])
+        buffers = sum(tensor_bytes(buffer) for buffer in self.model.buffers())
+        if buffers:
+            self._buffers.append(self.memory.compute.account(buffers, "buffers"))
         self._guards.move_buffers()
 
     def _keep(self, block: Block) -> Callable[[], None]:
@@ -219,10 +212,10 @@ class WeightStreaming:
 
     def _adopt_resident(self, label: str, parameters: list[nn.Parameter]) -> None:
         """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
-        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
-            self._buffers.append(self.memory.compute.account(sum(tensor_bytes(p) for p in parameters), label))
-            return
         layout = packed_layout([self._source(self._names[id(p)], {}) for p in parameters])
+        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
+            self._buffers.append(self.memory.compute.account(layout.bytes, label))
+            return
         buffer = self.memory.compute.allocate(layout.bytes, label)
         self._buffers.append(buffer)
         for parameter, view in zip(parameters, layout.views(buffer.tensor), strict=True):
@@ -283,10 +276,10 @@ class WeightStreaming:
             else:
                 home.write_back([p.data for p in parameters])
         else:
-            if not self._weights.sources and not self.memory.fake:
+            if not self._weights.sources:
                 sources = list(self.memory.scratch().store(sources, [p.data for p in parameters]))
-            home = DiskHome(self.memory, sources)
-        streamed = Streamed(index=len(self._streamed), block=block, parameters=parameters, home=home)
+            home = DiskHome(self.memory, sources, block.name)
+        streamed = Streamed(len(self._streamed), block, parameters, home, self.memory.device)
         self._streamed.append(streamed)
         self._rest(streamed)
 
@@ -316,17 +309,14 @@ class WeightStreaming:
                 for trigger in streamed.block.lookups:
                     self._guards.look_up(self.model.get_submodule(trigger), streamed.home, self.memory.device)
         for trigger, held in by_trigger.items():
-            module = self.model.get_submodule(trigger)
-            enter = torch.compiler.disable(Enter(self, held))
-            leave = torch.compiler.disable(Leave(self, held))
-            # Ours first and last, so that the user's own hooks see the weights in place.
-            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(leave, always_call=True))
+            self._hooks.append(Visit(self, held, self.model.get_submodule(trigger)))
         for streamed in self._streamed:
-            for trigger in streamed.block.lookups if isinstance(streamed.home, DiskHome) else ():
-                self._hooks.append(check_rows(self.model.get_submodule(trigger), streamed))
-        recover = torch.compiler.disable(Recover(self))
-        self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
+            if isinstance(streamed.home, DiskHome) and not self.memory.fake:
+                for trigger in streamed.block.lookups:
+                    self._hooks.append(check_rows(self.model.get_submodule(trigger), streamed.home, streamed))
+        if "" not in by_trigger:  # there the visit itself sees to it
+            recover = torch.compiler.disable(Recover(self))
+            self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
 
     def _let_go(self) -> None:
         """Nothing is running: what still counts as in use was interrupted."""
@@ -338,12 +328,13 @@ class WeightStreaming:
             self._ring.let_go()
 
     def _enter(self, streamed: Streamed) -> None:
-        streamed.uses += 1
-        if streamed.uses > 1:
+        if streamed.uses:
+            streamed.uses += 1
             return
         assert self._ring is not None
+        self._adopt_changes(streamed)
+        streamed.uses = 1
         try:
-            self._adopt_changes(streamed)
             slot = self._ring.acquire(streamed.index)
         except BaseException:
             streamed.uses = 0
@@ -355,7 +346,7 @@ class WeightStreaming:
             if not streamed.verified:
                 self._verify(streamed.block.tensors, views)
                 streamed.verified = True
-            self._bind(streamed, views)
+            streamed.bind(views)
         except BaseException:
             streamed.uses = 0
             self._ring.release(streamed.index)
@@ -368,7 +359,7 @@ class WeightStreaming:
         if streamed.uses:
             return
         assert self._ring is not None
-        changed = [p._version for p in streamed.parameters] != streamed.versions
+        changed = streamed.is_changed()
         try:
             if changed:
                 streamed.home.write_back([p.data for p in streamed.parameters])
@@ -378,35 +369,10 @@ class WeightStreaming:
             if changed:
                 self._ring.forget()
 
-    def _bind(self, streamed: Streamed, views: Sequence[torch.Tensor]) -> None:
-        for parameter, view in zip(streamed.parameters, views, strict=True):
-            parameter.data = view
-        streamed.versions = [p._version for p in streamed.parameters]
-
     def _rest(self, streamed: Streamed) -> None:
-        """Point the parameters to where the block rests."""
-        if self.memory.fake:
-            return
-        on_device = self.memory.device.type != "cpu"
-        for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
-            # On another device a view of RAM would make the module look as if it were on the CPU.
-            parameter.data = unreadable(parameter, self.memory.device) if view is None or on_device else view
-        streamed.versions = [p._version for p in streamed.parameters]
-        streamed.addresses = [p.data_ptr() for p in streamed.parameters]
+        if not self.memory.fake:
+            streamed.rest()
 
     def _adopt_changes(self, streamed: Streamed) -> None:
-        """The user wrote to parameters at rest (an in-place change, ``p.data = ...``): make it the block's value."""
-        if self.memory.fake or streamed.uses > 1:
-            return
-        if all(self._untouched(streamed)):
-            return
-        streamed.home.write_back(self._values(streamed))
-        streamed.views.clear()
-        self._rest(streamed)
-        if self._ring is not None:
+        if not self.memory.fake and not streamed.uses and streamed.adopt_changes() and self._ring is not None:
             self._ring.forget()
-
-    def _untouched(self, streamed: Streamed) -> list[bool]:
-        """Of each parameter at rest, whether it is where brim put it, with the values that it had."""
-        versions = zip(streamed.parameters, streamed.versions, streamed.addresses, strict=True)
-        return [p._version == version and p.data_ptr() == address for p, version, address in versions]

@@ -8,7 +8,7 @@ import torch
 
 from brim.core import EventKind, Timeline
 from brim.errors import BrimError, TransferError
-from brim.memory.direct_io import OpenFiles
+from brim.memory.direct_io import OpenFiles, bounce_bytes
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer, HostSource, Pool
 from brim.memory.recorder import Recorder
@@ -123,12 +123,14 @@ def test_without_direct_io_the_bytes_are_the_same(bench, data, monkeypatch):
 
 def test_the_null_engine_writes_down_the_same_copies_and_moves_nothing():
     recorder = Recorder(Timeline("test", measured=False))
-    engine = NullEngine(recorder)
     pool = Pool("vram", 1 << 20, HostSource(), recorder)
+    engine = NullEngine(recorder, OpenFiles(), lambda size: pool.allocate(size, "bounce"))
     target = pool.allocate(100, "slot")
     runs = [ReadRun(path="nowhere", offset=0, bytes=60, at=0, direct=False)] * 2
     assert isinstance(engine.read(runs, target, "block", []), Done)
     engine.copy(torch.ones(50, dtype=torch.uint8), target, "block", [], WAY).wait()
+    assert pool.held_bytes > 100  # the bounce buffer that such a read would take is counted
     copies = [(e.source, e.tier, e.bytes) for e in recorder.timeline if e.kind is EventKind.COPY]
     assert copies == [("disk", "ram", 120), ("ram", "vram", 50)]
     assert int(target.tensor.sum()) == 0
+    assert ram.held_bytes == bounce_bytes(runs) > 0
