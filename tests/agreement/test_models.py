@@ -20,31 +20,32 @@ from brim.run.models import open_model
 from brim.techniques.weight_streaming import RESIDENT, Weights, WeightStreaming
 
 SHARE = 0.4
+FILE_SHARE = 0.6  # in files a page is the least that can be read, which is much of a tiny tensor
 WORDS = 99
 DECODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": WORDS,
 }
 ENCODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
 }
 T5: dict[str, Any] = {
-    "d_model": 32,
+    "d_model": 64,
     "d_kv": 8,
-    "d_ff": 64,
+    "d_ff": 128,
     "num_layers": 5,
     "num_heads": 4,
     "vocab_size": WORDS,
     "decoder_start_token_id": 0,
 }
-MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+MOE: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 
 # name -> class, configuration class, its values
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -57,13 +58,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "resnet": (
         "ResNetForImageClassification",
         "ResNetConfig",
-        {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [2, 2, 2, 2], "layer_type": "basic"},
+        {"embedding_size": 8, "hidden_sizes": [16, 24, 32, 40], "depths": [2, 2, 2, 2], "layer_type": "basic"},
     ),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 8, "n_head": 4, "vocab_size": WORDS}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": WORDS}),
     "mamba": (
         "MambaForCausalLM",
         "MambaConfig",
-        {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 8, "vocab_size": WORDS},
+        {"hidden_size": 64, "state_size": 8, "num_hidden_layers": 8, "vocab_size": WORDS},
     ),
 }
 GENERATING = ["llama", "llama-tied", "qwen3-moe", "t5", "gpt2", "mamba"]
@@ -104,17 +105,17 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def budget_of(bytes: int, device: str) -> dict[str, int]:
+def budget_of(bytes: int, device: str, share: float = SHARE) -> dict[str, int]:
     # In three tiers RAM holds less than the rest, so that some of it streams from disk.
-    return {"ram": int(bytes * SHARE)} if device == "cpu" else {"vram": int(bytes * SHARE), "ram": int(bytes * SHARE)}
+    return {"ram": int(bytes * share)} if device == "cpu" else {"vram": int(bytes * share), "ram": int(bytes * share)}
 
 
-def check_plan(handle: WeightStreaming, bytes: int) -> None:
+def check_plan(handle: WeightStreaming, bytes: int, share: float = SHARE) -> None:
     decisions = handle.plan.decisions
     streamed = sum(d.bytes for d in decisions if d.choice != RESIDENT)
-    assert streamed >= (1 - SHARE) * bytes
+    assert streamed >= (1 - share) * bytes
     for pool in (handle.memory.compute, handle.memory.ram):
-        assert pool.peak_bytes <= int(bytes * SHARE)
+        assert pool.peak_bytes <= int(bytes * share)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -167,13 +168,13 @@ def test_generation_with_a_cache(name: str, device: str) -> None:
     handle.remove()
 
 
-def load_within(folder: Path, device: str) -> tuple[Any, int]:
+def load_within(folder: Path, device: str, share: float = FILE_SHARE) -> tuple[Any, int]:
     """What ``brim.load`` does, in a budget for the pools alone: the whole process is larger than a tiny model."""
     opened = open_model(folder)
     _materialize(opened.module, opened)
     weights = Weights(sources=_by_parameter(opened), verify=_verifier(opened))
     hardware = machine(device)  # type: ignore[arg-type]
-    budget = budget_of(opened.bytes, device)
+    budget = budget_of(opened.bytes, device, share)
     partition, plan = make_plan(opened.module, hardware, budget, Need(step_bytes=0), weights, task="generate")
     put_in_force(opened.module, partition, plan, hardware, weights, device)
     return opened.module, opened.bytes
@@ -185,7 +186,7 @@ def test_a_folder_in_part_of_its_bytes(name: str, device: str, tmp_path: Path) -
     model, given = make(name), inputs(name)
     model.save_pretrained(tmp_path)
     module, bytes = load_within(tmp_path, device)
-    check_plan(module.brim, bytes)
+    check_plan(module.brim, bytes, FILE_SHARE)
     with torch.no_grad():
         wanted = first_tensor(model(**given))
         for _ in range(3):
@@ -248,7 +249,7 @@ def test_real_weights_give_the_same_text_and_logits(smollm2: Path, cache_home: P
     wanted_model = AutoModelForCausalLM.from_pretrained(opened.path).eval()
     wanted = generated(wanted_model)
     del wanted_model
-    module, bytes = load_within(opened.path, "cpu")
+    module, bytes = load_within(opened.path, "cpu", SHARE)
     check_plan(module.brim, bytes)
     assert_same_generation(generated(module), wanted)
     module.brim.remove()

@@ -1,4 +1,4 @@
-"""A probed machine, a folder for scratch files, and small models to damage."""
+"""A machine that is known, a folder for scratch files, and small models to damage."""
 
 from __future__ import annotations
 
@@ -7,27 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import brim
+from machine import cache, probed_home
 from tiny_model import save_llama
 
-
-@pytest.fixture(scope="session")
-def probed_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder in which this machine's figures are known."""
-    home = tmp_path_factory.mktemp("probed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home))
-        brim.probe(device="cpu")
-    return home
-
-
-@pytest.fixture
-def cache(probed_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, with nothing but the machine's figures."""
-    home = tmp_path / "cache"
-    shutil.copytree(probed_home, home)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    return home
+__all__ = ["cache", "llama", "probed_home", "saved_llama", "scratch"]
 
 
 @pytest.fixture

@@ -342,16 +342,11 @@ def least_megabytes(model: Path) -> str:
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(saved_llama: Path, cache: Path) -> None:
-    process = spawn(saved_llama, "--max-new-tokens", "4000")
-    try:
-        assert process.stdout is not None
+    with spawn(saved_llama, "--max-new-tokens", "4000") as process:
+        assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr is not None
         err = process.stderr.read()
-        process.wait(timeout=60)
-    finally:
-        process.kill()
     assert process.returncode == 1
     assert err == ""
 
