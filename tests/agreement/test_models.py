@@ -17,6 +17,7 @@ import brim
 from brim.run.fitting import Need, machine, make_plan, put_in_force
 from brim.run.inference import _by_parameter, _materialize, _verifier
 from brim.run.models import open_model
+from brim.run.step_memory import watch_example
 from brim.techniques.weight_streaming import RESIDENT, Weights, WeightStreaming
 
 SHARE = 0.4
@@ -168,14 +169,15 @@ def test_generation_with_a_cache(name: str, device: str) -> None:
     handle.remove()
 
 
-def load_within(folder: Path, device: str, share: float = FILE_SHARE) -> tuple[Any, int]:
+def load_within(folder: Path, device: str, example: Any, share: float = FILE_SHARE) -> tuple[Any, int]:
     """What ``brim.load`` does, in a budget for the pools alone: the whole process is larger than a tiny model."""
     opened = open_model(folder)
     _materialize(opened.module, opened)
     weights = Weights(sources=_by_parameter(opened), verify=_verifier(opened))
     hardware = machine(device)  # type: ignore[arg-type]
     budget = budget_of(opened.bytes, device, share)
-    partition, plan = make_plan(opened.module, hardware, budget, Need(step_bytes=0), weights, task="generate")
+    need = Need(step_bytes=0, observation=watch_example(opened.module, example))
+    partition, plan = make_plan(opened.module, hardware, budget, need, weights, task="generate")
     put_in_force(opened.module, partition, plan, hardware, weights, device)
     return opened.module, opened.bytes
 
@@ -185,7 +187,7 @@ def load_within(folder: Path, device: str, share: float = FILE_SHARE) -> tuple[A
 def test_a_folder_in_part_of_its_bytes(name: str, device: str, tmp_path: Path) -> None:
     model, given = make(name), inputs(name)
     model.save_pretrained(tmp_path)
-    module, bytes = load_within(tmp_path, device)
+    module, bytes = load_within(tmp_path, device, given)
     check_plan(module.brim, bytes, FILE_SHARE)
     with torch.no_grad():
         wanted = first_tensor(model(**given))
@@ -214,7 +216,7 @@ def test_weights_of_a_folder_can_be_changed(device: str, change: str, tmp_path: 
     """Also those that rest in pieces, as experts that the files hold one by one."""
     model, given = make("qwen3-moe"), inputs("qwen3-moe")
     model.save_pretrained(tmp_path)
-    module, _ = load_within(tmp_path, device)
+    module, _ = load_within(tmp_path, device, given)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     torch.manual_seed(1)
     other = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
@@ -249,7 +251,7 @@ def test_real_weights_give_the_same_text_and_logits(smollm2: Path, cache_home: P
     wanted_model = AutoModelForCausalLM.from_pretrained(opened.path).eval()
     wanted = generated(wanted_model)
     del wanted_model
-    module, bytes = load_within(opened.path, "cpu", SHARE)
+    module, bytes = load_within(opened.path, "cpu", {"input_ids": torch.arange(4)[None]}, SHARE)
     check_plan(module.brim, bytes)
     assert_same_generation(generated(module), wanted)
     module.brim.remove()

@@ -178,13 +178,13 @@ def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> 
 
 def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: Any = sys.modules["brim.run.inference"]
-    forward_bytes = opened.forward_bytes
+    watch_inference = opened.watch_inference
 
-    def then_delete(*arguments: Any) -> int:
+    def then_delete(*arguments: Any) -> Any:
         (llama / "model.safetensors").unlink(missing_ok=True)
-        return int(forward_bytes(*arguments))
+        return watch_inference(*arguments)
 
-    monkeypatch.setattr(opened, "forward_bytes", then_delete)
+    monkeypatch.setattr(opened, "watch_inference", then_delete)
     before = held()
     with pytest.raises(TransferError, match=r"model\.safetensors was to be opened"):
         brim.load(llama)

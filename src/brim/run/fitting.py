@@ -33,7 +33,7 @@ _FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays
 class Need:
     """What a step takes beside the blocks, and how much it computes.
 
-    With an observation, blocks are only cut as finely as modules were seen to call their parts.
+    Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
     """
 
     step_bytes: int
@@ -170,10 +170,9 @@ def _partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
 def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
     """The next finer partition: the largest blocks that can be cut at all, cut."""
     for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
-        finer = find_blocks(model, largest_bytes=size - 1)
+        finer = find_blocks(model, largest_bytes=size - 1, cut_parts=need.observation is not None)
         if len(finer.blocks) > len(partition.blocks):
-            allowed = need.observation is None or need.observation.allows(finer)
-            return finer if allowed else None
+            return finer if need.observation is None or need.observation.allows(finer) else None
     return None
 
 

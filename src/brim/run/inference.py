@@ -47,7 +47,7 @@ def load(
     to make room for; without it, room is made for up to 1,024 tokens, fewer where the budget is small.
 
     The module behaves as if all its weights were in memory; ``module.brim`` is the handle (``plan``, ``timeline()``,
-    ``remove()``). Parameters do not require gradients.
+    ``remove()``). Call it under ``torch.no_grad()``.
 
     Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
     nothing fits.
@@ -129,7 +129,8 @@ def _materialize(module: nn.Module, opened: OpenedModel) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=False)
+                # PyTorch chooses CPU kernels by this flag even under no_grad: another value gives other bits.
+                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
             owner._parameters[name] = made[id(parameter)]
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:

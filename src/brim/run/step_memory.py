@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.errors import UnsupportedError, UsageError
+from brim.predict.lowering.fakes import FAKES
 from brim.techniques.blocks import Partition
 
 
@@ -60,7 +60,7 @@ class _Watch(TorchDispatchMode):
                 name = self._names.get(tensor.untyped_storage()._cdata)
                 if name is not None:
                     self.uses.setdefault(name, set()).add(frozenset(self.active))
-        made = func(*args, **(kwargs or {}))
+        made = FAKES.get(func, func)(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
@@ -99,20 +99,13 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], _Watch], Non
 
         try:
             run(call, watch)
-        except _NEEDS_VALUES as error:
+        except RuntimeError as error:  # fake kernels raise that and its kin
             raise UnsupportedError(
                 f"The activations of {type(model).__name__} were to be predicted without running it.",
-                f"{error}.",
+                f"{next(iter(str(error).splitlines()), type(error).__name__)}",
                 "Give them with activations=..., for instance activations='512MiB'.",
             ) from error
     return Observation(step_bytes=watch.peak_bytes, uses={n: frozenset(u) for n, u in watch.uses.items()})
-
-
-_NEEDS_VALUES = (
-    fake_tensors.UnsupportedFakeTensorException,
-    fake_tensors.DataDependentOutputException,
-    fake_tensors.DynamicOutputShapeException,
-)
 
 
 @contextlib.contextmanager

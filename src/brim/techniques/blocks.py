@@ -54,11 +54,15 @@ def unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
         return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
-def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partition:
-    """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module."""
+def find_blocks(model: nn.Module, *, largest_bytes: int | None = None, cut_parts: bool = True) -> Partition:
+    """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module.
+
+    Without ``cut_parts`` the parts of a container stay whole: whether a module calls its children is not known.
+    """
     parameters = dict(model.named_parameters())
     total = sum(tensor_bytes(p) for p in parameters.values())
-    units = list(_units(model, "", False, total, total if largest_bytes is None else largest_bytes))
+    largest = total if largest_bytes is None or not cut_parts else largest_bytes
+    units = list(_units(model, "", False, min(total * _COARSEST_FRACTION, largest_bytes or total), largest))
     owners = _owners(model, parameters, units)
     groups = _groups(owners)
     sizes = {held: sum(tensor_bytes(parameters[name]) for name in names) for held, names in groups.items()}
@@ -87,11 +91,13 @@ def _only_looks_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
 
 
-def _units(module: nn.Module, path: str, in_container: bool, total: int, largest: int) -> Iterator[str]:
-    """Module paths that are moved as one: parts of repeated containers, and leaves outside of them."""
+def _units(module: nn.Module, path: str, in_container: bool, coarse: float, largest: int) -> Iterator[str]:
+    """Module paths that are moved as one: parts of repeated containers, and leaves outside of them.
+
+    A part above ``coarse`` bytes is opened where it holds a container itself, one above ``largest`` in any case.
+    """
     size = sum(tensor_bytes(p) for p in module.parameters())
     children = [(name, child) for name, child in module.named_children() if _holds_parameters(child)]
-    coarse = min(total * _COARSEST_FRACTION, largest)
     whole = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
     if whole or not children or _is_fused(module):
         if size:
@@ -99,7 +105,7 @@ def _units(module: nn.Module, path: str, in_container: bool, total: int, largest
         return
     repeated = in_container or is_container(module)
     for name, child in children:
-        yield from _units(child, f"{path}.{name}" if path else name, repeated, total, largest)
+        yield from _units(child, f"{path}.{name}" if path else name, repeated, coarse, largest)
 
 
 def is_container(module: nn.Module) -> bool:
