@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import subprocess
 import sys
@@ -177,7 +178,7 @@ def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> 
 
 
 def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: Any = sys.modules["brim.run.inference"]
+    opened: Any = importlib.import_module("brim.run.inference")
     forward_bytes = opened.forward_bytes
 
     def then_delete(*arguments: Any) -> int:
