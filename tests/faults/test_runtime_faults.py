@@ -179,13 +179,13 @@ def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> 
 
 def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: Any = importlib.import_module("brim.run.inference")
-    forward_bytes = opened.forward_bytes
+    put_in_force = opened.put_in_force
 
-    def then_delete(*arguments: Any) -> int:
-        (llama / "model.safetensors").unlink(missing_ok=True)
-        return int(forward_bytes(*arguments))
+    def delete_first(*arguments: Any) -> Any:
+        (llama / "model.safetensors").unlink()
+        return put_in_force(*arguments)
 
-    monkeypatch.setattr(opened, "forward_bytes", then_delete)
+    monkeypatch.setattr(opened, "put_in_force", delete_first)
     before = held()
     with pytest.raises(TransferError, match=r"model\.safetensors was to be opened"):
         brim.load(llama)
