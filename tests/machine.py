@@ -27,4 +27,5 @@ def cache(probed_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     home = tmp_path / "cache"
     shutil.copytree(probed_home, home)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as these tests compute: figures are kept per number of threads
     return home

@@ -141,7 +141,7 @@ def test_fitting_and_removing_again_and_again_leaks_nothing(kind: str) -> None:
         gc.collect()
         rss.append(psutil.Process().memory_info().rss)
     assert held() == before
-    assert rss[-1] - rss[0] < 2 * MIB  # forty times a module of 2 MiB
+    assert rss[-1] - rss[0] < 8 * MIB  # of forty times a module of 2 MiB
 
 
 def test_loading_and_dropping_again_and_again_leaks_nothing(saved_llama: Path) -> None:

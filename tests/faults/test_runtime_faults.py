@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import subprocess
 import sys
@@ -177,14 +178,14 @@ def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> 
 
 
 def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: Any = sys.modules["brim.run.inference"]
-    watch_inference = opened.watch_inference
+    opened: Any = importlib.import_module("brim.run.inference")
+    put_in_force = opened.put_in_force
 
-    def then_delete(*arguments: Any) -> Any:
-        (llama / "model.safetensors").unlink(missing_ok=True)
-        return watch_inference(*arguments)
+    def delete_first(*arguments: Any) -> Any:
+        (llama / "model.safetensors").unlink()
+        return put_in_force(*arguments)
 
-    monkeypatch.setattr(opened, "watch_inference", then_delete)
+    monkeypatch.setattr(opened, "put_in_force", delete_first)
     before = held()
     with pytest.raises(TransferError, match=r"model\.safetensors was to be opened"):
         brim.load(llama)

@@ -107,7 +107,10 @@ def watched(model: Path, prompt: str, count: int, ram: str, home: Path) -> tuple
     command += ["--max-new-tokens", str(count), "--ram", ram]
     samples = []
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"XDG_CACHE_HOME": str(home)}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1"},
     ) as process:
         status = Path(f"/proc/{process.pid}/status")
         while process.poll() is None:
