@@ -107,8 +107,8 @@ def _best_residents(blocks: Sequence[BlockCost], room: int) -> tuple[set[str], i
             continue
         residents = {b.name for b in blocks if b.uses and b.bytes > size}
         residents |= _spread([b for b in blocks if b.uses and b.bytes <= size], left)
-        held = sum(b.bytes for b in blocks if b.name in residents)
-        residents |= {b.name for b in blocks if not b.uses and held + b.bytes + _RING_SLOTS * size <= room}
+        spare = room - _RING_SLOTS * size - sum(b.bytes for b in blocks if b.name in residents)
+        residents |= _spread([b for b in blocks if not b.uses], spare)
         streamed = sum(b.bytes * b.uses for b in blocks if b.name not in residents)
         if best is None or streamed < best[0]:
             best = streamed, residents, size
