@@ -122,19 +122,26 @@ class _Lane:
             self._thread = None
 
     def _work(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            job, ticket = entry
-            error: BrimError | None = _closed() if self.stopped.is_set() else None
-            if error is None:
-                try:
-                    job()
-                except BrimError as failure:
-                    error = failure
-                except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
-                    error = TransferError("Bytes were to be moved between tiers.", repr(failure))
-                    error.__cause__ = failure
-            ticket.finish(error)
-            del entry, job, ticket  # while it waits, a thread must keep nothing alive
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        # In a call of its own: while a lane waits for work, it must not keep the last job's memory alive.
+        entry = self._jobs.get()
+        if entry is None:
+            return False
+        job, ticket = entry
+        error: BrimError | None = _closed() if self.stopped.is_set() else None
+        if error is None:
+            try:
+                job()
+            except BrimError as failure:
+                error = failure
+            except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
+                error = TransferError("Bytes were to be moved between tiers.", repr(failure))
+                error.__cause__ = failure
+        ticket.finish(error)
+        return True
 
 
 def _closed() -> TransferError:
@@ -163,7 +170,7 @@ class ThreadEngine:
             try:
                 self._fill(mine, target)
             finally:
-                _settle(help_)  # it writes into the target: nobody may have it before
+                Settled(help_).wait()  # it writes into the target: nobody may have it before
             help_.wait()
             self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), begin_s, label)
 
@@ -218,12 +225,6 @@ def _cut(run: ReadRun) -> list[ReadRun]:
         pieces.append(replace(run, offset=start, bytes=end - start, at=run.at + start - run.offset))
         start = end
     return pieces
-
-
-def _settle(ticket: Waitable) -> None:
-    """Wait until it is over, however it ends."""
-    with contextlib.suppress(BrimError):
-        ticket.wait()
 
 
 class NullEngine:

@@ -74,9 +74,7 @@ def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partit
     )
 
 
-def _block(
-    model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int
-) -> Block:
+def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
     lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
     # What a unit shares with others is a block beside its own, and needs a name beside its own.
     taken = len(triggers) > 1 and (triggers[0],) in groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from brim.errors import UnsupportedError
+from brim.errors import BrimError, UnsupportedError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Home, Memory
 from brim.memory.transfer import Done, Settled, Waitable
@@ -41,6 +41,7 @@ class Ring:
         """Fill every free slot with the blocks that come next."""
         known = {slot.holds for slot in self._slots if slot.users}
         expected = list(self._order.upcoming(len(self._slots)))
+        self._ahead = [slot for slot in self._ahead if slot.holds in expected]  # the others will not come after all
         for block in expected:
             if block in known or any(slot.holds == block for slot in self._ahead):
                 continue
@@ -65,19 +66,31 @@ class Ring:
         Raises UnsupportedError when every slot is in use.
         """
         self._order.observe(block)
+        misses = self.misses
         slot = self._take(block)
         slot.users += 1
         try:
             self.prefetch()
-            slot.ready.wait()
+            self._await(slot, block, prefetched=misses == self.misses)
         except BaseException:
             slot.users -= 1
             slot.holds = None
             self.forget()  # what was prefetched may have met the same error
+            self._order.restart()
             if self._memory.staging is not None:
                 self._memory.staging.reclaim()
             raise
         return slot.buffer
+
+    def _await(self, slot: _Slot, block: int, *, prefetched: bool) -> None:
+        try:
+            slot.ready.wait()
+        except BrimError:
+            if not prefetched:
+                raise
+            slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
+            self._load(slot, block)
+            slot.ready.wait()
 
     def release(self, block: int) -> None:
         slot = next(slot for slot in self._slots if slot.holds == block and slot.users)
@@ -99,6 +112,7 @@ class Ring:
             for slot in self._slots:
                 slot.users, slot.idle = 0, self._memory.engine.mark()
             self.forget()
+            self._order.restart()
 
     def _take(self, block: int) -> _Slot:
         for slot in self._slots:

@@ -83,8 +83,19 @@ class WeightStreaming:
         return self._ring.misses if self._ring is not None else 0
 
     def timeline(self) -> Timeline:
-        """What memory did since the module was fitted."""
-        return self.memory.recorder.timeline
+        """What memory did since the module was fitted.
+
+        Its facts have, per tier, ``budget_bytes``, ``promised_bytes`` (the program's share and activations included)
+        and ``held_bytes`` (the pool's peak); per way ``copied_bytes``; and ``misses``.
+        """
+        made, recorder = self.memory.recorder.timeline, self.memory.recorder
+        made.facts |= {f"budget_bytes.{tier}": count for tier, count in self.plan.budget_bytes.items()}
+        made.facts |= {f"promised_bytes.{tier}": count for tier, count in self.plan.promise.peak_bytes.items()}
+        pools = [self.memory.compute, *([self.memory.host] if self.memory.host else [])]
+        made.facts |= {f"held_bytes.{pool.tier}": pool.peak_bytes for pool in pools}
+        made.facts |= {f"copied_bytes.{way[0]}.{way[1]}": count for way, count in recorder.copied_bytes.items()}
+        made.facts["misses"] = self.misses
+        return made
 
     def close(self) -> None:
         """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
