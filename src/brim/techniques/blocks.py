@@ -134,7 +134,9 @@ def _is_fused(module: nn.Module) -> bool:
         nn.TransformerEncoder,
         nn.TransformerDecoder,
     )
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, opened)
+    # A bare nn.Module only holds others together, and whoever holds it calls them.
+    bare = type(module) is nn.Module
+    return type(module).__module__.startswith("torch.nn.") and not bare and not isinstance(module, opened)
 
 
 def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[str]) -> dict[str, tuple[str, ...]]:
