@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
-from brim.memory.blocks import DEFAULT_POOL, Block, PoolId
+from brim.memory.blocks import DEFAULT_POOL, Block, BlockPool, PoolId
 from brim.memory.history import History
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.recorded_device import RELEASES, RecordedDevice, SegmentEvent
@@ -63,13 +63,25 @@ def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
     return run.result(start)
 
 
+class _Replaying(CachingAllocator):
+    """Passes its cache over when the record shows that a request found nothing there.
+
+    A request that fails waits for other streams in between; the record tells only that their blocks became free.
+    """
+
+    passes_over = False
+
+    def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        return None if self.passes_over else super()._find_free(pool, size, stream)
+
+
 class _Run:
     """One pass over a history."""
 
     def __init__(self, history: History, config: AllocatorConfig, start: State) -> None:
         self.history = history
         self.device = RecordedDevice()
-        self.allocator = CachingAllocator(config, device=self.device)
+        self.allocator = _Replaying(config, device=self.device)
         self.handles = restore(self.allocator, start)  # by recorded address
         self.pools = _PoolOf(history)
         self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
@@ -89,7 +101,7 @@ class _Run:
                 pending = self._give_back(pending)
                 self._request(address)
             elif action == "free_completed":
-                pending = self._give_back(pending)
+                pending = self._give_back(pending, midway=True)
                 self._complete(address)
             elif action.startswith("segment_"):
                 self.segments += 1
@@ -101,27 +113,24 @@ class _Run:
 
     def _alloc(self, index: int, address: int, size: int, stream: int, pending: list[SegmentEvent]) -> None:
         pool = self.pools.at(index, address)
-        if pending and pending[0][0] in RELEASES:
-            if self.allocator.config.garbage_collection_threshold:
-                self._collect(pending)
-            elif self._released_before(size, stream, pool, pending):
-                pending = self._give_back(pending)
+        released = any(event[0] in RELEASES for event in pending)
+        taken = any(event[0] not in RELEASES for event in pending)
+        if released and not taken:
+            pending = self._give_back(pending)  # emptied before: a request gives memory back only to take some
+        elif released and self.allocator.config.garbage_collection_threshold:
+            self._collect(pending)
         self.device.expected.extend(pending)
-        block = self.allocator.malloc(size, stream, pool)
+        self.allocator.passes_over = released and taken
+        try:
+            block = self.allocator.malloc(size, stream, pool)
+        except OutOfMemory:  # the record gives back what the replay does not have: go on without it
+            self.device.expected.clear()
+            block = self.allocator.malloc(size, stream, pool)
+        self.allocator.passes_over = False
         self.device.expected.clear()
         self.allocations += 1
         self.matched += block.address == address
         self.handles[address] = block
-
-    def _released_before(self, size: int, stream: int, pool: PoolId, pending: list[SegmentEvent]) -> bool:
-        """Whether memory was given back before this request (``empty_cache``) and not because of it.
-
-        A request that a cached block serves gives nothing back. One that finds none may, when the device is full;
-        the outcome is the same either way, unless only a part of what is free was given back.
-        """
-        if self.allocator.would_hit(size, stream, pool):
-            return True
-        return pending[-1][0] in RELEASES
 
     def _collect(self, pending: list[SegmentEvent]) -> None:
         """Give back the whole segments that the record gave back: its memory fraction, hence its threshold, is unknown.
@@ -155,9 +164,12 @@ class _Run:
         block.event_count = 0
         self.allocator.complete_free(block)
 
-    def _give_back(self, pending: list[SegmentEvent]) -> list[SegmentEvent]:
+    def _give_back(self, pending: list[SegmentEvent], *, midway: bool = False) -> list[SegmentEvent]:
         """Empty the cache if memory was given back; returns what is left to happen."""
         if not pending or pending[0][0] not in RELEASES:
+            return pending
+        if midway and self.allocator.config.max_split_bytes is not None:
+            self._collect(pending)  # the rest of the cache is given back after the waiting
             return pending
         self.device.expected.extend(event for event in pending if event[0] in RELEASES)
         given_back = {self.pools.of_segment(address) for action, address, _ in pending if action in RELEASES}
@@ -173,12 +185,14 @@ class _Run:
         self.ooms += 1
         self.device.expected.extend(pending)
         self.device.lenient = False
+        self.allocator.passes_over = True
         try:
             block = self.allocator.malloc(size, stream, DEFAULT_POOL)
         except OutOfMemory:
             self.ooms_matched += not self.device.expected
         else:
             self.allocator.free(block)
+        self.allocator.passes_over = False
         self.device.lenient = True
         self.device.expected.clear()
 

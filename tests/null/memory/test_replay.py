@@ -20,7 +20,7 @@ from brim.memory.device_memory import SimulatedDevice
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.replay import replay
 from brim.memory.what_if import best, what_if
-from brim.units import KIB, MIB
+from brim.units import GIB, KIB, MIB
 
 ROOT = Path(__file__).parents[3]
 SNAPSHOTS = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth")) / "snapshots"
@@ -35,7 +35,8 @@ class Recording(CachingAllocator):
         self.text = text
         self.events: list[dict[str, Any]] = []
         self.pool_of: dict[int, tuple[int, int]] = {}
-        super().__init__(AllocatorConfig.parse(text), device=SimulatedDevice(capacity_bytes), on_segment=self.write)
+        device = SimulatedDevice(capacity_bytes, total_bytes=64 * GIB)  # address space is never short
+        super().__init__(AllocatorConfig.parse(text), device=device, on_segment=self.write)
 
     def write(self, action: str, address: int, size: int, stream: int) -> None:
         where = {"device_free": address} if action == "oom" else {"addr": address}
