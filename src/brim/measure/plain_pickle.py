@@ -217,7 +217,10 @@ class _Reader:
 
     def append(self) -> None:
         value = self.stack.pop()
-        self.stack[-1].append(value)
+        holder = self.stack[-1]
+        if type(holder) is not list:
+            self.refuse(f"at byte {self.at} it appends to something else than a list")
+        holder.append(value)
         self.at += 1
 
     def appends(self) -> None:

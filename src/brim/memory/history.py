@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+from brim.errors import FormatError
 from brim.memory.blocks import PoolId
 
 
@@ -67,3 +69,16 @@ class History(Protocol):
     def segments(self) -> Sequence[SegmentRecord]: ...
     @property
     def settings(self) -> Mapping[str, Any]: ...
+
+
+@contextmanager
+def contradictions(history: History) -> Iterator[None]:
+    """Events that no allocator can have written break its invariants: say so, as FormatError."""
+    try:
+        yield
+    except (AssertionError, KeyError, IndexError) as error:
+        raise FormatError(
+            f"The {len(history.actions)} events of device {history.device} were to be replayed.",
+            "They contradict each other: no caching allocator can have written them.",
+            "Dump the snapshot again.",
+        ) from error

@@ -7,13 +7,15 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import AllocatorConfig
+from brim.memory.allocator_config import MIN_BLOCK_BYTES, AllocatorConfig
 from brim.memory.blocks import DEFAULT_POOL, Block, BlockPool, PoolId
-from brim.memory.history import History
+from brim.memory.history import History, contradictions
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.recorded_device import RELEASES, RecordedDevice, SegmentEvent
 from brim.memory.restore import pieces, restore
 from brim.memory.starting_state import State, final_state, starting_state
+
+MOST_EVENTS = 4_000_000  # how much is replayed again to find out sizes that no event tells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +55,21 @@ class Replay:
 def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
     """Rebuild the start of ``history``, replay it, and compare every address, segment and peak.
 
-    ``config`` None: the settings in the history.
+    ``config`` None: the settings in the history. Raises FormatError for events that no allocator can have written.
     """
     config = AllocatorConfig.from_snapshot(history.settings) if config is None else config
     config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
-    start = starting_state(history, config)
-    run = _Run(history, config, start)
-    run.all_events()
-    return run.result(start)
+    with contradictions(history):
+        start = starting_state(history, config)
+        for attempts in range(max(MOST_EVENTS // max(len(history.actions), 1), 4), -1, -1):
+            run = _Run(history, config, start)
+            run.all_events()
+            if run.wrong_guess is None or not attempts:
+                break
+            start.enlarge(*run.wrong_guess)
+            if not attempts - 1:
+                start.guessed.clear()  # the last attempt goes to the end
+        return run.result(start)
 
 
 class _Replaying(CachingAllocator):
@@ -86,6 +95,8 @@ class _Run:
         self.pools = _PoolOf(history)
         self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
         self.inconsistent = start.inconsistent
+        self.start, self.config = start, config
+        self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
 
     def all_events(self) -> None:
         history = self.history
@@ -97,6 +108,8 @@ class _Run:
             elif action == "alloc":
                 self._alloc(index, address, size, stream, pending)
                 pending = []
+                if self.wrong_guess is not None:
+                    return
             elif action == "free_requested":
                 pending = self._give_back(pending)
                 self._request(address)
@@ -115,10 +128,10 @@ class _Run:
         pool = self.pools.at(index, address)
         released = any(event[0] in RELEASES for event in pending)
         taken = any(event[0] not in RELEASES for event in pending)
-        if released and not taken:
-            pending = self._give_back(pending)  # emptied before: a request gives memory back only to take some
-        elif released and self.allocator.config.garbage_collection_threshold:
+        if released and self.config.garbage_collection_threshold and taken:
             self._collect(pending)
+        elif released and (self.config.max_split_bytes is None or not taken):
+            pending = self._give_back(pending)
         self.device.expected.extend(pending)
         self.allocator.passes_over = released and taken
         try:
@@ -129,11 +142,22 @@ class _Run:
         self.allocator.passes_over = False
         self.device.expected.clear()
         self.allocations += 1
-        self.matched += block.address == address
+        if block.address == address:
+            self.matched += 1
+        elif self.wrong_guess is None:
+            self._question(index, block)
         self.handles[address] = block
 
+    def _question(self, index: int, block: Block) -> None:
+        """The record did not take this block: it was smaller, if the size of the block before it was guessed."""
+        before = self.start.guessed.get(block.address)
+        if before is None or self.start.live[before].freed_at <= index:
+            return
+        rest = block.next.size if block.next is not None and block.next.is_free else 0
+        self.wrong_guess = before, rest + MIN_BLOCK_BYTES
+
     def _collect(self, pending: list[SegmentEvent]) -> None:
-        """Give back the whole segments that the record gave back: its memory fraction, hence its threshold, is unknown.
+        """Give back the whole segments that the record gave back: its memory fraction is not known.
 
         Takes them out of ``pending``.
         """
@@ -168,7 +192,7 @@ class _Run:
         """Empty the cache if memory was given back; returns what is left to happen."""
         if not pending or pending[0][0] not in RELEASES:
             return pending
-        if midway and self.allocator.config.max_split_bytes is not None:
+        if midway and self.config.max_split_bytes is not None:
             self._collect(pending)  # the rest of the cache is given back after the waiting
             return pending
         self.device.expected.extend(event for event in pending if event[0] in RELEASES)
