@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,12 @@ def explain(source: Path, settings: tuple[str, ...], as_json: bool) -> None:
     if not data.startswith(b"\x80"):  # every pickle of protocol 2 or later begins so
         if settings:
             raise UsageError(f"--what-if was given for {source}.", "It holds no run.", "Give a memory snapshot.")
-        return _explain_message(source, data.decode("utf-8", "replace"), as_json=as_json)
+        _explain_message(source, data.decode("utf-8", "replace"), as_json=as_json)
+    else:
+        _explain_snapshot(source, data, settings, as_json=as_json)
 
+
+def _explain_snapshot(source: Path, data: bytes, settings: tuple[str, ...], *, as_json: bool) -> None:
     from brim.measure import snapshot
     from brim.memory.allocator_config import AllocatorConfig
 
@@ -53,7 +58,7 @@ def explain(source: Path, settings: tuple[str, ...], as_json: bool) -> None:
 
 def _content(source: Path) -> bytes:
     if str(source) == "-":
-        return click.get_binary_stream("stdin").read()
+        return sys.stdin.buffer.read()
     try:
         return source.read_bytes()
     except OSError as error:

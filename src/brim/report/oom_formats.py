@@ -61,6 +61,7 @@ _NEW = {
     "segment_reserve": r"expandable-segment reserve of {}",
 }
 _TRIED = r"out of memory\. ?Tried to allocate"
+_REST = r"(?:(?!out of memory).){0,1500}?"  # of the same message
 
 # The first that matches at a place wins, so the particular come before the general.
 FORMATS = (
@@ -103,9 +104,9 @@ FORMATS = (
     _format("torch-npu", rf"NPU {_TRIED}", "npu", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
     _format("torch-hip", rf"HIP {_TRIED}", "hip", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
     _format("torch-xpu", rf"XPU {_TRIED}", "xpu", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
-    _format("torch-cuda-2.1", rf"CUDA {_TRIED}(?=.{{0,60}}capacty)", "cuda", _NEW),
-    _format("torch-cuda-2.15", rf"CUDA {_TRIED}(?=.{{0,900}}expandable_segments is enabled)", "cuda", _NEW),
-    _format("torch-cuda-2.9", rf"CUDA {_TRIED}(?=.{{0,1500}}PYTORCH_ALLOC_CONF)", "cuda", _NEW),
+    _format("torch-cuda-2.1", rf"CUDA {_TRIED}(?={_REST}capacty)", "cuda", _NEW),
+    _format("torch-cuda-2.15", rf"CUDA {_TRIED}(?={_REST}expandable_segments is enabled)", "cuda", _NEW),
+    _format("torch-cuda-2.9", rf"CUDA {_TRIED}(?={_REST}PYTORCH_ALLOC_CONF)", "cuda", _NEW),
     _format("torch-cuda-2.2", rf"torch\.cuda\.OutOfMemoryError: CUDA {_TRIED}", "cuda", _NEW),
     _format("torch-cuda-2.5", rf"CUDA {_TRIED}", "cuda", _NEW),
     _format(

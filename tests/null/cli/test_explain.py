@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from pathlib import Path
@@ -80,3 +81,32 @@ def test_wrong_settings_are_named(snapshot_path, arguments, told, capsys):
 def test_a_missing_file_is_one_error(tmp_path, capsys):
     assert main(["explain", str(tmp_path / "gone.pickle")]) == 2
     assert "gone.pickle" in capsys.readouterr().err
+
+
+MESSAGE = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 130.00 MiB (GPU 1; 7.80 GiB total capacity; 5.91 GiB already "
+    "allocated; 33.56 MiB free; 6.09 GiB reserved in total by PyTorch)"
+)
+
+
+def test_a_log_is_explained_from_a_file_and_from_the_standard_input(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "oom.log"
+    path.write_text(f"step 1\n{MESSAGE}\n")
+    assert main(["explain", str(path), "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["family"], body["device"], body["cause"]) == ("torch-cuda-reserved", "cuda:1", "exhausted")
+    assert body["numbers_bytes"]["tried"] == 130 * MIB
+    assert {"text", "paste", "helps"} <= body["advice"][0].keys()
+
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(MESSAGE.encode())))
+    assert main(["explain", "-"]) == 0
+    assert "torch-cuda-reserved on cuda:1: exhausted" in capsys.readouterr().out
+
+
+def test_a_log_without_a_message_and_what_if_on_a_log_are_errors(tmp_path, capsys):
+    path = tmp_path / "run.log"
+    path.write_text("all is well")
+    assert main(["explain", str(path)]) == 2
+    assert "known kinds" in capsys.readouterr().err
+    assert main(["explain", str(path), "--what-if", "expandable_segments:True"]) == 2
+    assert "holds no run" in capsys.readouterr().err
