@@ -51,6 +51,7 @@ class History(Protocol):
     ``actions`` are PyTorch's: ``alloc``, ``free_requested``, ``free_completed``, ``segment_alloc``,
     ``segment_free``, ``segment_map``, ``segment_unmap``, ``oom``; others are passed over. ``addresses`` holds the
     free bytes of the device for ``oom``. ``pools`` is empty when the events do not say which pool they are of.
+    ``stacks`` numbers the Python stacks, -1: not recorded.
     """
 
     @property
@@ -63,6 +64,10 @@ class History(Protocol):
     def sizes(self) -> Sequence[int]: ...
     @property
     def streams(self) -> Sequence[int]: ...
+    @property
+    def times_us(self) -> Sequence[int]: ...
+    @property
+    def stacks(self) -> Sequence[int]: ...
     @property
     def pools(self) -> Sequence[PoolId]: ...
     @property

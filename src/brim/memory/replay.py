@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import MIN_BLOCK_BYTES, AllocatorConfig
+from brim.memory.allocator_config import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorConfig
 from brim.memory.blocks import DEFAULT_POOL, Block, BlockPool, PoolId
 from brim.memory.history import History, contradictions
 from brim.memory.out_of_memory import OutOfMemory
@@ -58,18 +58,23 @@ def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
     ``config`` None: the settings in the history. Raises FormatError for events that no allocator can have written.
     """
     config = AllocatorConfig.from_snapshot(history.settings) if config is None else config
-    config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
     with contradictions(history):
-        start = starting_state(history, config)
-        for attempts in range(max(MOST_EVENTS // max(len(history.actions), 1), 4), -1, -1):
-            run = _Run(history, config, start)
-            run.all_events()
-            if run.wrong_guess is None or not attempts:
-                break
-            start.enlarge(*run.wrong_guess)
-            if not attempts - 1:
-                start.guessed.clear()  # the last attempt goes to the end
-        return run.result(start)
+        start = settled_start(history, config)
+        run = Run(history, config, start)
+        run.all_events()
+        return run.result()
+
+
+def settled_start(history: History, config: AllocatorConfig) -> State:
+    """The starting state; sizes that no event tells are corrected until the record's choices follow from them."""
+    start = starting_state(history, config)
+    for _ in range(max(MOST_EVENTS // max(len(history.actions), 1), 4) if start.guessed else 0):
+        run = Run(history, config, start, stop_at_wrong_guess=True)
+        run.all_events()
+        if run.wrong_guess is None:
+            break
+        start.enlarge(*run.wrong_guess)
+    return start
 
 
 class _Replaying(CachingAllocator):
@@ -84,19 +89,25 @@ class _Replaying(CachingAllocator):
         return None if self.passes_over else super()._find_free(pool, size, stream)
 
 
-class _Run:
-    """One pass over a history."""
+class Run:
+    """One pass over a history. Subclasses may take note of its events."""
 
-    def __init__(self, history: History, config: AllocatorConfig, start: State) -> None:
-        self.history = history
+    def __init__(
+        self, history: History, config: AllocatorConfig, start: State, *, stop_at_wrong_guess: bool = False
+    ) -> None:
+        config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
+        self.history, self.start, self.config = history, start, config
         self.device = RecordedDevice()
         self.allocator = _Replaying(config, device=self.device)
         self.handles = restore(self.allocator, start)  # by recorded address
         self.pools = _PoolOf(history)
         self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
         self.inconsistent = start.inconsistent
-        self.start, self.config = start, config
+        self.stops = stop_at_wrong_guess
         self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
+
+    def note(self, index: int, block: Block | None) -> None:
+        """Event ``index`` is happening, to this block if it is about one."""
 
     def all_events(self) -> None:
         history = self.history
@@ -110,16 +121,21 @@ class _Run:
                 pending = []
                 if self.wrong_guess is not None:
                     return
+                self.note(index, self.handles[address])
             elif action == "free_requested":
                 pending = self._give_back(pending)
+                self.note(index, self.handles.get(address))
                 self._request(address)
             elif action == "free_completed":
                 pending = self._give_back(pending, midway=True)
+                self.note(index, self.handles.get(address))
                 self._complete(address)
             elif action.startswith("segment_"):
                 self.segments += 1
+                self.note(index, None)
                 pending.append((action, address, size))
             elif action == "oom":
+                self.note(index, None)
                 self._oom(size, stream, pending)
                 pending = []
         self._give_back(pending)
@@ -144,17 +160,19 @@ class _Run:
         self.allocations += 1
         if block.address == address:
             self.matched += 1
-        elif self.wrong_guess is None:
-            self._question(index, block)
+        elif self.stops:
+            self._question(index, block, size)
         self.handles[address] = block
 
-    def _question(self, index: int, block: Block) -> None:
+    def _question(self, index: int, block: Block, nbytes: int) -> None:
         """The record did not take this block: it was smaller, if the size of the block before it was guessed."""
-        before = self.start.guessed.get(block.address)
-        if before is None or self.start.live[before].freed_at <= index:
+        before = self.start.live.get(self.start.guessed.get(block.address, -1))
+        if before is None or before.freed_at <= index:
             return
-        rest = block.next.size if block.next is not None and block.next.is_free else 0
-        self.wrong_guess = before, rest + MIN_BLOCK_BYTES
+        rest = block.size + (block.next.size if block.next is not None and block.next.is_free else 0)
+        by = rest - self.config.round_size(nbytes) + MIN_BLOCK_BYTES
+        if before.size + by <= self.config.round_size(before.requested) + SMALL_BYTES:
+            self.wrong_guess = before.address, by
 
     def _collect(self, pending: list[SegmentEvent]) -> None:
         """Give back the whole segments that the record gave back: its memory fraction is not known.
@@ -220,7 +238,7 @@ class _Run:
         self.device.lenient = True
         self.device.expected.clear()
 
-    def result(self, start: State) -> Replay:
+    def result(self) -> Replay:
         expected = final_state(self.history)
         blocks, matched = _compare(expected, self.allocator, self.handles)
         stats = self.allocator.stats
@@ -234,7 +252,7 @@ class _Run:
             final_blocks_matched=matched,
             ooms=self.ooms,
             ooms_matched=self.ooms_matched,
-            peak_reserved_measured_bytes=measured_peak_bytes(self.history, start),
+            peak_reserved_measured_bytes=measured_peak_bytes(self.history, self.start),
             peak_reserved_replayed_bytes=stats.reserved_peak_bytes,
             peak_allocated_replayed_bytes=stats.allocated_peak_bytes,
             inconsistent_events=self.inconsistent,

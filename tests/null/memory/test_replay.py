@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from brim.core import EventKind, Timeline
 from brim.errors import FormatError
 from brim.measure import snapshot
 from brim.memory.allocator import CachingAllocator
@@ -20,6 +21,7 @@ from brim.memory.allocator_config import AllocatorConfig
 from brim.memory.blocks import DEFAULT_POOL, Block
 from brim.memory.device_memory import SimulatedDevice
 from brim.memory.out_of_memory import OutOfMemory
+from brim.memory.recorded_timeline import recorded_timeline
 from brim.memory.replay import replay
 from brim.memory.what_if import best, what_if
 from brim.units import GIB, KIB, MIB
@@ -145,6 +147,9 @@ def test_a_real_run_is_replayed_exactly(path):
     for history in found.devices:
         result = replay(history)
         assert result.exact, result
+        timeline = recorded_timeline(history, path.stem)
+        assert timeline.peak_bytes("vram", segments=True) == result.peak_reserved_measured_bytes
+        assert timeline.peak_bytes("vram") == result.peak_allocated_replayed_bytes
         own = what_if(history, AllocatorConfig.from_snapshot(history.settings))
         if not result.ooms:
             assert own.peak_reserved_bytes == result.peak_reserved_measured_bytes
@@ -291,3 +296,17 @@ def test_what_if_finds_a_setting_under_which_a_fragmented_run_fits():
     assert replay(history).exact
     first = best(history)[0]
     assert first.would_fit is (first.failed_bytes == 0)
+
+
+def test_a_timeline_holds_the_start_and_every_change():
+    made = Recording("", 400 * MIB)
+    random_run(made, 3, 200)
+    drop = next(index for index, event in enumerate(made.events) if event["action"] == "free_completed") + 1
+    (history,) = snapshot.parse(made.dump(drop)).devices
+    timeline = recorded_timeline(history, "run")
+    assert timeline.measured
+    assert timeline.peak_bytes("vram", segments=True) == made.stats.reserved_peak_bytes
+    assert timeline.peak_bytes("vram") == made.stats.allocated_peak_bytes
+    held = sum(event.bytes * {EventKind.ALLOC: 1, EventKind.FREE: -1}.get(event.kind, 0) for event in timeline)
+    assert held == made.stats.allocated_bytes
+    assert Timeline.from_json(timeline.to_json()) == timeline
