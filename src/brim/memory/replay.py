@@ -100,7 +100,9 @@ class Run:
         self.device = RecordedDevice()
         self.allocator = _Replaying(config, device=self.device)
         self.handles = restore(self.allocator, start)  # by recorded address
+        self.device.held.update(start.ranges, start.lowest.values())
         self.pools = _PoolOf(history)
+        self.released_pools: set[PoolId] = set()  # of the releases that are pending
         self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
         self.inconsistent = start.inconsistent
         self.stops = stop_at_wrong_guess
@@ -134,9 +136,11 @@ class Run:
                 self.segments += 1
                 self.note(index, None)
                 pending.append((action, address, size))
+                if action in RELEASES:
+                    self.released_pools.add(self.pools.at(index, address))
             elif action == "oom":
                 self.note(index, None)
-                self._oom(size, stream, pending)
+                self._oom(index, size, stream, pending)
                 pending = []
         self._give_back(pending)
 
@@ -148,6 +152,8 @@ class Run:
             self._collect(pending)
         elif released and (self.config.max_split_bytes is None or not taken):
             pending = self._give_back(pending)
+        self._free_pools()
+        self.released_pools.clear()
         self.device.expected.extend(pending)
         self.allocator.passes_over = released and taken
         try:
@@ -210,26 +216,32 @@ class Run:
         """Empty the cache if memory was given back; returns what is left to happen."""
         if not pending or pending[0][0] not in RELEASES:
             return pending
-        if midway and self.config.max_split_bytes is not None:
+        if midway and (self.config.max_split_bytes is not None or self.config.garbage_collection_threshold):
             self._collect(pending)  # the rest of the cache is given back after the waiting
             return pending
         self.device.expected.extend(event for event in pending if event[0] in RELEASES)
-        given_back = {self.pools.of_segment(address) for action, address, _ in pending if action in RELEASES}
-        private = given_back - {DEFAULT_POOL}
-        for pool in private & self.allocator.private_pools.keys():
-            self.allocator.private_pools[pool].use_count = 0
-        self.allocator.empty_cache(private.pop() if len(given_back) == 1 and private else None)
+        self._free_pools()
+        for pool in [None] if DEFAULT_POOL in self.released_pools else sorted(self.released_pools):
+            self.allocator.empty_cache(pool)
+        self.released_pools.clear()
         self.device.expected.clear()
         return [event for event in pending if event[0] not in RELEASES]
 
-    def _oom(self, size: int, stream: int, pending: list[SegmentEvent]) -> None:
+    def _free_pools(self) -> None:
+        """Private pools that gave memory back were in use by no graph any more."""
+        for pool in self.released_pools & self.allocator.private_pools.keys():
+            self.allocator.private_pools[pool].use_count = 0
+
+    def _oom(self, index: int, size: int, stream: int, pending: list[SegmentEvent]) -> None:
         """The failing request gave back what it could and may have mapped pages first."""
         self.ooms += 1
+        self._free_pools()
+        self.released_pools.clear()
         self.device.expected.extend(pending)
         self.device.lenient = False
         self.allocator.passes_over = True
         try:
-            block = self.allocator.malloc(size, stream, DEFAULT_POOL)
+            block = self.allocator.malloc(size, stream, self.pools.at(index, -1))
         except OutOfMemory:
             self.ooms_matched += not self.device.expected
         else:

@@ -38,7 +38,6 @@ class Recording(CachingAllocator):
     def __init__(self, text: str, capacity_bytes: int) -> None:
         self.text = text
         self.events: list[dict[str, Any]] = []
-        self.pool_of: dict[int, tuple[int, int]] = {}
         device = SimulatedDevice(capacity_bytes, total_bytes=64 * GIB)  # address space is never short
         super().__init__(AllocatorConfig.parse(text), device=device, on_segment=self.write)
 
