@@ -84,6 +84,11 @@ class _Replaying(CachingAllocator):
     """
 
     passes_over = False
+    keeps_cache = False  # during a capture, a request that fails gives nothing back
+
+    def empty_cache(self, pool: PoolId | None = None) -> None:
+        if not self.keeps_cache:
+            super().empty_cache(pool)
 
     def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
         return None if self.passes_over else super()._find_free(pool, size, stream)
@@ -240,13 +245,14 @@ class Run:
         self.device.expected.extend(pending)
         self.device.lenient = False
         self.allocator.passes_over = True
+        self.allocator.keeps_cache = not any(event[0] in RELEASES for event in pending)
         try:
             block = self.allocator.malloc(size, stream, self.pools.at(index, -1))
         except OutOfMemory:
             self.ooms_matched += not self.device.expected
         else:
             self.allocator.free(block)
-        self.allocator.passes_over = False
+        self.allocator.passes_over = self.allocator.keeps_cache = False
         self.device.lenient = True
         self.device.expected.clear()
 

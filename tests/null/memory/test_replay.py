@@ -18,7 +18,7 @@ from brim.errors import FormatError
 from brim.measure import snapshot
 from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
-from brim.memory.blocks import DEFAULT_POOL, Block
+from brim.memory.blocks import DEFAULT_POOL, Block, BlockPool
 from brim.memory.device_memory import SimulatedDevice
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.recorded_timeline import recorded_timeline
@@ -35,15 +35,27 @@ real = pytest.mark.skipif(not FILES, reason=f"no recorded snapshots under {SNAPS
 class Recording(CachingAllocator):
     """Writes down what it does, as PyTorch's memory history does."""
 
-    def __init__(self, text: str, capacity_bytes: int) -> None:
-        self.text = text
+    def __init__(self, text: str, capacity_bytes: int, *, names_pools: bool = False) -> None:
+        self.text, self.names_pools = text, names_pools
+        self.pool_at: dict[int, tuple[int, int]] = {}  # where segments began, by address
         self.events: list[dict[str, Any]] = []
         device = SimulatedDevice(capacity_bytes, total_bytes=64 * GIB)  # address space is never short
         super().__init__(AllocatorConfig.parse(text), device=device, on_segment=self.write)
 
     def write(self, action: str, address: int, size: int, stream: int) -> None:
-        where = {"device_free": address} if action == "oom" else {"addr": address}
-        self.events.append({"action": action, "size": size, "stream": stream, "time_us": len(self.events)} | where)
+        row = {"action": action, "size": size, "stream": stream, "time_us": len(self.events)}
+        row["device_free" if action == "oom" else "addr"] = address
+        if self.names_pools:  # as torch 2.10 and later do
+            if action in ("segment_alloc", "segment_map", "oom"):
+                self.pool_at[address] = self.current_pool
+            row["pool_id"] = self.pool_at[max(at for at in self.pool_at if at <= address)]
+        self.events.append(row)
+
+    def _pool_for(self, size: int, stream: int, pool: tuple[int, int] | None) -> BlockPool:
+        found = super()._pool_for(size, stream, pool)
+        owners = (name for name, one in self.private_pools.items() if found in (one.small, one.large))
+        self.current_pool = next(owners, DEFAULT_POOL)
+        return found
 
     def malloc(self, nbytes: int, stream: int = 0, pool: tuple[int, int] | None = None) -> Block:
         try:
@@ -68,7 +80,8 @@ class Recording(CachingAllocator):
             pools += [(private.small, name), (private.large, name)]
         names = {id(pool): name for pool, name in pools}
         known = [block for pool, _ in pools for block in pool.blocks.values()]
-        known += [*self.live.values(), *(block for queue in self._events._queues.values() for block in queue)]
+        waiting = [self._events._deferred, *self._events._queues.values()]
+        known += [*self.live.values(), *(block for queue in waiting for block in queue)]
         return {block.address: (block, names[id(block.pool)]) for block in known}
 
     def segments(self) -> list[dict[str, Any]]:
@@ -221,6 +234,30 @@ def test_private_pools_are_replayed_and_given_back_when_released():
     made.malloc(5 * MIB)
     (history,) = snapshot.parse(made.dump()).devices
     assert replay(history).exact
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1 << 30))
+def test_captures_that_come_and_go_are_replayed_exactly(text, seed):
+    made = Recording(text, 700 * MIB, names_pools=True)
+    random_ = random.Random(seed)
+    pools: list[tuple[int, int]] = []
+    for turn in range(12):
+        if random_.random() < 0.6:
+            pools.append((0, turn + 1))
+            made.begin_allocate_to_pool(pools[-1], random_.choice([None, [1]]))
+        capturing = bool(made._captures)
+        random_run(made, seed + turn, 25, streams=2)
+        if capturing:
+            made.end_allocate_to_pool(pools[-1])
+        if pools and random_.random() < 0.4:
+            made.release_pool(pools.pop(random_.randrange(len(pools))))
+        for block in random_.sample(sorted(made.live.values(), key=lambda one: one.address), len(made.live) // 2):
+            made.free(block)
+    (history,) = snapshot.parse(made.dump()).devices
+    result = replay(history)
+    assert result.exact, result
 
 
 def test_a_run_that_differs_is_reported_and_not_raised():
