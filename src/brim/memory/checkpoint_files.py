@@ -87,7 +87,7 @@ def read_safetensors_header(path: str | Path) -> dict[str, TensorSource]:
     Raises ModelError when the file is missing, cut short or longer than its header says, when the header is not
     what the format asks for, or when the tensors' ranges do not cover the data exactly once.
     """
-    path = Path(path)
+    path = Path(path).absolute()  # it must stay true when the working directory changes
     try:
         with path.open("rb") as file:
             size = path.stat().st_size

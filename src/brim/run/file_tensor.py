@@ -69,14 +69,17 @@ class FileTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "device"}
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FileTensor)]
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in given if isinstance(leaf, FileTensor)]
         if func._schema.is_mutable:
+            if _is_throwaway(func, args):
+                return args[0]
             raise UnsupportedError(
                 f"{func} was to change {inputs[0]!r} while the model is built.",
                 "Its weights are still on disk then.",
                 "Load this model without brim.",
             )
-        if func is aten.equal.default:
+        if func is aten.equal.default and len(inputs) == 2:
             return _equal(*args)
 
         def run_for_real() -> Any:
@@ -84,7 +87,7 @@ class FileTensor(torch.Tensor):
 
         if not all("Tensor" in str(returned.type) for returned in func._schema.returns):
             return run_for_real()
-        metas = {id(leaf): torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in inputs}
+        metas = {id(leaf): torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in given}
         meta_args, meta_kwargs = tree_map(lambda leaf: metas.get(id(leaf), leaf), (args, kwargs))
         outputs = func(*meta_args, **meta_kwargs)
         origins = tuple({id(origin): origin for leaf in inputs for origin in leaf.origins}.values())
@@ -115,6 +118,20 @@ def read_extent(extent: Extent, into: memoryview) -> None:
                 done += count
     except OSError as error:
         raise TransferError(f"{extent.path} was to be read.", f"{error.strerror}.", "Check the disk.") from error
+
+
+def _is_throwaway(func: Any, args: Any) -> bool:
+    """Whether only freshly computed values are written to: initialization fills a parametrized weight, say, which
+    is computed anew from its parameters each time it is asked for."""
+    written = [
+        value
+        for slot, value in zip(func._schema.arguments, args, strict=False)
+        if slot.alias_info is not None and slot.alias_info.is_write
+    ]
+    return all(
+        isinstance(value, FileTensor) and value.extents is None and not isinstance(value, torch.nn.Parameter)
+        for value in written
+    )
 
 
 def _equal(one: FileTensor, other: FileTensor) -> bool:
@@ -155,6 +172,8 @@ def _gathered(
     if any(leaf.extents is None or leaf.dtype != out.dtype for leaf in inputs):
         return None
     if packet in (aten.cat, aten.stack):
+        if len(inputs) != len(args[0]):
+            return None
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         pieces = _interleave(list(args[0]), dim % out.dim(), out)
     elif packet in _SAME_BYTES or packet is aten._to_copy:

@@ -7,7 +7,11 @@ vocabulary alone takes more memory than some budgets have.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -20,14 +24,14 @@ import numpy as np
 import torch
 
 import brim
-from brim.errors import ModelError, UnsupportedError
+from brim.errors import BrimError, ModelError, TransferError, UnsupportedError
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import write_manifest
 from brim.run.cache import build_once, cache_folder, fingerprint
 
 _MAGIC = b"GGUF"
 _REFUSED = 3  # the child's exit code for an error that it explains on its standard output
-_ERRORS = {kind.__name__: kind for kind in (ModelError, UnsupportedError)}
+_ERRORS = {kind.__name__: kind for kind in (ModelError, TransferError, UnsupportedError)}
 _ROWS_BYTES = 16 << 20  # dequantization makes several copies of what it works on
 
 
@@ -48,7 +52,7 @@ def convert_gguf(path: Path) -> Path:
 
 
 def _run_child(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "brim.run.gguf", str(path.resolve()), str(folder)]
+    command = [sys.executable, "-m", "brim.run.gguf", str(path.resolve()), str(folder), str(os.getpid())]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode == _REFUSED:
         error = json.loads(child.stdout.splitlines()[-1])
@@ -62,11 +66,26 @@ def _main(path: Path, folder: Path) -> int:
     _parse_once()
     try:
         _convert(path, folder)
-    except (ModelError, UnsupportedError) as error:
-        facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
-        print(json.dumps(facts))
-        return _REFUSED
+    except BrimError as error:
+        return _refuse(error)
+    except OSError as error:
+        return _refuse(TransferError(f"{path} was to be converted into {folder}.", f"{error}.", "Check both disks."))
     return 0
+
+
+def _refuse(error: BrimError) -> int:
+    facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
+    print(json.dumps(facts))
+    return _REFUSED
+
+
+def _end_with(parent: int) -> None:
+    """However the parent ends, even killed, this process does too (prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
 
 
 def _parse_once() -> None:
@@ -93,12 +112,12 @@ def _convert(path: Path, folder: Path) -> None:
     model_class = _model_class(path, config)
     with torch.device("meta"):
         module = model_class(config)
-    config.architectures, config.dtype = [model_class.__name__], torch.float32
+    layout, tensors = _weights(path, reader, module)
+    config.architectures, config.dtype = [model_class.__name__], layout[0][1]
     config.save_pretrained(folder)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name).save_pretrained(folder)
-    layout, tensors = _weights(path, reader, module)
     write_manifest(folder, write_safetensors(folder / "model.safetensors", layout, tensors, {"format": "pt"}))
 
 
@@ -108,7 +127,7 @@ def _open(path: Path) -> Any:
     try:
         reader = GGUFReader(str(path))
     except Exception as error:  # the reader trusts the file, so damage shows as any error at all
-        raise _damaged(path, f"Its metadata or its tensors cannot be read: {error}") from error
+        raise _damaged(path, f"It is damaged or cut short: {error}.") from error
     size = path.stat().st_size
     missing_bytes = max((tensor.data_offset + tensor.n_bytes - size for tensor in reader.tensors), default=0)
     if missing_bytes > 0:
@@ -138,7 +157,7 @@ def _weights(path: Path, reader: Any, module: Any) -> tuple[list[Layout], Iterat
 
     legacy: Any = modeling_gguf_pytorch_utils
     architecture = reader.fields["general.architecture"].contents()
-    if architecture not in legacy.GGUF_SUPPORTED_ARCHITECTURES or _has_new_loader(architecture):
+    if _has_new_loader(architecture):
         return _whole_model(path, type(module))
     parsed: dict[str, Any] = legacy.load_gguf_checkpoint(str(path), return_tensors=False)
     processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)(config=parsed["config"])
@@ -210,7 +229,7 @@ def _whole_model(path: Path, model_class: Any) -> tuple[list[Layout], Iterator[t
     from transformers import GgufConfig
 
     module = model_class.from_pretrained(
-        str(path.parent), gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        str(path.parent), gguf_file=path.name, quantization_config=GgufConfig(dequantize=True)
     )
     seen: dict[int, str] = {}
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if seen.setdefault(id(t), name) == name}
@@ -222,4 +241,5 @@ def _damaged(path: Path, found: str) -> ModelError:
 
 
 if __name__ == "__main__":
+    _end_with(int(sys.argv[3]))
     sys.exit(_main(Path(sys.argv[1]), Path(sys.argv[2])))

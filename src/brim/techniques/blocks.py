@@ -19,6 +19,7 @@ class Block:
     """Parameters that come and go together.
 
     ``triggers`` are the modules whose call needs them: one, or several where a tensor is tied between modules.
+    ``name`` is the first of them; all of them, joined by ``+``, where the first has a block of its own too.
     ``lookups`` are those of the triggers that only pick rows (``nn.Embedding``).
     """
 
@@ -46,6 +47,13 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """Stands for values that are not there: the right shape and device, no memory, and NaN to whoever reads it."""
+    with torch.inference_mode(False):
+        filler = float("nan") if parameter.dtype.is_floating_point else 0
+        return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
 def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partition:
     """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module."""
     parameters = dict(model.named_parameters())
@@ -60,15 +68,18 @@ def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partit
     kept = {held for held, size in sizes.items() if held and size >= small}
     loose = tuple(name for held, names in groups.items() if held not in kept for name in names)
     return Partition(
-        blocks=tuple(_block(model, held, groups[held], sizes[held]) for held in groups if held in kept),
+        blocks=tuple(_block(model, held, groups, sizes[held]) for held in groups if held in kept),
         loose=loose,
         loose_bytes=sum(tensor_bytes(parameters[n]) for n in loose) + sum(tensor_bytes(b) for b in model.buffers()),
     )
 
 
-def _block(model: nn.Module, triggers: tuple[str, ...], names: list[str], size: int) -> Block:
+def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
     lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
-    return Block(name=triggers[0], triggers=triggers, lookups=lookups, tensors=tuple(names), bytes=size)
+    # What a unit shares with others is a block beside its own, and needs a name beside its own.
+    taken = len(triggers) > 1 and (triggers[0],) in groups
+    name = "+".join(triggers) if taken else triggers[0]
+    return Block(name=name, triggers=triggers, lookups=lookups, tensors=tuple(groups[triggers]), bytes=size)
 
 
 def _only_looks_up(module: nn.Module) -> bool:
@@ -131,7 +142,21 @@ def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[s
 
 
 def _groups(owners: dict[str, tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
+    """Units that need them -> parameters. Tied groups that share a unit are one: no unit needs more than two blocks.
+
+    Its own, and one that it shares. A ring of two slots then holds whatever a call needs.
+    """
+    shared: list[set[str]] = []
+    for held in {held: None for held in owners.values() if len(held) > 1}:
+        touching = [other for other in shared if not other.isdisjoint(held)]
+        shared = [other for other in shared if other not in touching] + [set(held).union(*touching)]
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, held in owners.items():
-        groups.setdefault(held, []).append(name)
+        together = next((other for other in shared if len(held) > 1 and not other.isdisjoint(held)), None)
+        key = held if together is None else tuple(unit for unit in _order(owners) if unit in together)
+        groups.setdefault(key, []).append(name)
     return groups
+
+
+def _order(owners: dict[str, tuple[str, ...]]) -> dict[str, None]:
+    return {unit: None for held in owners.values() for unit in held}

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
+from brim.memory.tiers import Home
 from brim.techniques.base import HANDLE_ATTRIBUTE
 
 if TYPE_CHECKING:
+    from brim.techniques.streamed import Streamed
     from brim.techniques.weight_streaming import WeightStreaming
 
 
@@ -22,7 +24,8 @@ class Guards:
         self._handle = handle
         self._marked: list[tuple[nn.Module, str]] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._restores: list[tuple[list[nn.Parameter], list[torch.Tensor]]] = []
+        self._moved: list[tuple[nn.Parameter, torch.device]] = []
+        self._moved_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def install(self, triggers: Sequence[str]) -> None:
         model = self._handle.model
@@ -32,52 +35,83 @@ class Guards:
             self._set(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
             self._set(module, "_apply", _guarded_apply(module))
         self._set(model, HANDLE_ATTRIBUTE, self._handle)
-        if triggers:
-            # PyTorch marks the hook it is given, which a bound method does not allow.
-            self._hooks.append(model.register_state_dict_post_hook(lambda *args: self._fill_state_dict(*args)))
-            for module in modules.values():
-                self._hooks.append(module.register_load_state_dict_pre_hook(_refuse_assign))
-                self._hooks.append(module.register_load_state_dict_post_hook(lambda *_: self._after_load()))
+        self._watch_states([model.get_submodule(trigger) for trigger in triggers])
 
-    def restore_later(self, parameters: list[nn.Parameter], before: list[torch.Tensor]) -> None:
-        """Remember where parameters were before they were copied to the compute tier."""
-        self._restores.append((parameters, before))
+    def _watch_states(self, units: Sequence[nn.Module]) -> None:
+        """``state_dict`` and ``load_state_dict``, of the whole and of any part."""
+        held = {id(p): (s, i) for s in self._handle._streamed for i, p in enumerate(s.parameters)}
+        for module in self._handle.model.modules():
+            owned = {name: held[id(p)] for name, p in module._parameters.items() if id(p) in held}
+            if owned:
+                state = _OwnState(owned)
+                self._hooks.append(module.register_state_dict_post_hook(lambda *args, s=state: s.fill(*args)))
+                self._hooks.append(module.register_load_state_dict_pre_hook(_refuse_assign))
+                self._hooks.append(module.register_load_state_dict_pre_hook(lambda *args, s=state: s.prepare(*args)))
+        for module in units:
+            self._hooks.append(module.register_load_state_dict_post_hook(lambda *_: self._after_load()))
+
+    def restore_later(self, parameter: nn.Parameter) -> None:
+        """Remember where a parameter was before it is copied to the compute tier."""
+        self._moved.append((parameter, parameter.device))
+
+    def move_buffers(self) -> None:
+        """Buffers follow compute to its device; what is written to them there comes back in the end."""
+        device = self._handle.memory.device
+        for module in self._handle.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != device.type:
+                    self._moved_buffers.append((module, name, buffer))
+                    module._buffers[name] = buffer.to(device)
+
+    def look_up(self, module: nn.Module, home: Home, device: torch.device) -> None:
+        """Let an embedding pick its rows where its table rests, and bring only those to the device."""
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            (table,) = home.rest()
+            return nn.functional.embedding(ids.cpu(), home.values()[0] if table is None else table).to(device)
+
+        self._set(module, "forward", torch.compiler.disable(forward))
 
     def remove(self) -> None:
         for module, name in self._marked:
             vars(module).pop(name, None)
         for hook in self._hooks:
             hook.remove()
-        for parameters, before in self._restores:
-            for parameter, tensor in zip(parameters, before, strict=True):
-                tensor.copy_(parameter.data)
-                parameter.data = tensor
-        self._marked, self._hooks, self._restores = [], [], []
+        for parameter, device in self._moved:
+            parameter.data = parameter.data.to(device, copy=True)
+        for module, name, buffer in self._moved_buffers:
+            moved = module._buffers[name]
+            module._buffers[name] = buffer if moved is None else buffer.copy_(moved)
+        self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
 
     def _set(self, module: nn.Module, name: str, value: object) -> None:
         vars(module)[name] = value
         self._marked.append((module, name))
-
-    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Serve what rests in pieces; everything else is a view of its resting place already."""
-        for streamed in self._handle._streamed:
-            if any(view is None for view in streamed.home.rest()):
-                values = dict(zip(streamed.block.tensors, streamed.home.values(), strict=True))
-                aliases = _aliases(module, streamed.parameters, streamed.block.tensors)
-                for key, name in aliases.items():
-                    if prefix + key in state:
-                        state[prefix + key] = values[name]
 
     def _after_load(self) -> None:
         for streamed in self._handle._streamed:
             self._handle._adopt_changes(streamed)
 
 
-def _aliases(module: nn.Module, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, str]:
-    """Every name under which the module knows these parameters -> the first one."""
-    wanted = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: wanted[id(parameter)] for name, parameter in named if id(parameter) in wanted}
+class _OwnState:
+    """The streamed parameters of one module, as ``state_dict`` gives them and ``load_state_dict`` takes them.
+
+    Most rest in views that can be read and written to; the others point to nothing (see ``unreadable``).
+    """
+
+    def __init__(self, owned: dict[str, tuple[Streamed, int]]) -> None:
+        self._owned = owned
+
+    def fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        for name, (streamed, index) in self._owned.items():
+            parameter = streamed.parameters[index]
+            if prefix + name in state and module._parameters.get(name) is parameter and streamed.is_hollow(index):
+                state[prefix + name] = streamed.home.value(index)
+
+    def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:
+        for streamed, index in self._owned.values():
+            if streamed.is_hollow(index):
+                streamed.parameters[index].data = streamed.home.value(index)
 
 
 def _refusal(what: str) -> Callable[..., NoReturn]:

@@ -1,0 +1,281 @@
+"""Sees every operation below autograd and writes down what it allocates.
+
+Storages are told apart by their C++ identity, so views and in-place operations share one. A weak reference to the
+storage's Python object fires when the last owner, in Python or in autograd, lets go: PyTorch keeps that object alive
+as long as the C++ storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from brim.core import Category, Phase
+from brim.predict import failures, inplace
+from brim.predict.lowering.fakes import FAKES
+from brim.predict.lowering.kernel import Kernel, Rule
+from brim.predict.modules import ModuleTracker
+from brim.predict.recorder import Life, Recorder
+from brim.predict.values import KnownValues
+
+_device_of = torch.ops.prim.device.default
+
+
+class RecordingMode(TorchDispatchMode):
+    """Records into ``recorder`` every operation of the fake tensors below it.
+
+    ``rule_for`` gives the rule of a kernel's temporaries, or None when it has none.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        modules: ModuleTracker,
+        values: KnownValues,
+        rule_for: Callable[[torch._ops.OpOverload], Rule | None],
+    ) -> None:
+        super().__init__()
+        self.recorder, self.modules, self.values = recorder, modules, values
+        self._rule_for = rule_for
+        self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
+        self.on_device = True  # whether factories make their tensors on the device that is traced
+        self._placed: bool | None = None
+        self._node: Any = None  # of autograd's graph, the one that ran last, and when it was first seen
+        self._node_began = 0
+        self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _device_of:  # C++ asks where a tensor lies; nothing runs
+            return func(*args)
+        if _decomposes(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        func = inplace.as_plain(func, args, self)
+        self._see_node()
+        known = self.values.read(func, args, kwargs)
+        if known is not None:
+            return known.item
+        was_inside, self.inside = self.inside, True
+        try:
+            return self._run(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise failures.data_dependent(func) from error
+        except (UnsupportedOperatorException, NotImplementedError) as error:
+            raise failures.no_fake_kernel(func) from error
+        finally:
+            self.inside = was_inside
+
+    def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder, phase, module = self.recorder, self.phase(), self.modules.current()
+        result = self.values.shape_of(func, args, kwargs)
+        if result is None:
+            result = FAKES.get(func, func)(*args, **kwargs)
+            self.values.carry(func, args, kwargs, result)
+        outputs = list(_tensors(result))
+        fresh = self._fresh(outputs)
+        resized = self._resized(func, args, kwargs)
+        rule = self._rule_for(func)
+        if fresh or resized or rule is not None or not _is_view(func):
+            index = recorder.begin_op(str(func), phase, module)
+            self._describe(index, func, args, kwargs, result)
+            kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result)
+            if rule is not None:
+                rule(kernel)
+            for life, bytes in resized:
+                self._resize(life, bytes, phase)
+            self._play(kernel, fresh, phase, module, self._place(func, args, kwargs))
+        return result
+
+    def phase(self) -> Phase:
+        if torch._C._current_graph_task_id() != -1:
+            return Phase.BACKWARD
+        return Phase.OPTIMIZER if self.modules.in_optimizer else self.recorder.phase
+
+    def _see_node(self) -> None:
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._node, self._node_began = node, self.recorder.tick()
+
+    def made_earlier(self, tensor: torch.Tensor) -> bool:
+        """Whether a node of the graph before the one that runs now made the tensor."""
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            return True
+        life = self.life_of(tensor)
+        return life is not None and life.born < self._node_began
+
+    @contextmanager
+    def factories(self, on_device: bool) -> Iterator[None]:
+        """While open, what operations without tensor inputs make lies on the device, or on the host."""
+        before, self.on_device = self.on_device, on_device
+        try:
+            yield
+        finally:
+            self.on_device = before
+
+    @contextmanager
+    def placed(self, on_device: bool | None) -> Iterator[None]:
+        """While open, every result lies there, whatever the inputs (None: as always)."""
+        before, self._placed = self._placed, on_device if on_device is not None else self._placed
+        try:
+            yield
+        finally:
+            self._placed = before
+
+    # -- storages ------------------------------------------------------------------------------------------------
+
+    def life_of(self, tensor: torch.Tensor) -> Life | None:
+        entry = self._live.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry else None
+
+    def lives(self) -> Iterator[Life]:
+        return (life for life, _ in self._live.values())
+
+    def mark(self, tensor: object, category: Category) -> None:
+        if isinstance(tensor, torch.Tensor) and (life := self.life_of(tensor)) is not None:
+            life.category = category
+
+    def adopt(self, tensor: torch.Tensor, category: Category) -> None:
+        """Record a storage that came from outside of the trace: it is there from its first use."""
+        self._watch(tensor, self.recorder.alloc(
+            tensor.untyped_storage().nbytes(), phase=Phase.BUILD, module=-1, dtype=_dtype(tensor), category=category
+        ))
+
+    def _fresh(self, outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+        """Outputs whose storages were not seen before, with their sizes; each storage once."""
+        found: dict[int, tuple[torch.Tensor, int]] = {}
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live and storage._cdata not in found:
+                found[storage._cdata] = (tensor, storage.nbytes())
+        return list(found.values())
+
+    def _resized(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[Life, int]]:
+        """Storages that an ``out=`` or ``resize_`` operation made larger or smaller."""
+        if not func._schema.is_mutable:
+            return []
+        found = []
+        for tensor in (*_tensors(args), *_tensors(list(kwargs.values()))):
+            life = self.life_of(tensor)
+            if life is not None and life.bytes != (now := tensor.untyped_storage().nbytes()):
+                found.append((life, now))
+        return found
+
+    def _resize(self, life: Life, bytes: int, phase: Phase) -> None:
+        """A resized storage takes the new bytes before it lets the old go (they are copied over)."""
+        key = next(key for key, (other, _) in self._live.items() if other is life)
+        fresh = self.recorder.alloc(
+            bytes, phase=phase, module=life.module, dtype=life.dtype, on_device=life.on_device, category=life.category
+        )
+        self._live[key] = (fresh, self._live[key][1])
+        self.recorder.free(life, phase)
+
+    def _play(
+        self, kernel: Kernel, fresh: list[tuple[torch.Tensor, int]], phase: Phase, module: int, on_device: bool
+    ) -> None:
+        kernel.emit()
+        recorder, held = self.recorder, {}
+        factory = not any(True for _ in _tensors(kernel.args))
+        for what, handle, bytes in kernel.script:
+            if what == "alloc":
+                held[handle] = recorder.alloc(
+                    bytes, phase=phase, module=module, on_device=on_device, category=Category.TEMPORARY
+                )
+            elif what == "free":
+                if handle in held:
+                    recorder.free(held.pop(handle), phase)
+            else:
+                tensor, size = fresh[handle]
+                if life := self._output(tensor, size if bytes < 0 else bytes, phase, module, on_device):
+                    life.from_factory = factory
+        for life in held.values():
+            recorder.free(life, phase)
+
+    def _output(self, tensor: torch.Tensor, bytes: int, phase: Phase, module: int, on_device: bool) -> Life | None:
+        if bytes == 0:
+            return None
+        life = self.recorder.alloc(bytes, phase=phase, module=module, dtype=_dtype(tensor), on_device=on_device)
+        self._watch(tensor, life)
+        return life
+
+    def _watch(self, tensor: torch.Tensor, life: Life) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def died(_: object) -> None:
+            now, _reference = self._live.pop(key)
+            self.recorder.free(now, self.phase())
+
+        self._live[key] = (life, weakref.ref(storage, died))
+
+    def _place(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """An operation's results lie where its inputs lie; without inputs, where the caller's context says."""
+        if self._placed is not None:
+            return self._placed
+        lives = [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
+        sized = [life for life in lives if life.on_device]
+        if torch._C._current_graph_task_id() != -1:
+            return bool(sized) or self.recorder.uses_device
+        return bool(sized) if lives else self.on_device
+
+    def _describe(
+        self, index: int, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        inputs, outputs = list(_tensors(args)), list(_tensors(result))
+        count = flop_registry.get(func.overloadpacket)
+        flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+        first = outputs or inputs
+        self.recorder.describe_op(
+            index,
+            flops=flops,
+            read_bytes=sum(t.numel() * t.element_size() for t in inputs),
+            written_bytes=sum(t.numel() * t.element_size() for t in outputs),
+            dtype=_dtype(first[0]) if first else "",
+        )
+
+
+@lru_cache(maxsize=None)
+def _decomposes(func: torch._ops.OpOverload) -> bool:
+    """Without autograd (inference mode) composite operations arrive whole; PyTorch runs their parts."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
+
+
+@lru_cache(maxsize=None)
+def _is_view(func: torch._ops.OpOverload) -> bool:
+    aliases = [r.alias_info for r in func._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+

@@ -1,0 +1,49 @@
+"""Why a step could not be traced, said with the line of the user's program that asked for it."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from brim.errors import UnsupportedError
+
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def data_dependent(func: torch._ops.OpOverload) -> UnsupportedError:
+    return UnsupportedError(
+        f"{func} needs the values of a tensor, and a trace has none.",
+        f"Asked at {_place()}.",
+        "Make the step's shapes and branches independent of values (or pass the value as a Python number).",
+    )
+
+
+def decision() -> UnsupportedError:
+    return UnsupportedError(
+        "A branch depends on a value that item() read from a tensor, and a trace has none.",
+        f"Asked at {_place()}.",
+        "Make the step's branches independent of values (or pass the value as a Python number).",
+    )
+
+
+def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
+    return UnsupportedError(
+        f"{func} has no fake kernel, so what it returns cannot be told without running it.",
+        f"Called at {_place()}.",
+        f"Register one with torch.library.register_fake({func.name()!r}).",
+    )
+
+
+def _place() -> str:
+    """The innermost line outside of PyTorch and brim; where that is in a library, the user's own line as well."""
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith((*_OWN, "<frozen"))]
+    if not frames:
+        return "a line inside PyTorch"
+    inner = frames[-1]
+    own = next((f for f in reversed(frames) if "site-packages" not in f.filename), inner)
+    text = f"{inner.filename}:{inner.lineno}: {inner.line}"
+    if own is not inner:
+        text += f" (called from {own.filename}:{own.lineno}: {own.line})"
+    return text

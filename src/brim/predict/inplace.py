@@ -1,0 +1,66 @@
+"""Where PyTorch's C++ code treats a tensor subclass more carefully than a plain tensor.
+
+It asks ``isTensorSubclassLike`` (true for every tensor while a dispatch mode is active) and then makes a copy where a
+plain run writes in place. The trace writes in place too, under the conditions that the C++ code checks.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from brim.predict.dispatch import RecordingMode
+
+_aten = torch.ops.aten
+
+# A tensor that only the caller in C++ holds is counted this often while a dispatch mode looks at it, and so its storage.
+_TENSOR_USES, _STORAGE_USES = 4, 2
+
+# Backward formulas that write into a tensor they have just made (torch/csrc/autograd/FunctionsManual.cpp,
+# aten/src/ATen/native/TensorAdvancedIndexing.cpp), with the form that a plain run uses.
+_ON_FRESH_TENSOR = {
+    _aten.index_put.default: _aten.index_put_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+    _aten.scatter.value: _aten.scatter_.value,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
+    _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,
+    _aten.masked_scatter.default: _aten.masked_scatter_.default,
+}
+
+
+def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], mode: RecordingMode) -> torch._ops.OpOverload:
+    """The operation that a run with plain tensors makes in the place of ``func``."""
+    if func is _aten.add.Tensor:
+        if _called_by_engine() and len(args) == 2 and _may_be_overwritten(args[0]) and mode.made_earlier(args[0]):
+            return _aten.add_.Tensor  # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
+    elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(args[0]):
+        return _ON_FRESH_TENSOR[func]
+    return func
+
+
+def _called_by_engine() -> bool:
+    """Whether autograd's C++ made the call: no Python frame lies between the engine and the dispatch."""
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (frame.f_code.co_name in _WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+_WRAPPERS = ("__torch_dispatch__", "_fn", "inner")  # PyTorch wraps the dispatch so that dynamo skips it
+
+
+def _may_be_overwritten(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return (
+        tensor._use_count() <= _TENSOR_USES + 2
+        and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
+        and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+    )

@@ -1,0 +1,21 @@
+"""What the target's kernels allocate inside, and where it differs from what a fake CPU tensor shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from brim.predict.lowering import cpu_attention
+from brim.predict.lowering.kernel import Kernel, Rule, nbytes
+
+__all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
+
+_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES}
+
+
+def rules_for(target: str) -> Callable[[torch._ops.OpOverload], Rule | None]:
+    """The rules of ``target``'s kernels, looked up by operation."""
+    if target == "cpu":
+        return _CPU.get
+    return lambda func: None

@@ -1,0 +1,164 @@
+"""Which attention kernel CUDA would run, and what each saves for the backward pass.
+
+Follows ``select_sdp_backend`` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; the kernels themselves are
+called on fake tensors, which gives their outputs and autograd's use of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    capability: tuple[int, int],
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``scaled_dot_product_attention`` of (batch, heads, tokens, head size) as CUDA does it."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (t.to(dtype) if t.dtype != torch.float64 else t for t in (query, key, value))
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
+    backend = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, capability)
+    if backend == "math":
+        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    if backend == "cudnn":
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        out = _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, False, scale=scale
+        )
+        return out[0]
+    if backend == "flash":
+        size = query.size(-1)
+        scale = size**-0.5 if scale is None else scale
+        query, key, value = (_pad_last(t, 8) for t in (query, key, value))
+        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        return out[0][..., :size] if out[0].size(-1) != size else out[0]
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    bias = None if attn_mask is None else _aligned_bias(attn_mask, query, key)
+    out = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+    )
+    return out[0]
+
+
+def choose(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    gqa: bool,
+    capability: tuple[int, int],
+) -> str:
+    """``flash``, ``cudnn``, ``efficient`` or ``math``, in the order in which PyTorch tries them."""
+    if any(t.dim() != 4 for t in (query, key, value)):
+        return "math"
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    size, value_size = query.size(-1), value.size(-1)
+    same_heads = query.size(1) == key.size(1) == value.size(1)
+    heads_fit = same_heads or (gqa and query.size(1) % key.size(1) == 0 and key.size(1) == value.size(1))
+    dense = all(t.stride(-1) == 1 for t in (query, key, value))
+    backends = torch.backends.cuda
+    # cuDNN comes first on Hopper and B200 with cuDNN > 9.15, which ships with CUDA 13 builds.
+    if (
+        capability[0] in (9, 10)
+        and backends.cudnn_sdp_enabled()
+        and query.dtype in _HALF
+        and dense
+        and size % 8 == 0
+        and value_size % 8 == 0
+        and max(size, value_size) <= 128
+        and heads_fit
+        and key.size(2) > 1
+        and query.size(2) > 1
+    ):
+        return "cudnn"
+    if (
+        capability >= (8, 0)
+        and backends.flash_sdp_enabled()
+        and query.dtype in _HALF
+        and mask is None
+        and dense
+        and size == key.size(-1) == value_size
+        and size <= 256
+        and heads_fit
+        and not (causal and query.size(2) != key.size(2) and query.size(2) == 0)
+        and not (needs_grad and size > 192 and capability in ((8, 6), (8, 9), (12, 0)) and dropout > 0)
+    ):
+        return "flash"
+    align = (8 if query.dtype in _HALF else 4) if capability >= (7, 0) else 1
+    if (
+        backends.mem_efficient_sdp_enabled()
+        and query.dtype in (*_HALF, torch.float32)
+        and same_heads
+        and dense
+        and size == key.size(-1)
+        and size % align == 0
+        and value_size % align == 0
+        and not (mask is not None and mask.requires_grad and needs_grad and query.size(-1) == 0)
+        and query.size(2) > 0
+    ):
+        return "efficient"
+    return "math"
+
+
+def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -tensor.size(-1) % multiple
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The kernel reads the bias 16 bytes at a time: rows are padded where their length is not a multiple of 16."""
+    columns = mask.size(-1)
+    if mask.dtype != query.dtype:
+        mask = mask.to(query.dtype)
+    if columns % 16 and columns > 1:
+        mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def _math(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> torch.Tensor:
+    """``_scaled_dot_product_attention_math`` (transformers/attention.cpp): scaled before the product, softmax, product."""
+    origin = query.dtype
+    if origin in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    if causal:
+        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+    root = (query.size(-1) ** -0.5 if scale is None else scale) ** 0.5
+    query = query * root
+    if gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    scores = query @ (key * root).transpose(-2, -1)
+    if mask is not None:
+        scores = scores.add_(mask) if not torch.is_grad_enabled() else scores + mask.to(scores.dtype)
+    weights = _aten._safe_softmax(scores, -1)
+    if dropout > 0:
+        weights = torch.native_dropout(weights, dropout, True)[0]
+    return (weights @ value).to(origin)

@@ -1,0 +1,152 @@
+"""CUDA's autocast, op by op, in the place of the CPU's (aten/src/ATen/autocast_mode.h).
+
+The fake tensors lie on the CPU, so PyTorch would consult the CPU's lists. While a trace runs, the kernels of the
+CPU's autocast key are replaced by these, and put back after.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+LOWER_PRECISION = (
+    "conv1d", "conv2d", "conv2d.padding", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input", "convolution", "conv1d.padding", "conv3d.padding", "prelu", "addmm", "addmv", "addr",
+    "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
+    "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+)  # fmt: skip
+FP32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss",
+    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
+    "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft",
+)  # fmt: skip
+FP32_OUT = ("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList",
+            "linalg_vector_norm", "linalg_matrix_norm")  # fmt: skip
+WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+          "scatter_add", "cat", "stack")  # fmt: skip
+
+
+@contextmanager
+def cuda_lists() -> Iterator[None]:
+    """Replace the CPU's autocast kernels by CUDA's for the duration."""
+    library = torch.library.Library("aten", "IMPL")
+    cache = _Cache()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
+            _fall_through(library)
+            _install(library, cache)
+        with mock.patch.object(torch, "clear_autocast_cache", cache.clear):
+            yield
+    finally:
+        library._destroy()
+
+
+def _install(library: torch.library.Library, cache: _Cache) -> None:
+    for names, make in ((LOWER_PRECISION, cache.lower), (FP32, _to_fp32), (FP32_OUT, _to_fp32), (WIDEST, _widest)):
+        for name in names:
+            op = _overload(name)
+            library.impl(op, make(op), "AutocastCPU", allow_override=True)
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    packet, _, overload = name.partition(".")
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+def _fall_through(library: torch.library.Library) -> None:
+    """Operations that only the CPU's lists name run as they are."""
+    listed = {_overload(name).name() for name in (*LOWER_PRECISION, *FP32, *FP32_OUT, *WIDEST)}
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
+        if name.startswith("aten::") and name not in listed:
+            library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+
+
+
+def _eligible(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value) if _eligible(value) else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_each(item, change) for item in value)
+    return value
+
+
+class _Cache:
+    """Lower-precision copies of leaf weights, kept until the outermost autocast region ends."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def clear(self) -> None:
+        self._copies.clear()
+
+    def lower(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+            with torch._C._ExcludeDispatchKeyGuard(key):
+                changed = _each(list(args), self._cast)
+                return op(*changed, **{name: _each(value, self._cast) for name, value in kwargs.items()})
+
+        return kernel
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = torch.get_autocast_dtype("cpu")
+        if tensor.dtype == dtype:
+            return tensor
+        cached = (
+            tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not cached:
+            return tensor.to(dtype)
+        found = self._copies.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        copy = tensor.to(dtype)
+        self._copies[id(tensor)] = (weakref.ref(tensor), copy)
+        return copy
+
+
+def _to_fp32(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            if kwargs.get("dtype") is not None:
+                return op(*args, **kwargs)
+            changed = _each(list(args), lambda t: t.float())
+            return op(*changed, **{name: _each(value, lambda t: t.float()) for name, value in kwargs.items()})
+
+    return kernel
+
+
+def _widest(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            seen: list[torch.Tensor] = []
+            _each(list(args), lambda t: (seen.append(t), t)[1])
+            wide = torch.float32 if any(t.dtype == torch.float32 for t in seen) else None
+            changed = _each(list(args), lambda t: t if wide is None else t.to(wide))
+            return op(*changed, **kwargs)
+
+    return kernel

@@ -1,0 +1,37 @@
+"""Fake kernels where PyTorch has none, or one that refuses what the real kernel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def _grouped_mm(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Shapes of aten/src/ATen/native/GroupedMMUtils.h: rows of the output are padded to 16 bytes."""
+    dtype = out_dtype or first.dtype
+    if first.dim() == 2 and second.dim() == 2:
+        assert offs is not None
+        shape = (offs.size(0), first.size(0), second.size(1))
+    elif first.dim() == 2:
+        shape = (first.size(0), second.size(-1))
+    elif second.dim() == 2:
+        shape = (first.size(1), second.size(1))
+    else:
+        shape = (first.size(0), first.size(1), second.size(-1))
+    align = 16 // dtype.itemsize
+    row = -(-shape[-1] // align) * align
+    strides = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten._grouped_mm.default: _grouped_mm}

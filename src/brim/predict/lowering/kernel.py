@@ -1,0 +1,69 @@
+"""What one kernel allocates while it runs: the script that a rule writes and the recorder plays.
+
+A rule is a function of a :class:`Kernel`. It says which temporaries the real kernel takes, in which order with the
+outputs, and which are let go before the end; what is still held when the rule returns is freed there, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class Kernel:
+    """One call. ``outputs`` are the tensors whose storages are new, in the order in which the operation returns them."""
+
+    func: torch._ops.OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    outputs: list[torch.Tensor]
+    result: Any
+    script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
+    _handles: int = 0
+    _emitted: set[int] = field(default_factory=set)
+
+    def temp(self, bytes: int) -> int:
+        """Take a temporary; returns a handle for ``free``. Kernels skip empty ones as the allocator does."""
+        self._handles += 1
+        if bytes > 0:
+            self.script.append(("alloc", self._handles, int(bytes)))
+        return self._handles
+
+    def free(self, handle: int) -> None:
+        self.script.append(("free", handle, 0))
+
+    def emit(self, index: int | None = None, bytes: int = -1) -> None:
+        """Allocate output ``index`` (all that are left: None) here; ``bytes`` where the real storage differs."""
+        wanted = range(len(self.outputs)) if index is None else (index,)
+        for one in wanted:
+            if one < len(self.outputs) and one not in self._emitted:
+                self._emitted.add(one)
+                self.script.append(("out", one, bytes))
+
+    def drop(self, tensor: torch.Tensor | None) -> None:
+        """The real kernel makes no storage for this output."""
+        for index, output in enumerate(self.outputs):
+            if output is tensor and index not in self._emitted:
+                self._emitted.add(index)
+                self.script.append(("out", index, 0))
+
+    def arg(self, name: str) -> Any:
+        """An argument by its name in the schema, defaults included."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for index, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                return self.args[index] if index < len(self.args) else argument.default_value
+        raise KeyError(name)
+
+
+Rule = Callable[[Kernel], None]
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """What a dense copy of the tensor takes."""
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,93 @@
+"""Which module is running, and which storages are parameters, buffers, gradients, optimizer state or a KV cache.
+
+Uses PyTorch's global hooks only; all are removed when the tracker is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.optim import optimizer as optim_hooks
+
+
+class ModuleTracker:
+    """The stack of running modules, as indices into ``modules``; -1 stands for code outside of any module."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.on_cache: Callable[[Any], None] = lambda cache: None  # told of every KV cache that a module returns
+        self.in_optimizer = False
+        self._index: dict[int, int] = {}
+        self._stack: list[int] = []
+        self._by_sequence: dict[int, int] = {}
+
+    def current(self) -> int:
+        """The innermost module; in the backward pass the one whose forward made the graph's node."""
+        if self._stack:
+            if torch._C._current_graph_task_id() == -1:
+                self._by_sequence[torch.autograd._get_sequence_nr() - 1] = self._stack[-1]
+            return self._stack[-1]
+        if torch._C._current_graph_task_id() == -1:
+            return -1
+        node = torch._C._current_autograd_node()
+        return self._by_sequence.get(node._sequence_nr(), -1) if node is not None else -1
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = [
+            hooks.register_module_parameter_registration_hook(self._registered),
+            hooks.register_module_buffer_registration_hook(self._registered),
+            hooks.register_module_forward_pre_hook(self._enter),
+            hooks.register_module_forward_hook(self._leave, always_call=True),
+            optim_hooks.register_optimizer_step_pre_hook(self._optimizer_starts),
+            optim_hooks.register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def paths(self) -> list[str]:
+        """The qualified name of every module seen, in their order, then "" for code outside of any module."""
+        children = {id(child) for module in self.modules for child in module.children()}
+        roots = [module for module in self.modules if id(module) not in children]
+        names: dict[int, str] = {}
+        for root in roots:
+            prefix = "" if len(roots) == 1 else type(root).__name__
+            for path, module in root.named_modules():
+                names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
+        return [*(names.get(id(module), type(module).__name__) for module in self.modules), ""]
+
+    def _number(self, module: nn.Module) -> int:
+        index = self._index.get(id(module))
+        if index is None:
+            index = self._index[id(module)] = len(self.modules)
+            self.modules.append(module)
+        return index
+
+    def _registered(self, module: nn.Module, name: str, value: Any) -> None:
+        self._number(module)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._number(module))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+        cache = getattr(output, "past_key_values", None)
+        if cache is not None:
+            self.on_cache(cache)
+
+    def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.in_optimizer = True
+        if all(optimizer is not other for other in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.in_optimizer = False

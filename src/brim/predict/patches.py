@@ -1,0 +1,93 @@
+"""What is replaced while a trace runs, and put back after: places where PyTorch or transformers ask for a value, or
+look whether a tensor is fake, although the step they stand for does not."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from brim.predict.values import UnknownNumber, known
+
+
+class ValueMode(TorchFunctionMode):
+    """``item()`` of an unknown floating value gives a number that may be computed with but not decided on."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item and args[0].dtype.is_floating_point and known(args[0]) is None:
+            return UnknownNumber()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def while_tracing() -> Iterator[None]:
+    """All replacements, for the duration of one trace."""
+    with mock.patch.object(torch.utils, "swap_tensors", _set_data), \
+         mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
+         mock.patch.object(builtins, "max", _of_unknown(builtins.max)), \
+         mock.patch.object(builtins, "min", _of_unknown(builtins.min)), \
+         _transformers_sees_plain_tensors(), ValueMode():  # fmt: skip
+        yield
+
+
+@contextmanager
+def _transformers_sees_plain_tensors() -> Iterator[None]:
+    """transformers skips its checks of a mask's values for fake tensors; here the values are known or an error."""
+    module = sys.modules.get("transformers.utils.import_utils")
+    if module is None:
+        try:
+            import transformers.utils.import_utils as module  # noqa: PLC0415  # not needed to trace other models
+        except ImportError:
+            module = None
+    if not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    with mock.patch.object(module, "is_fake_tensor", lambda tensor: False):
+        yield
+
+
+def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
+    """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones."""
+    first.data = second.data
+
+
+def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:
+    """The larger or smaller of numbers of which one is unknown is unknown: no decision that memory could see."""
+
+    def pick(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 1:
+            for arg in args:
+                if type(arg) is UnknownNumber:
+                    return arg
+                if isinstance(arg, torch.Tensor) and arg.dim() == 0 and arg.dtype.is_floating_point and not known(arg):
+                    return arg
+        return builtin(*args, **kwargs)
+
+    return pick
+
+
+def _truncated_normal(
+    tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """torch.nn.init's rejection sampling with as many rounds as are expected to be needed."""
+    with torch.no_grad():
+        cdf = [(1 + math.erf((edge - mean) / std / math.sqrt(2))) / 2 for edge in (a, b)]
+        accepted = cdf[1] - cdf[0]
+        tensor.normal_(mean, std, generator=generator)
+        result, rejected = tensor, tensor.numel() * (1 - accepted)
+        while True:
+            mask = (result < a) | (result > b)
+            if rejected < 1 or accepted <= 0.3:
+                break
+            result = torch.where(mask, torch.empty_like(result).normal_(mean, std, generator=generator), result)
+            rejected *= 1 - accepted
+        if tensor is not result:
+            tensor.copy_(result)
+    return tensor

@@ -1,0 +1,261 @@
+"""A GPU that is not there: while a trace for CUDA runs, ``.cuda()``, ``device="cuda"`` and ``torch.cuda`` work.
+
+Fake tensors stay on the CPU underneath (fake CUDA tensors fail in autograd without a GPU). Every storage remembers
+whether the program put it on the GPU; what lies on the host is not part of a CUDA trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.overrides import TorchFunctionMode
+
+from brim.predict.dispatch import RecordingMode
+from brim.predict.lowering import cuda_attention
+
+_CUDA = torch.device("cuda", 0)
+_KEYS = ("device", "device_type")
+
+
+class PretendCuda(TorchFunctionMode):
+    """Sends calls that name a CUDA device to the fake CPU, and tells the recorder where the result lies."""
+
+    def __init__(self, recording: RecordingMode, capability: tuple[int, int]) -> None:
+        super().__init__()
+        self.recording, self.capability = recording, capability
+        self._replaced: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.cuda: self._cuda,
+            torch.Tensor.cpu: lambda tensor, **kwargs: self._move(tensor, False),
+            torch.Tensor.to: self._to,
+            torch.Tensor.pin_memory: lambda tensor, *args, **kwargs: tensor,
+            torch.Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
+            torch.Tensor.get_device: lambda tensor: 0 if self.on_device(tensor) else -1,
+            torch.Tensor.record_stream: lambda tensor, stream: None,
+            torch.Tensor.is_cuda.__get__: self.on_device,
+            torch.Tensor.is_cpu.__get__: lambda tensor: not self.on_device(tensor),
+            torch.nn.functional.scaled_dot_product_attention: self._attention,
+            torch.dropout: self._dropout,
+        }
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        life = self.recording.life_of(tensor)
+        return life is not None and life.on_device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        replaced = self._replaced.get(func)
+        if replaced is not None:
+            return replaced(*args, **kwargs)
+        device = kwargs.get("device")
+        if device is None:
+            with self.recording.factories(self._any_on_device(args)):
+                return func(*args, **kwargs)
+        cuda = is_cuda(device)
+        self.recording.recorder.uses_device |= cuda
+        with self.recording.factories(cuda), self.recording.placed(cuda if _copies(func) else None):
+            return func(*args, **kwargs | {"device": "meta" if _is_meta(device) else "cpu"})
+
+    def _any_on_device(self, args: Any) -> bool:
+        for arg in args:
+            if isinstance(arg, FakeTensor):
+                if self.on_device(arg):
+                    return True
+            elif isinstance(arg, (tuple, list)) and arg and isinstance(arg[0], FakeTensor) and self.on_device(arg[0]):
+                return True
+        return False
+
+    def _cuda(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.recording.recorder.uses_device = True
+        return self._move(tensor, True)
+
+    def _move(self, tensor: torch.Tensor, cuda: bool) -> torch.Tensor:
+        if not isinstance(tensor, FakeTensor) or self.on_device(tensor) == cuda:
+            return tensor
+        with self.recording.placed(cuda):
+            return torch.Tensor.to(tensor, tensor.dtype, copy=True)
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.pop("device", None)
+        if args and isinstance(args[0], torch.Tensor):  # .to(other)
+            device, args = _CUDA if self.on_device(args[0]) else torch.device("cpu"), (args[0].dtype, *args[1:])
+        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, int)) and not _is_dtype(args[0])):
+            device, args = args[0], args[1:]
+        if device is None:
+            return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
+        if _is_meta(device):
+            return torch.Tensor.to(tensor, "meta", *args, **kwargs)
+        cuda = is_cuda(device)
+        self.recording.recorder.uses_device |= cuda
+        moves = self.on_device(tensor) != cuda
+        dtype = kwargs.pop("dtype", None) or (args[0] if args and _is_dtype(args[0]) else tensor.dtype)
+        kwargs.pop("non_blocking", None)
+        with self.recording.placed(cuda):
+            return torch.Tensor.to(tensor, dtype, copy=moves or bool(kwargs.pop("copy", False)), **kwargs)
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        with self.recording.factories(self._any_on_device((query,))):
+            return cuda_attention.attention(query, key, value, capability=self.capability, **options)
+
+    def _dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        """CUDA fuses dropout and keeps a boolean mask (aten/src/ATen/native/Dropout.cpp)."""
+        if train and 0 < p < 1 and input.numel() > 0:
+            return torch.native_dropout(input, p, train)[0]
+        return torch.dropout(input, p, train)
+
+
+def is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _is_meta(device: object) -> bool:
+    return device == "meta" or (isinstance(device, torch.device) and device.type == "meta")
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _copies(func: Any) -> bool:
+    """Functions that take a tensor and a device: the result lies on that device, not on the tensor's."""
+    return getattr(func, "__name__", "").endswith(("_like", "as_tensor")) or getattr(func, "__name__", "").startswith("new_")
+
+
+@contextmanager
+def pretending(recording: RecordingMode, capability: tuple[int, int]) -> Iterator[PretendCuda]:
+    """Everything that makes CUDA seem present, for the duration of one trace."""
+    mode = PretendCuda(recording, capability)
+    recording.on_device = False
+    with contextlib.ExitStack() as stack:
+        for name, value in _torch_cuda(mode, recording).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(FakeTensor, "device", _device_property(mode, recording)))
+        stack.enter_context(_autocast_state())
+        supported = [*optimizer._foreach_supported_types, FakeTensor]
+        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", supported))
+        stack.enter_context(mode)
+        yield mode
+
+
+def _device_property(mode: PretendCuda, recording: RecordingMode) -> property:
+    true_device = FakeTensor.device
+
+    def get(tensor: FakeTensor) -> torch.device:
+        if not recording.inside and tensor.fake_device.type == "cpu" and mode.on_device(tensor):
+            return _CUDA
+        return true_device.fget(tensor)  # type: ignore[attr-defined,no-any-return]
+
+    return property(get, true_device.fset)  # type: ignore[attr-defined]
+
+
+def _torch_cuda(mode: PretendCuda, recording: RecordingMode) -> dict[str, Any]:
+    """``torch.cuda`` as it looks on a machine with one GPU of the capability asked for."""
+
+    def held(*args: Any, **kwargs: Any) -> int:
+        return sum(life.bytes for life in recording.lives() if life.on_device)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with recording.factories(False):
+            return torch.empty(16, dtype=torch.uint8)
+
+    major, minor = mode.capability
+    properties = SimpleNamespace(name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128)
+    silent = ("set_device", "synchronize", "empty_cache", "ipc_collect", "init", "_lazy_init", "manual_seed",
+              "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated", "set_rng_state")  # fmt: skip
+    numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    return {
+        **dict.fromkeys(silent, nothing),
+        **dict.fromkeys(numbers, held),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "is_bf16_supported": lambda *args, **kwargs: major >= 8,
+        "get_device_capability": lambda *args: mode.capability,
+        "get_device_name": lambda *args: "GPU",
+        "get_device_properties": lambda *args: properties,
+        "mem_get_info": lambda *args: (1 << 40, 1 << 40),
+        "get_rng_state": rng_state,
+        "is_current_stream_capturing": lambda: False,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *args: _Stream(),
+        "default_stream": lambda *args: _Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+    }
+
+
+class _Stream:
+    """Streams order work in time, which a trace has none of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: object = None) -> _Event:
+        return _Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+@contextmanager
+def _autocast_state() -> Iterator[None]:
+    """Autocast for CUDA acts on what is a CPU tensor underneath: its state is kept as the CPU's."""
+    names = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(torch, name, _as_cpu(getattr(torch, name))))
+        before = torch.get_autocast_dtype("cpu")
+        torch.set_autocast_dtype("cpu", torch.float16)  # what autocast("cuda") takes unless told
+        try:
+            yield
+        finally:
+            torch.set_autocast_dtype("cpu", before)
+
+
+def _as_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if not args:  # the older form without a device speaks of CUDA
+            args = ("cpu",)
+        elif isinstance(args[0], bool):
+            args = ("cpu", *args)
+        return function("cpu" if args[0] == "cuda" else args[0], *args[1:])
+
+    return call

@@ -1,0 +1,125 @@
+"""The clock of a trace: every operation, allocation and free takes one tick, in the order in which they happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from brim.core import Category, Op, Phase, Storage
+
+
+@dataclass(slots=True)
+class Life:
+    """A storage while its life is being written; ``module`` indexes the tracker's modules (-1: outside of any)."""
+
+    id: int
+    bytes: int
+    module: int
+    phase: Phase
+    step: int
+    dtype: str
+    born: int
+    on_device: bool
+    from_factory: bool
+    died: int | None = None
+    died_phase: Phase | None = None
+    category: Category | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """An operation while the module's name is not known yet."""
+
+    op: Op
+    module: int
+
+
+class Recorder:
+    """Writes operations and storage lives against one clock. It never looks at a tensor."""
+
+    def __init__(self) -> None:
+        self.lives: list[Life] = []
+        self.runs: list[Run] = []
+        self.step_starts: list[int] = []
+        self.not_modelled: set[str] = set()
+        self.notes: dict[str, str] = {}
+        self.uses_device = False  # whether the program put anything on the device
+        self.step = -1
+        self.phase = Phase.BUILD
+        self._tick = -1
+
+    def tick(self) -> int:
+        self._tick += 1
+        return self._tick
+
+    def begin_step(self) -> None:
+        self.step += 1
+        self.phase = Phase.FORWARD
+        self.step_starts.append(self._tick + 1)
+
+    def begin_op(self, name: str, phase: Phase, module: int) -> int:
+        """Open an operation and give its index, for ``describe_op`` once its outputs are known."""
+        self.runs.append(Run(Op(name=name, module="", phase=phase, step=self.step, at=self.tick()), module))
+        return len(self.runs) - 1
+
+    def describe_op(self, index: int, *, flops: int, read_bytes: int, written_bytes: int, dtype: str) -> None:
+        run = self.runs[index]
+        run.op = replace(run.op, flops=flops, read_bytes=read_bytes, written_bytes=written_bytes, dtype=dtype)
+
+    def alloc(
+        self,
+        bytes: int,
+        *,
+        phase: Phase,
+        module: int,
+        dtype: str = "",
+        on_device: bool = True,
+        from_factory: bool = False,
+        category: Category | None = None,
+    ) -> Life:
+        life = Life(
+            id=len(self.lives),
+            bytes=bytes,
+            module=module,
+            phase=phase,
+            step=self.step,
+            dtype=dtype,
+            born=self.tick(),
+            on_device=on_device,
+            from_factory=from_factory,
+            category=category,
+        )
+        self.lives.append(life)
+        return life
+
+    def free(self, life: Life, phase: Phase) -> None:
+        life.died, life.died_phase = self.tick(), phase
+
+    def storages(self, module_paths: list[str], *, device_only: bool) -> tuple[Storage, ...]:
+        """The storages in order of birth, with what was not categorised while running decided by phase and life."""
+        kept = [life for life in self.lives if life.on_device or not device_only]
+        return tuple(
+            Storage(
+                id=index,
+                bytes=life.bytes,
+                category=life.category or _category_by_life(life),
+                module=module_paths[life.module],
+                born=life.born,
+                died=life.died,
+                dtype=life.dtype,
+            )
+            for index, life in enumerate(kept)
+        )
+
+    def ops(self, module_paths: list[str]) -> tuple[Op, ...]:
+        return tuple(replace(run.op, module=module_paths[run.module]) for run in self.runs)
+
+
+def _category_by_life(life: Life) -> Category:
+    """A tensor made while building and not a parameter feeds the steps; one that outlives the forward is an activation."""
+    if life.phase is Phase.BUILD and life.died is None:
+        return Category.INPUT
+    if life.from_factory and life.module < 0 and life.phase is Phase.FORWARD:
+        return Category.INPUT
+    if life.phase is Phase.FORWARD and life.died_phase not in (Phase.FORWARD, None):
+        return Category.ACTIVATION
+    return Category.TEMPORARY

@@ -1,0 +1,122 @@
+"""Watch a step without running it: fake tensors go through the user's own code, and every storage's life is written.
+
+``build`` and the ``step`` that it returns run for real, in Python; only tensors have no data. So the order of
+allocations and frees is the one of a real run: it is decided by Python's and autograd's own references.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from brim.core import Category, Phase, Trace
+from brim.errors import UsageError
+from brim.predict import patches
+from brim.predict.dispatch import RecordingMode
+from brim.predict.lowering import rules_for
+from brim.predict.lowering.cuda_autocast import cuda_lists
+from brim.predict.modules import ModuleTracker
+from brim.predict.pretend import pretending
+from brim.predict.recorder import Recorder
+from brim.predict.values import KnownValues
+
+TARGETS = ("cuda", "cpu")
+
+
+def trace(
+    build: Callable[[], Callable[[], Any]],
+    *,
+    steps: int = 3,
+    target: str = "cuda",
+    model: str = "",
+    capability: tuple[int, int] = (8, 0),
+) -> Trace:
+    """Trace ``steps`` steps of what ``build()`` returns, as they would run on ``target``.
+
+    ``build`` makes model, optimizer and inputs and returns ``step``, a function of no arguments; both may do what
+    they like with tensors, and nothing is allocated. The first step creates optimizer state, so the peak is often
+    in the second. For CUDA, ``capability`` is the GPU's (it decides between attention kernels), and only what the
+    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole. Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values
+    (naming the line) or an operation that has no fake kernel (naming it).
+    """
+    if target not in TARGETS:
+        raise UsageError(f"target={target!r} was asked of trace().", f"Known targets are {', '.join(TARGETS)}.")
+    if steps < 1:
+        raise UsageError(f"steps={steps} was asked of trace().", "A trace has at least one step.")
+    recorder, modules = Recorder(), ModuleTracker()
+    mode = RecordingMode(recorder, modules, KnownValues(), rules_for(target))
+    modules.on_cache = lambda cache: _mark_cache(mode, cache)
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(modules.watching())
+        stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
+        stack.enter_context(mode)
+        stack.enter_context(patches.while_tracing())
+        if target == "cuda":
+            stack.enter_context(pretending(mode, capability))
+            stack.enter_context(cuda_lists())
+        step = build()
+        if not callable(step):
+            raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
+        _categorize(mode)
+        for _ in range(steps):
+            recorder.begin_step()
+            step()
+            _categorize(mode)
+        paths = modules.paths()
+        made = Trace(
+            model=model or _name(modules, build),
+            target=target,
+            ops=recorder.ops(paths),
+            storages=recorder.storages(paths, device_only=target == "cuda" and recorder.uses_device),
+            step_starts=tuple(recorder.step_starts),
+            not_modelled=tuple(sorted(recorder.not_modelled)),
+            notes=recorder.notes,
+        )
+        del step
+    return made
+
+
+def _name(modules: ModuleTracker, build: Callable[[], Any]) -> str:
+    children = {id(child) for module in modules.modules for child in module.children()}
+    roots = [type(m).__name__ for m in modules.modules if id(m) not in children]
+    return roots[0] if roots else getattr(build, "__name__", "step")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch logs a fake kernel's exception before raising it; the error says it once, to the caller."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _mark_cache(mode: RecordingMode, cache: Any) -> None:
+    """Keys and values that a Hugging Face cache holds, layer by layer."""
+    for layer in getattr(cache, "layers", ()):
+        for name in ("keys", "values"):
+            mode.mark(getattr(layer, name, None), Category.KV_CACHE)
+
+
+def _categorize(mode: RecordingMode) -> None:
+    mark = mode.mark
+    for module in mode.modules.modules:
+        for parameter in module._parameters.values():
+            mark(parameter, Category.PARAMETER)
+            if parameter is not None:
+                mark(parameter.grad, Category.GRADIENT)
+        for buffer in module._buffers.values():
+            mark(buffer, Category.BUFFER)
+    for optimizer in mode.modules.optimizers:
+        for state in optimizer.state.values():
+            for value in state.values():
+                mark(value, Category.OPTIMIZER_STATE)

@@ -1,0 +1,209 @@
+"""Values that are known although nothing is computed.
+
+Small tensors whose values follow from the program alone (``arange``, ``ones``, ``torch.tensor([...])`` and what is
+computed from them) are computed for real beside their fakes, so that masks and index tables can be asked about.
+The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...
+Nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+_aten = torch.ops.aten
+_MOST_ELEMENTS = {False: 1 << 20, True: 1 << 14}  # by whether the dtype is floating
+_FACTORIES = {
+    _aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.ones.default, _aten.zeros.default,
+    _aten.full.default, _aten.linspace.default, _aten.eye.default, _aten.eye.m, _aten.scalar_tensor.default,
+    _aten.lift_fresh.default, _aten.tril_indices.default, _aten.triu_indices.default,
+}  # fmt: skip
+_MOST_EXPERTS = 1024
+
+
+@dataclass(slots=True)
+class Known:
+    """A real tensor with a fake one's values; ``state`` is shared by all that share its storage."""
+
+    value: torch.Tensor
+    state: dict[str, bool] = field(default_factory=lambda: {"valid": True, "routing": False})
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    item: Any
+
+
+def known(tensor: object) -> Known | None:
+    found: Known | None = getattr(tensor, "_brim_known", None)
+    return found if found is not None and found.state["valid"] else None
+
+
+class KnownValues:
+    """Carries known values from operation to operation."""
+
+    def __init__(self) -> None:
+        self.used_routing = False
+
+    def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
+        """What a question about a value (``item``) is answered with, if the value is known."""
+        if func is not _aten._local_scalar_dense.default:
+            return None
+        source = known(args[0])
+        if source is None:
+            return None
+        self.used_routing |= source.state["routing"]
+        with _disable_current_modes():
+            return Item(source.value.item())
+
+    def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs of an operation whose shape depends on values, where these are known; else None."""
+        if torch.Tag.dynamic_output_shape not in func.tags:
+            return None
+        if func is _aten.index.Tensor:
+            return self._masked_index(args)
+        real = self._compute(func, args, kwargs)
+        if real is None:
+            return None
+        self.used_routing |= any(k.state["routing"] for t in _leaves((args, kwargs)) if (k := known(t)))
+        fakes = [torch.empty(r.shape, dtype=r.dtype) for r in _leaves(real)]
+        for fake, value in zip(fakes, _leaves(real), strict=True):
+            self._attach(fake, value, args, kwargs)
+        return fakes[0] if isinstance(real, torch.Tensor) else tuple(fakes)
+
+    def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Compute the values of ``result`` from known inputs, or forget those that ``func`` wrote over."""
+        if func in _FACTORIES:
+            if _small(result):
+                real = self._compute(func, args, kwargs)
+                if real is not None:
+                    result._brim_known = Known(real)
+            return
+        if func is _aten.topk.default:
+            _route(args, result)
+            return
+        inputs = [t for t in _leaves((args, kwargs)) if getattr(t, "_brim_known", None) is not None]
+        if not inputs:
+            return
+        real = None
+        if all(_small(t) for t in _leaves(result)):
+            real = self._compute(func, args, kwargs)
+        if real is None:
+            if func._schema.is_mutable and func is not _aten._amp_foreach_non_finite_check_and_unscale_.default:
+                _forget(func, args, kwargs)
+            return
+        for fake, value in zip(_leaves(result), _leaves(real), strict=False):
+            if getattr(fake, "_brim_known", None) is None:
+                self._attach(fake, value, args, kwargs)
+
+    def _compute(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        tensors = list(_leaves((args, kwargs)))
+        if func is not _aten.lift_fresh.default and any(known(t) is None for t in tensors):
+            return None
+        with _disable_current_modes(), torch.no_grad():
+            return func(*_real(args), **_real(kwargs))
+
+    def _masked_index(self, args: tuple[Any, ...]) -> Any:
+        """``self[mask]`` with a known mask: the same as indexing with the mask's positions."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                indices.append(index)
+                continue
+            mask = known(index)
+            if mask is None:
+                return None
+            self.used_routing |= mask.state["routing"]
+            with _disable_current_modes():
+                positions = mask.value.nonzero(as_tuple=True)
+            indices += [torch.empty(p.shape, dtype=p.dtype) for p in positions]
+        return _aten.index.Tensor(args[0], indices)
+
+    def _attach(self, fake: torch.Tensor, value: torch.Tensor, args: Any, kwargs: Any) -> None:
+        """Give ``fake`` its values; one that views an input shares that input's state."""
+        sources = [k for t in _leaves((args, kwargs)) if (k := known(t))]
+        storage = value.untyped_storage().data_ptr()
+        for source in sources:
+            if storage and source.value.untyped_storage().data_ptr() == storage:
+                fake._brim_known = Known(value, source.state)  # type: ignore[attr-defined]
+                return
+        made = Known(value)
+        made.state["routing"] = any(s.state["routing"] for s in sources)
+        fake._brim_known = made  # type: ignore[attr-defined]
+
+
+def _route(args: tuple[Any, ...], result: Any) -> None:
+    scores, count = args[0], args[1]
+    dim = args[2] if len(args) > 2 else -1
+    indices = result[1]
+    last = dim in (-1, scores.dim() - 1)
+    if not last or scores.size(-1) > _MOST_EXPERTS or not _small(indices) or indices.numel() == 0:
+        return
+    with _disable_current_modes():
+        experts = scores.size(-1)
+        rows = indices.numel() // count
+        first = torch.arange(rows).mul(count).unsqueeze(1)
+        picks = (first + torch.arange(count)).remainder(experts).view(tuple(indices.shape))
+    indices._brim_known = Known(picks)
+    indices._brim_known.state["routing"] = True
+
+
+def _forget(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for tensor in _leaves(value):
+                if (found := getattr(tensor, "_brim_known", None)) is not None:
+                    found.state["valid"] = False
+
+
+def _small(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.numel() <= _MOST_ELEMENTS[tensor.dtype.is_floating_point]
+
+
+def _leaves(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        found = known(value)
+        return value if found is None else found.value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_real(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _real(item) for key, item in value.items()}
+    return value
+
+
+class UnknownNumber(float):
+    """What ``item()`` gives for a value that is not known: fit for arithmetic and printing, not for decisions."""
+
+    def __new__(cls) -> UnknownNumber:
+        return super().__new__(cls, math.nan)
+
+    def _same(self, *others: object) -> UnknownNumber:
+        return UnknownNumber()
+
+    def _refuse(self, *others: object) -> Any:
+        from brim.predict.failures import decision  # a cycle at import time otherwise
+
+        raise decision()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same  # type: ignore[assignment]
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _same  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __trunc__ = __round__ = _refuse  # type: ignore[assignment]
+    __floor__ = __ceil__ = __hash__ = _refuse  # type: ignore[assignment]
