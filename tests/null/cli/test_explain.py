@@ -84,8 +84,8 @@ def test_a_missing_file_is_one_error(tmp_path, capsys):
 
 
 MESSAGE = (
-    "RuntimeError: CUDA out of memory. Tried to allocate 130.00 MiB (GPU 1; 7.80 GiB total capacity; 5.91 GiB already "
-    "allocated; 33.56 MiB free; 6.09 GiB reserved in total by PyTorch)"
+    "RuntimeError: CUDA out of memory. Tried to allocate 130.00 MiB (GPU 1; 7.80 GiB total capacity; 5.91 GiB "
+    "already allocated; 33.56 MiB free; 6.09 GiB reserved in total by PyTorch)"
 )
 
 
