@@ -47,6 +47,14 @@ class State:
     live: dict[int, Live] = field(default_factory=dict)
     lowest: dict[Group, int] = field(default_factory=dict)
     inconsistent: int = 0  # events that do not fit the state that follows them
+    guessed: dict[int, int] = field(default_factory=dict)  # end -> address of blocks that may be up to 1 MiB larger
+
+    def enlarge(self, address: int, by: int) -> None:
+        """Give the block at ``address`` more of the free memory behind it."""
+        live = self.live[address]
+        del self.guessed[live.address + live.size]
+        self.live[address] = made = replace(live, size=live.size + by)
+        self.guessed[made.address + made.size] = address
 
     @property
     def reserved_bytes(self) -> int:
@@ -134,8 +142,21 @@ class _Undo:
         for address, size in self._mapped.ranges(groups):
             group = groups.expandable(address)
             state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
+        self._drop_impossible()
         state.lowest = groups.lowest(state.ranges)
         return state
+
+    def _drop_impossible(self) -> None:
+        """Leave out what is empty or lies on another segment: the events were not all of one run."""
+        state = self._state
+        end = 0
+        for address in sorted(state.ranges):
+            found = state.ranges[address]
+            if found.size <= 0 or address < end:
+                del state.ranges[address]
+                state.inconsistent += 1
+            else:
+                end = address + found.size
 
 
 class _Mapped:
@@ -177,39 +198,46 @@ class _Mapped:
 class _Groups:
     """Stream, size class and pool of an address.
 
-    The snapshot's segments tell where they are known; what was given back before is recognised by its events.
+    The snapshot's segments tell where they are known. What was given back before, or mapped since, is recognised by
+    what was allocated or freed in it.
     """
 
     def __init__(self, history: History, config: AllocatorConfig) -> None:
-        self._history = history
-        known: dict[int, Group] = {
-            segment.address: (segment.stream, segment.small, segment.pool)
-            for segment in history.segments
-            if segment.expandable
-        }
-        if any(action in ("segment_map", "segment_unmap") for action in set(history.actions)):
-            self._learn(known, config)
+        self._history, self._config = history, config
+        known: dict[int, Group] = {}
+        changes = [i for i, action in enumerate(history.actions) if action in ("segment_map", "segment_unmap")]
+        if changes:
+            self._evidence = self._uses()
+            self._used = sorted(self._evidence)
+            known = {history.addresses[index]: self._recognised(index) for index in changes}
+        for segment in history.segments:
+            if segment.expandable:
+                known[segment.address] = (segment.stream, segment.small, segment.pool)
         self._addresses = sorted(known)
         self._groups = [known[address] for address in self._addresses]
 
-    def _learn(self, known: dict[int, Group], config: AllocatorConfig) -> None:
-        """Every map event's group is that of the first allocation that follows it on its stream."""
+    def _uses(self) -> dict[int, Group]:
+        """The group of every address that was allocated or freed."""
+        history, config = self._history, self._config
+        return {
+            history.addresses[index]: (
+                history.streams[index],
+                config.round_size(history.sizes[index]) <= SMALL_BYTES,
+                self._pool(index),
+            )
+            for index, action in enumerate(history.actions)
+            if action == "alloc" or action.startswith("free")
+        }
+
+    def _recognised(self, index: int) -> Group:
+        """The group of a range that event ``index`` mapped or unmapped."""
         history = self._history
-        waiting: list[int] = []
-        for index, action in enumerate(history.actions):
-            if action == "segment_map":
-                waiting.append(index)
-            elif action == "alloc" and waiting:
-                group = (
-                    history.streams[index],
-                    config.round_size(history.sizes[index]) <= SMALL_BYTES,
-                    self._pool(index),
-                )
-                for earlier in waiting:
-                    known.setdefault(history.addresses[earlier], group)
-                waiting.clear()
-            elif action == "segment_unmap":
-                waiting.clear()
+        address, size = history.addresses[index], history.sizes[index]
+        at = bisect_left(self._used, address)
+        if at < len(self._used) and self._used[at] < address + size:
+            return self._evidence[self._used[at]]
+        small = size % self._config.large_segment_bytes != 0
+        return history.streams[index], small, self._pool(index)
 
     def _pool(self, index: int) -> PoolId:
         return self._history.pools[index] if self._history.pools else DEFAULT_POOL
@@ -231,11 +259,27 @@ class _Groups:
         return [self._addresses[i] for i in range(max(first, 1), last) if self._groups[i] != self._groups[i - 1]]
 
     def lowest(self, ranges: Mapping[int, Range]) -> dict[Group, int]:
-        """The first address of each group that is ever mapped: pages are mapped from the lowest address on."""
-        found = {group: address for address, group in zip(self._addresses[::-1], self._groups[::-1], strict=True)}
+        """Where the address space of each group begins: pages are mapped from its lowest address on.
+
+        What is mapped later counts, until all of it was given back: then there is new address space.
+        """
+        found: dict[Group, int] = {}
+        mapped: dict[Group, int] = {}
         for at in ranges.values():
             if at.expandable:
                 found[at.group] = min(found.get(at.group, at.address), at.address)
+                mapped[at.group] = mapped.get(at.group, 0) + at.size
+        for action, address, size in zip(
+            self._history.actions, self._history.addresses, self._history.sizes, strict=True
+        ):
+            if action not in ("segment_map", "segment_unmap"):
+                continue
+            group = self.expandable(address)
+            if action == "segment_map" and mapped.get(group):
+                mapped[group] += size
+                found[group] = min(found[group], address)
+            elif mapped.get(group):
+                mapped[group] -= size
         return found
 
 
@@ -256,6 +300,8 @@ def _settle(state: State, history: History, config: AllocatorConfig) -> None:
         if not live.size and not found.expandable and not found.group[1] and address + size < end:
             allocs = allocs or _alloc_addresses(history)
             size = _unsplit_size(live, size, end, allocs, config)
+            if address + size < end:
+                state.guessed[address + size] = address
         if size != live.size:
             state.live[address] = replace(live, size=size)
 
