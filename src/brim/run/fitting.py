@@ -34,11 +34,13 @@ class Need:
     """What a step takes beside the blocks, and how much it computes.
 
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
+    Parameters in ``stay`` are not streamed.
     """
 
     step_bytes: int
     observation: Observation | None = None
     tokens: int = 1
+    stay: frozenset[str] = frozenset()
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -161,7 +163,7 @@ def _need(error: BudgetError) -> int:
 
 def _partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
-    partition: Partition | None = find_blocks(model)
+    partition: Partition | None = find_blocks(model, stay=need.stay)
     while partition is not None:
         yield partition
         partition = _finer(model, partition, need)
@@ -170,7 +172,8 @@ def _partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
 def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
     """The next finer partition: the largest blocks that can be cut at all, cut."""
     for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
-        finer = find_blocks(model, largest_bytes=size - 1, cut_parts=need.observation is not None)
+        cut_parts = need.observation is not None
+        finer = find_blocks(model, largest_bytes=size - 1, cut_parts=cut_parts, stay=need.stay)
         if len(finer.blocks) > len(partition.blocks):
             return finer if need.observation is None or need.observation.allows(finer) else None
     return None

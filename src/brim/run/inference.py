@@ -77,7 +77,14 @@ def load_opened(
     seen = [watch_inference(module, size) for size in sizes]
     spent_bytes = _spent(start_bytes)
     for size, step in zip(sizes, seen, strict=True):
-        need = Need(step_bytes=step.step_bytes, observation=step, tokens=size.batch, spent_bytes=spent_bytes)
+        need = Need(
+            step_bytes=step.step_bytes,
+            observation=step,
+            tokens=size.batch,
+            # What transformers computes has no file to be streamed from.
+            stay=frozenset(name for name, _ in module.named_parameters() if name not in weights.sources),
+            spent_bytes=spent_bytes,
+        )
         try:
             partition, plan = make_plan(module, hardware, budget, need, weights, task="generate")
             break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -54,16 +54,23 @@ def unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
         return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
-def find_blocks(model: nn.Module, *, largest_bytes: int | None = None, cut_parts: bool = True) -> Partition:
+def find_blocks(
+    model: nn.Module,
+    *,
+    largest_bytes: int | None = None,
+    cut_parts: bool = True,
+    stay: Collection[str] = (),
+) -> Partition:
     """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module.
 
     Without ``cut_parts`` the parts of a container stay whole: whether a module calls its children is not known.
+    Parameters in ``stay`` belong to no block.
     """
     parameters = dict(model.named_parameters())
     total = sum(tensor_bytes(p) for p in parameters.values())
     largest = total if largest_bytes is None or not cut_parts else largest_bytes
     units = list(_units(model, "", False, min(total * _COARSEST_FRACTION, largest_bytes or total), largest))
-    owners = _owners(model, parameters, units)
+    owners = {name: () if name in stay else held for name, held in _owners(model, parameters, units).items()}
     groups = _groups(owners)
     sizes = {held: sum(tensor_bytes(parameters[name]) for name in names) for held, names in groups.items()}
     small = total * _LOOSE_FRACTION

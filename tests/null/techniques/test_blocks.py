@@ -207,3 +207,10 @@ def test_every_parameter_has_one_place(tree: Any, ties: list[tuple[int, int]], l
         check(model, partition)
         for path, _ in model.named_modules():
             assert sum(path in block.triggers for block in partition.blocks) <= 2
+
+
+def test_parameters_that_must_stay_belong_to_no_block() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    partition = find_blocks(model, stay={"1.weight"})
+    assert "1.weight" in partition.loose
+    assert not any("1.weight" in block.tensors for block in partition.blocks)
