@@ -80,7 +80,7 @@ def test_compiled_before_it_is_fitted(tools: Any, same: Same) -> None:
 
 def test_inductor_gives_what_it_gives_unfitted(tools: Any, ids: torch.Tensor) -> None:
     twin, model = tools.make(layers=3), tools.make(layers=3)
-    tools.fit(model, **({} if tools.device == "cpu" else {"ram": "1MiB"}))
+    tools.fit(model, example=[ids], **({} if tools.device == "cpu" else {"ram": "1MiB"}))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # inductor's own
         wanted = torch.compile(twin)(ids)

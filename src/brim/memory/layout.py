@@ -72,9 +72,9 @@ def file_layout(sources: Sequence[TensorSource]) -> BlockLayout:
     offsets: dict[str, int] = {}
     cursor = 0
     for group in _adjacent(whole):
-        first, last = group[0].extents[0], group[-1].extents[0]
+        first = group[0].extents[0]
         at = cursor + first.offset % PAGE_BYTES
-        length = last.offset + last.bytes - first.offset
+        length = _end(group) - first.offset
         runs.append(ReadRun(path=first.path, offset=first.offset, bytes=length, at=at, direct=True))
         offsets |= {s.name: at + s.extents[0].offset - first.offset for s in group}
         cursor = round_up(at + length, PAGE_BYTES)
@@ -127,11 +127,16 @@ def _adjacent(sources: Sequence[TensorSource]) -> list[list[TensorSource]]:
     for source in sorted(sources, key=lambda s: (s.extents[0].path, s.extents[0].offset)):
         extent = source.extents[0]
         last = groups[-1][-1].extents[0] if groups else None
-        if last and last.path == extent.path and extent.offset - last.offset - last.bytes <= _bridged(groups[-1]):
+        if last and last.path == extent.path and extent.offset - _end(groups[-1]) <= _bridged(groups[-1]):
             groups[-1].append(source)
         else:
             groups.append([source])
     return groups
+
+
+def _end(group: Sequence[TensorSource]) -> int:
+    """Where the bytes of ``group`` end in their file; several tensors may be made of the same bytes."""
+    return max(source.extents[0].offset + source.extents[0].bytes for source in group)
 
 
 def _bridged(group: Sequence[TensorSource]) -> int:

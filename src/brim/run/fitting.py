@@ -70,13 +70,13 @@ def fit(
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
     hardware = machine(device)
     budget = budgets(hardware, vram, ram, device)
+    seen = None if example is None else watch_example(model, example)
     if activations is not None:
-        need = Need(step_bytes=parse_bytes(activations))
-    elif example is not None:
-        seen = watch_example(model, example)
-        need = Need(step_bytes=seen.step_bytes, observation=seen, tokens=_tokens(example))
+        step_bytes = parse_bytes(activations)
     else:
-        need = Need(step_bytes=budget[hardware.compute] // 8)
+        step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
+    tokens = 1 if example is None else _tokens(example)
+    need = Need(step_bytes=step_bytes, observation=seen, tokens=tokens)
     partition, plan = make_plan(model, hardware, budget, need, Weights(), task="forward")
     return put_in_force(model, partition, plan, hardware, Weights(), device)
 

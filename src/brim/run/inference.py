@@ -26,7 +26,8 @@ from brim.run.step_memory import Inputs, watch_inference
 from brim.techniques.weight_streaming import Weights
 
 # What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
-_SLACK_BYTES = {RAM: 16 << 20, VRAM: 64 << 20}
+_SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
+_WARM_SIZE, _WARM_ROWS = 2048, 512  # larger products are cut into such pieces by the libraries themselves
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to make room for when nobody says how many
 
 
@@ -72,8 +73,8 @@ def load_opened(
     module = opened.module
     weights = Weights(sources=_by_parameter(opened), verify=_verifier(opened))
     _materialize(module, opened)
-    _warm_up(module, hardware)
     sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
+    _warm_up(module, hardware, max(size.prompt for size in sizes))
     seen = [watch_inference(module, size) for size in sizes]
     spent_bytes = _spent(start_bytes)
     for size, step in zip(sizes, seen, strict=True):
@@ -161,16 +162,21 @@ def _read(source: TensorSource) -> torch.Tensor:
     return tensor
 
 
-def _warm_up(module: nn.Module, hardware: Hardware) -> None:
-    """Touch the libraries' code and buffers, so that what they take is measured and not guessed."""
+def _warm_up(module: nn.Module, hardware: Hardware, rows: int) -> None:
+    """Touch the libraries' code and buffers, so that what they take is measured and not guessed.
+
+    Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
+    """
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     device = "cuda" if hardware.compute == VRAM and torch.cuda.is_available() else "cpu"
+    shapes = {tuple(min(size, _WARM_SIZE) for size in p.shape) for p in module.parameters() if p.dim() == 2}
     with torch.no_grad():
-        x = torch.zeros(1, 4, 64, 64, dtype=dtype, device=device)
-        weight = torch.zeros(256, 64, dtype=dtype, device=device)
-        for rows in (1, 64):
-            part = nn.functional.linear(x[:, :, :rows], weight)
-            nn.functional.silu(part).softmax(-1)
+        for out_features, in_features in shapes:
+            weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
+            for count in (1, min(rows, _WARM_ROWS)):
+                x = nn.functional.linear(torch.zeros(1, count, in_features, dtype=dtype, device=device), weight)
+                nn.functional.silu(x).softmax(-1)
+        x = torch.zeros(1, 4, min(rows, _WARM_ROWS), 64, dtype=dtype, device=device)
         nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
