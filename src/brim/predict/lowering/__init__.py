@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from brim.predict.lowering import cpu_attention, cpu_kernels
+from brim.predict.lowering import cpu_attention, cpu_convolution, cpu_kernels
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
 
-_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES, **cpu_kernels.RULES}
+_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES, **cpu_convolution.RULES, **cpu_kernels.RULES}
 
 
 def rules_for(target: str) -> Callable[[torch._ops.OpOverload], Rule | None]:
