@@ -19,6 +19,8 @@ _ALIGN = 128  # what oneDNN adds to a scratchpad to align it
 _BRGEMM_BATCH = 12336  # addresses of a batch of small products for two threads, rounded to pages
 _BRGEMM_STRIDED = 61488  # the same with the buffers of a strided backward convolution
 
+_REDUCED_CHANNELS = 64  # input channels up to which the gradient of a 1x1 weight is one piece of work
+
 
 def _block() -> int:
     """float32 lanes of a vector register, which is how oneDNN blocks channels."""
@@ -279,8 +281,10 @@ def _backward_weight(kernel: Kernel, conv: _Convolution, made: dict[int, int]) -
         if 2 in made and conv.outputs % block:
             handles.append(kernel.temp(_pad(conv.outputs, block) * 4 + _ALIGN))
     if conv.pointwise and conv.groups == 1:
-        strided = threads * conv.inputs * conv.points * 4 + _ALIGN if conv.strided else 0
-        handles.append(kernel.temp(3 * conv.blocked_weight(flat=False) + _ALIGN + strided))
+        scratch = threads * conv.inputs * conv.points * 4 + _ALIGN if conv.strided else 0
+        if conv.inputs <= _REDUCED_CHANNELS:  # one job for all threads: each sums into its own copy
+            scratch += threads * (conv.blocked_weight(flat=False) + 4096) + _ALIGN
+        handles.append(kernel.temp(scratch))
     _free(kernel, handles)
     if 2 in made:
         kernel.emit(made[2])
