@@ -2,4 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from brim.measure.probe import probe as probe
+    from brim.run.fitting import fit as fit
+    from brim.run.inference import load as load
+
 __version__ = "0.1.0"
+
+# The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
+_EXPORTS = {
+    "fit": "brim.run.fitting",
+    "load": "brim.run.inference",
+    "probe": "brim.measure.probe",
+}
+
+__all__ = ["__version__", "fit", "load", "probe"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value  # found without this function next time
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

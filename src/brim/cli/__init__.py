@@ -1,1 +1,95 @@
+"""The command line: one file per command, this list of them, and the one place where exceptions become exit codes."""
 
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from brim import __version__
+from brim.errors import BrimError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+# name -> (module:function, first line of its docstring). A command is imported when it is called or asked for help,
+# never for `brim --help`.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "explain": ("brim.cli.explain:explain", "Explain what memory did, and what it would have done under other settings."),
+    "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
+    "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
+}
+
+
+class _Commands(click.Group):
+    """The commands of ``COMMANDS``, imported one at a time."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, _, function = COMMANDS[name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), function)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help) for name, (_, help) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = get_close_matches(name, COMMANDS)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"Commands are {', '.join(COMMANDS)}."
+            ctx.fail(f"No such command {name!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="brim", message="%(prog)s %(version)s")
+def brim() -> None:
+    """Run, fit and explain PyTorch models in less memory than they need."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code: 0, a BrimError's own, 2 for wrong usage, 130 after Ctrl-C.
+
+    Expected failures are told on stderr without a traceback; any other exception is a bug and keeps its own.
+    """
+    try:
+        with _warnings_in_one_line():
+            outcome: Any = brim.main(args=arguments, prog_name="brim", standalone_mode=False)
+    except BrimError as error:
+        click.echo(f"Error: {error}", err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show(sys.stderr)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Interrupted.", err=True)
+        return INTERRUPTED
+    return outcome if isinstance(outcome, int) else 0
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Warnings as people read them: without the source line that raised them."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        click.echo(f"Warning: {message}", err=True)
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before

@@ -27,7 +27,9 @@ class Tier:
 class Link:
     """A one-way path between two tiers.
 
-    ``duplex_bytes_per_s`` is the rate of this way while the other way is busy too: both at once are not free.
+    ``bytes_per_s`` is the best rate: that of requests of ``chunk_bytes``, ``concurrency`` of them in flight (threads,
+    for RAM and disk). ``single_bytes_per_s`` is the best with one at a time. ``duplex_bytes_per_s`` is the rate of
+    this way while the other way is busy too: both at once are not free. 0: not known.
     """
 
     source: str
@@ -35,6 +37,9 @@ class Link:
     bytes_per_s: float
     duplex_bytes_per_s: float = 0.0
     latency_s: float = 0.0
+    single_bytes_per_s: float = 0.0
+    chunk_bytes: int = 0
+    concurrency: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,8 @@
+"""Facts with their source: GPUs and model configurations. Data files, and the little code that looks a name up."""
+
+from __future__ import annotations
+
+from brim.catalog.gpus import Context, Gpu, gpu, gpu_names
+from brim.catalog.presets import Preset, model, model_names
+
+__all__ = ["Context", "Gpu", "Preset", "gpu", "gpu_names", "model", "model_names"]

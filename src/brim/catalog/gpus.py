@@ -1,0 +1,175 @@
+"""GPUs by name: memory, rates, links and library defaults, each figure with its source (``gpus.json``)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from brim.catalog import names
+from brim.core.hardware import RAM, VRAM, Hardware, Link, Tier
+from brim.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a process holds on the GPU before its first tensor: driver state and kernels, lazily loaded.
+
+    ``cuda`` and ``torch`` are the versions that it was measured with; empty where ``source`` speaks in general.
+    """
+
+    cuda: str
+    torch: str
+    bytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU as PyTorch sees it. None: no source is known; nothing is estimated here.
+
+    ``memory_bytes`` is nvidia-smi's total, ``usable_bytes`` what ``torch.cuda`` can hand out (less than that),
+    ``marketing_bytes`` the size on the box with its GB read as GiB. ``flops_per_s`` holds the dense peaks by dtype as
+    PyTorch writes it, plus ``tf32``, with float32 accumulation: what cuBLAS uses for PyTorch.
+    ``measured_flops_per_s`` and ``measured_bytes_per_s`` are the best that somebody measured.
+    ``nvlink_bytes_per_s`` is the sum of both directions, as vendors give it. ``sources`` maps each field
+    (``flops_per_s.bfloat16``) to a text.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    vendor: str
+    architecture: str
+    compute_capability: str | None
+    multiprocessors: int | None
+    marketing_bytes: int | None
+    memory_bytes: int | None
+    usable_bytes: int | None
+    bytes_per_s: float | None
+    measured_bytes_per_s: float | None
+    flops_per_s: Mapping[str, float]
+    measured_flops_per_s: Mapping[str, float]
+    pcie_generation: int | None
+    pcie_lanes: int | None
+    pcie_bytes_per_s: float | None
+    nvlink_bytes_per_s: float | None
+    cublas_workspace_bytes: int | None
+    cublaslt_workspace_bytes: int | None
+    contexts: tuple[Context, ...]
+    sources: Mapping[str, str]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The best known size: usable, else nvidia-smi's total, else the one on the box."""
+        for size in (self.usable_bytes, self.memory_bytes, self.marketing_bytes):
+            if size is not None:
+                return size
+        raise UsageError(f"The memory of {self.name} was asked for.", "The catalog does not have it.")
+
+    def context(self, cuda: str = "") -> Context:
+        """The context under that CUDA version (``"12.8"``), else the newest known for this GPU, else the general one.
+
+        Its ``cuda`` and ``source`` say which of the three it is.
+        """
+        known = sorted(self.contexts, key=lambda context: tuple(map(int, context.cuda.split("."))))
+        return next((c for c in known if c.cuda == cuda), known[-1] if known else _catalog()[1])
+
+    def hardware(self, *, ram_bytes: int = 0, ram_bytes_per_s: float = 0.0, measured: bool = True) -> Hardware:
+        """This GPU as planner and simulator read it; with ``ram_bytes``, in a host of that much memory.
+
+        ``measured`` prefers measured rates to the vendor's peaks where the catalog has them.
+        """
+        rates, bandwidth = dict(self.flops_per_s), self.bytes_per_s or 0.0
+        if measured:
+            rates |= self._measured_rates()
+            bandwidth = self.measured_bytes_per_s or bandwidth
+        tiers: tuple[Tier, ...] = (Tier(name=VRAM, capacity_bytes=self.capacity_bytes, bytes_per_s=bandwidth),)
+        links: tuple[Link, ...] = ()
+        if ram_bytes:
+            tiers += (Tier(name=RAM, capacity_bytes=ram_bytes, bytes_per_s=ram_bytes_per_s),)
+            rate = self.pcie_bytes_per_s or 0.0
+            links = (
+                Link(source=RAM, target=VRAM, bytes_per_s=rate),
+                Link(source=VRAM, target=RAM, bytes_per_s=rate),
+            )
+        return Hardware(
+            name=self.name, compute=VRAM, tiers=tiers, links=links, flops_per_s=rates, source="catalog/gpus.json"
+        )
+
+    def _measured_rates(self) -> dict[str, float]:
+        """The measured rates; float16 runs on the same units as bfloat16 and takes its measurement."""
+        rates = dict(self.measured_flops_per_s)
+        if "bfloat16" in rates and self.flops_per_s.get("float16") == self.flops_per_s.get("bfloat16"):
+            rates.setdefault("float16", rates["bfloat16"])
+        return rates
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name, written as people write it: ``rtx 4090``, ``4090``, ``A100 80GB``, ``h100``.
+
+    Raises UsageError naming the candidates where the name fits several cards or none.
+    """
+    cards, wanted = _cards(), names.key(name)
+    exact = [card for card in cards if wanted in {names.key(n) for n in (card.name, *card.aliases)}]
+    if len(exact) == 1:
+        return exact[0]
+    parts = names.tokens(name)
+    fitting = [card for card in cards if _fits(parts, card)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise UsageError(
+            f"The GPU {name!r} was asked for.",
+            f"{len(fitting)} GPUs have such a name.",
+            f"Say which: {', '.join(card.name for card in fitting[:8])}{', ...' if len(fitting) > 8 else '.'}",
+        )
+    raise names.unknown("GPU", name, [card.name for card in cards])
+
+
+def gpu_names() -> tuple[str, ...]:
+    """The names of all GPUs in the catalog, as ``torch.cuda.get_device_name`` gives them where it is known."""
+    return tuple(card.name for card in _cards())
+
+
+def _fits(parts: frozenset[str], card: Gpu) -> bool:
+    """All words are of the card's names or its size (``RTX 3060 12GB``), and a number of the name is among them."""
+    size = names.tokens(f"{(card.marketing_bytes or 0) >> 30} gb")
+    named = frozenset().union(*map(names.tokens, (card.name, *card.aliases)))
+    return parts <= named | size and any(part.isdigit() for part in parts - size)
+
+
+def _cards() -> tuple[Gpu, ...]:
+    return _catalog()[0]
+
+
+@functools.cache
+def _catalog() -> tuple[tuple[Gpu, ...], Context]:
+    """All GPUs, and the context of one that nobody measured."""
+    text = resources.files("brim.catalog").joinpath("gpus.json").read_text(encoding="utf-8")
+    document = json.loads(text)
+    titles = {name: source["title"] for name, source in document["sources"].items()}
+    return tuple(_card(entry, titles) for entry in document["gpus"]), _context(document["general_context"], titles)
+
+
+def _context(entry: dict[str, Any], titles: Mapping[str, str]) -> Context:
+    return Context(**entry | {"source": titles[entry["source"]]})
+
+
+def _card(entry: dict[str, Any], titles: Mapping[str, str]) -> Gpu:
+    values: dict[str, Any] = {"flops_per_s": {}, "measured_flops_per_s": {}}
+    sources = {}
+    for field, figure in entry["figures"].items():
+        group, _, dtype = field.partition(".")
+        value = figure and figure["value"]
+        if dtype:
+            values[group][dtype] = float(value)
+        else:
+            values[field] = value
+        if figure:
+            sources[field] = titles[figure["source"]]
+    contexts = tuple(_context(context, titles) for context in entry["contexts"])
+    texts = {field: entry[field] for field in ("name", "vendor", "architecture")}
+    return Gpu(**texts, **values, aliases=tuple(entry["aliases"]), contexts=contexts, sources=sources)

@@ -1,0 +1,69 @@
+"""Model configurations by name or hub id, as the Hugging Face hub has them (``models/*.json``)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from brim.catalog import names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One model's configuration, enough to build it without a download.
+
+    ``architecture`` is the class in ``library`` (``transformers`` or ``diffusers``) and ``config`` the content of its
+    config.json. ``parameters`` is the published count (tied weights once), None where none is exact.
+    """
+
+    name: str
+    architecture: str
+    library: str
+    source: str
+    hub_ids: tuple[str, ...]
+    parameters: int | None
+    config: Mapping[str, Any]
+
+
+def model(name: str) -> Preset:
+    """The configuration of that name (``llama-3-8b``) or hub id (``meta-llama/Llama-3.1-8B``), in any case.
+
+    Raises UsageError naming the nearest ones.
+    """
+    presets, wanted = _presets(), name.strip().lower()
+    found = presets.get(wanted) or _by_hub_id().get(wanted)
+    if found is None:
+        raise names.unknown("model", name, tuple(presets), _same_repository(wanted))
+    return found
+
+
+def model_names() -> tuple[str, ...]:
+    """The names of all models in the catalog, sorted."""
+    return tuple(_presets())
+
+
+def _same_repository(wanted: str) -> tuple[str, ...]:
+    """A name that differs in punctuation only, ``llama3-8b``: never taken in silence, but named first."""
+    return tuple(
+        preset.name
+        for preset in _presets().values()
+        if names.key(wanted.rpartition("/")[2])
+        in {names.key(n.rpartition("/")[2]) for n in (preset.name, *preset.hub_ids)}
+    )
+
+
+@functools.cache
+def _presets() -> dict[str, Preset]:
+    files = resources.files("brim.catalog").joinpath("models").iterdir()
+    entries = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.name.endswith(".json")]
+    made = [Preset(**entry | {"hub_ids": tuple(entry["hub_ids"])}) for entry in entries]
+    return {preset.name: preset for preset in sorted(made, key=lambda preset: preset.name)}
+
+
+@functools.cache
+def _by_hub_id() -> dict[str, Preset]:
+    return {hub_id.lower(): preset for preset in _presets().values() for hub_id in preset.hub_ids}

@@ -1,0 +1,91 @@
+"""``brim probe``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from brim.cli.options import device_option, json_option, print_json
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from brim.core.hardware import Hardware, Link
+    from brim.measure.probe import Device
+
+
+@click.command()
+@json_option
+@device_option
+@click.option("--refresh", is_flag=True, help="Measure again even if this machine was measured before.")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    help="Measure the disk under this directory, where models will be read from; by default the cache folder.",
+)
+def probe(as_json: bool, device: Device, refresh: bool, directory: Path | None) -> None:
+    """Measure what this machine does: memory, disk, links, matrix rates.
+
+    Takes a few seconds. The result is kept in the cache folder and used by every other command.
+    """
+    from rich.console import Console
+
+    from brim.measure.probe import probe as measure
+
+    with Console(stderr=True).status("Measuring this machine"):
+        hardware = measure(refresh=refresh, device=device, directory=directory)
+    if as_json:
+        print_json(hardware.to_json())
+    else:
+        _print(hardware)
+
+
+def _print(hardware: Hardware) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"{hardware.name}\n{hardware.source}\ncompute tier: {hardware.compute}", markup=False)
+    tiers = _table("tier", "capacity", "read by one kernel")
+    for tier in hardware.tiers:
+        tiers.add_row(tier.name, format_bytes(tier.capacity_bytes), _rate(tier.bytes_per_s))
+    links = _table("link", "alone", "both ways at once", "one at a time", "best requests", "latency")
+    for link in hardware.links:
+        links.add_row(
+            f"{link.source} -> {link.target}",
+            _rate(link.bytes_per_s),
+            _rate(link.duplex_bytes_per_s),
+            _rate(link.single_bytes_per_s),
+            _requests(link),
+            format_seconds(link.latency_s) if link.latency_s else "-",
+        )
+    rates = _table("dtype", "matrix rate")
+    for dtype, flops_per_s in hardware.flops_per_s.items():
+        rates.add_row(dtype, _flops(flops_per_s))
+    for table in (tiers, links, rates):
+        console.print(table)
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{format_bytes(bytes_per_s)}/s" if bytes_per_s else "-"
+
+
+def _requests(link: Link) -> str:
+    size = f" of {format_bytes(link.chunk_bytes)}" if link.chunk_bytes else ""
+    return f"{link.concurrency}{size}"
+
+
+def _flops(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.3g} GFLOP/s"

@@ -1,0 +1,100 @@
+"""How many bytes each tier has and how many are free now, within what a memory cgroup allows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import UnsupportedError, UsageError
+
+_PROC = Path("/proc")
+# What files the two versions of the memory controller keep: limit, usage, and statistics of reclaimable page cache.
+_FILES = {
+    "cgroup2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+
+
+def ram_capacity_bytes(proc: Path = _PROC) -> int:
+    """Bytes of RAM that this process may use: the machine's, or a memory cgroup's limit where that is lower."""
+    total = int(psutil.virtual_memory().total)
+    return min([total, *(limit for limit, _ in _cgroup_limits(proc))])
+
+
+def disk_free_bytes(directory: Path) -> int:
+    """Bytes that a user without privileges can still write on the disk of ``directory``."""
+    return shutil.disk_usage(directory).free
+
+
+def free_bytes(tier: str, *, directory: Path | None = None, proc: Path = _PROC) -> int:
+    """Bytes of a tier that nobody uses at this moment.
+
+    RAM: MemAvailable, or what is left below a cgroup's limit where that is less (page cache counts as free: the
+    kernel drops it before anything fails). VRAM: what the driver says is free on the current CUDA device, plus what
+    PyTorch holds reserved but unused. Disk: of ``directory``, or the current one. Raises UsageError for any other
+    name, UnsupportedError for VRAM without CUDA.
+    """
+    if tier == RAM:
+        return min([int(psutil.virtual_memory().available), *(room for _, room in _cgroup_limits(proc))])
+    if tier == DISK:
+        return disk_free_bytes(directory or Path.cwd())
+    if tier == VRAM:
+        return _vram_free_bytes()
+    raise UsageError(f"The free bytes of tier {tier!r} were asked.", f"Tiers are {VRAM}, {RAM} and {DISK}.")
+
+
+def _vram_free_bytes() -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("The free bytes of VRAM were asked.", "torch sees no CUDA device here.")
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return int(torch.cuda.mem_get_info()[0]) + unused
+
+
+def _cgroup_limits(proc: Path) -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) in bytes for every memory cgroup above this process that sets one."""
+    for folder, version in _cgroup_folders(proc):
+        limit_name, usage_name, cache_keys = _FILES[version]
+        limit_text = _text(folder / limit_name).strip()
+        if not limit_text.isdigit() or int(limit_text) >= 1 << 60:  # "max", or what version 1 writes for no limit
+            continue
+        limit = int(limit_text)
+        statistics = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+        cache = sum(int(statistics.get(key, 0)) for key in cache_keys)
+        usage = int(_text(folder / usage_name).strip() or 0)
+        yield limit, min(limit, max(0, limit - usage + cache))
+
+
+def _cgroup_folders(proc: Path) -> Iterator[tuple[Path, str]]:
+    """This process's memory cgroup and its ancestors, as far up as they are mounted, with the version's name."""
+    paths: dict[str, PurePosixPath] = {}
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            paths["cgroup2"] = PurePosixPath(place)
+        elif "memory" in controllers.split(","):
+            paths["cgroup"] = PurePosixPath(place)
+    for line in _text(proc / "self/mountinfo").splitlines():
+        fields, _, tail = line.partition(" - ")
+        version, _, options = tail.partition(" ")
+        if version not in paths or (version == "cgroup" and "memory" not in options.split(" ")[-1].split(",")):
+            continue
+        root, mount = PurePosixPath(fields.split(" ")[3]), Path(fields.split(" ")[4])
+        path = paths[version]
+        # In a container the path may name a place of the host's that is not below what is mounted here.
+        inside = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath()
+        for depth in range(len(inside.parts) + 1):
+            yield mount.joinpath(*inside.parts[:depth]), version
+
+
+def _text(path: Path) -> str:
+    """The file's text, or nothing where the kernel (or the operating system) has no such file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

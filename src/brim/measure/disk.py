@@ -1,0 +1,233 @@
+"""How fast the disk under a directory reads, with the page cache out of the way."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from brim.core.hardware import DISK, RAM, Link
+from brim.errors import TransferError, UnsupportedError, UsageError
+from brim.units import KIB, MIB, format_bytes
+
+FILE_BYTES = 256 * MIB
+_SWEEP_BYTES = 128 * MIB
+_CHUNKS_BYTES = (1 * MIB, 4 * MIB, 16 * MIB)
+_CONCURRENCIES = (1, 2, 4)
+_WRITE_LIMIT_S, _READ_LIMIT_S, _SWEEP_LIMIT_S, _FINAL_LIMIT_S = 1.0, 0.15, 1.2, 0.8
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_Way = tuple[int, int]  # bytes of one read, threads that read
+
+
+@dataclass(frozen=True, kw_only=True)
+class UncachedFile:
+    """A file open for reads that come from the disk. ``direct``: by O_DIRECT, else dropped from the cache first."""
+
+    descriptor: int
+    size_bytes: int
+    direct: bool
+
+
+@contextmanager
+def uncached_file(directory: Path) -> Iterator[UncachedFile]:
+    """Something to read on the disk of ``directory``: a scratch file, never left behind, not even by a crash.
+
+    In a directory that cannot be written, its largest file is read instead. Raises UsageError when ``directory``
+    is none, or holds nothing to read; TransferError when the disk is full or fails.
+    """
+    if not hasattr(os, "preadv"):
+        raise UnsupportedError("The disk was to be measured.", f"{sys.platform} has no preadv.")
+    if not directory.is_dir():
+        raise UsageError(f"The disk under {directory} was to be measured.", "There is no such directory.")
+    try:
+        descriptor, direct = _open_scratch(directory)
+    except OSError as error:
+        descriptor, direct = _open_largest(directory, error)
+        size_bytes = min(FILE_BYTES, os.fstat(descriptor).st_size // MIB * MIB)
+    else:
+        size_bytes = _fill(descriptor, directory)
+    try:
+        yield UncachedFile(descriptor=descriptor, size_bytes=size_bytes, direct=direct)
+    finally:
+        os.close(descriptor)
+
+
+def disk_link(file: UncachedFile) -> Link:
+    """disk -> RAM by sequential reads: each chunk size with each number of threads, then the best again.
+
+    The winner is measured afresh: the best of many noisy medians is too good. Raises TransferError.
+    """
+    buffers = [_touched_buffer(max(_CHUNKS_BYTES)) for _ in range(max(_CONCURRENCIES))]
+    ways = [(chunk, threads) for chunk in _CHUNKS_BYTES if chunk <= file.size_bytes for threads in _CONCURRENCIES]
+    sweep = _interleaved(file, ways, buffers, part_bytes=_SWEEP_BYTES, rounds=3, limit_s=_SWEEP_LIMIT_S)
+    alone = {way: rates for way, rates in sweep.items() if way[1] == 1}
+    finalists = list(dict.fromkeys((_cheapest_of_the_best(sweep), _cheapest_of_the_best(alone))))
+    fresh = _interleaved(file, finalists, buffers, part_bytes=FILE_BYTES, rounds=5, limit_s=_FINAL_LIMIT_S)
+    chunk_bytes, concurrency = best = _cheapest_of_the_best(fresh)
+    return Link(
+        source=DISK,
+        target=RAM,
+        bytes_per_s=statistics.median(fresh[best]),
+        latency_s=_latency_s(file, buffers[0][: 4 * KIB]),
+        single_bytes_per_s=statistics.median(fresh[finalists[-1]]),
+        chunk_bytes=chunk_bytes,
+        concurrency=concurrency,
+    )
+
+
+def _interleaved(
+    file: UncachedFile, ways: list[_Way], buffers: list[memoryview], *, part_bytes: int, rounds: int, limit_s: float
+) -> dict[_Way, list[float]]:
+    """Rates of every way, round by round (noise hits all alike), each round in another part of the file."""
+    rates: dict[_Way, list[float]] = {way: [] for way in ways}
+    stop_s = time.perf_counter() + limit_s
+    for index in range(rounds):
+        if index and time.perf_counter() > stop_s:
+            break
+        start_bytes = index * part_bytes % file.size_bytes
+        count_bytes = min(part_bytes, file.size_bytes - start_bytes)
+        if count_bytes < max(chunk for chunk, _ in ways):
+            start_bytes, count_bytes = 0, min(part_bytes, file.size_bytes)
+        for way in ways:
+            rates[way].append(_read_rate(file, way, buffers, start_bytes, count_bytes))
+    return rates
+
+
+def _cheapest_of_the_best(samples: dict[_Way, list[float]]) -> _Way:
+    """Of the ways within 3 % of the best median (less is noise), the one that needs the least buffer memory."""
+    rates = {way: statistics.median(values) for way, values in samples.items()}
+    good = [way for way, rate in rates.items() if rate >= 0.97 * max(rates.values())]
+    return min(good, key=lambda way: (way[0] * way[1], way[1]))
+
+
+def _read_rate(file: UncachedFile, way: _Way, buffers: list[memoryview], start_bytes: int, count_bytes: int) -> float:
+    """Bytes per second of one pass over a part of the file, cut short after a while on a slow disk."""
+    chunk_bytes, concurrency = way
+    offsets = range(start_bytes, start_bytes + count_bytes - chunk_bytes + 1, chunk_bytes)
+    _forget(file)
+    began_s = time.perf_counter()
+
+    def read_share(index: int) -> int:
+        buffer, done_bytes = buffers[index][:chunk_bytes], 0
+        for offset in offsets[index::concurrency]:
+            done_bytes += _read(file, buffer, offset)
+            if time.perf_counter() - began_s > _READ_LIMIT_S:
+                break
+        return done_bytes
+
+    with ThreadPoolExecutor(max_workers=concurrency) as pool:
+        total_bytes = sum(pool.map(read_share, range(concurrency)))
+    return total_bytes / (time.perf_counter() - began_s)
+
+
+def _latency_s(file: UncachedFile, buffer: memoryview) -> float:
+    """Median seconds of one small read at a place that was not read just before."""
+    _forget(file)
+    seconds = []
+    for index in range(32):
+        offset = (index * 37 % 32) * (file.size_bytes // 32) // (4 * KIB) * (4 * KIB)
+        began_s = time.perf_counter()
+        _read(file, buffer, offset)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
+
+
+def _read(file: UncachedFile, buffer: memoryview, offset: int) -> int:
+    try:
+        count = os.preadv(file.descriptor, [buffer], offset)
+    except OSError as error:
+        raise TransferError("The disk's read rate was to be measured.", f"{error}.") from error
+    if count == 0:
+        raise TransferError("The disk's read rate was to be measured.", f"The file ended at byte {offset}.")
+    return count
+
+
+def _forget(file: UncachedFile) -> None:
+    if not file.direct and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _open_scratch(directory: Path) -> tuple[int, bool]:
+    """A new file without a name: it is gone when it is closed, whatever ends the process."""
+    descriptor, name = tempfile.mkstemp(prefix=".brim-probe-", dir=directory)
+    try:
+        return _reopen_direct(descriptor, name, os.O_RDWR)
+    finally:
+        os.unlink(name)  # noqa: PTH108  mkstemp gives text
+
+
+def _open_largest(directory: Path, refusal: OSError) -> tuple[int, bool]:
+    least_bytes = 4 * max(_CHUNKS_BYTES)
+    try:
+        sizes = {entry.path: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
+        largest = max(sizes, key=lambda path: sizes[path], default="")
+        if sizes.get(largest, 0) >= least_bytes:
+            return _reopen_direct(os.open(largest, os.O_RDONLY), largest, os.O_RDONLY)
+    except OSError as error:
+        raise TransferError(f"A file in {directory} was to be read to measure its disk.", f"{error}.") from error
+    raise UsageError(
+        f"The disk under {directory} was to be measured.",
+        f"It cannot be written ({refusal.strerror}) and holds no file of {format_bytes(least_bytes)}.",
+        "Name another directory on the same disk, or set XDG_CACHE_HOME to one that can be written.",
+    ) from refusal
+
+
+def _reopen_direct(descriptor: int, name: str, mode: int) -> tuple[int, bool]:
+    """The same file past the page cache where the filesystem takes that; else the descriptor as it came."""
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        return descriptor, True
+    try:
+        direct = os.open(name, mode | _DIRECT) if _DIRECT else -1
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            os.close(descriptor)
+            raise
+        direct = -1
+    if direct < 0:
+        return descriptor, False
+    os.close(descriptor)
+    return direct, True
+
+
+def _touched_buffer(size_bytes: int) -> memoryview:
+    """Page-aligned bytes whose pages exist already: the first read into them must not pay for that."""
+    buffer = mmap.mmap(-1, size_bytes)
+    buffer.write(b"\0" * size_bytes)
+    return memoryview(buffer)
+
+
+def _fill(descriptor: int, directory: Path) -> int:
+    """Write what a disk cannot compress until the file is large enough or took long enough; its size in bytes."""
+    piece_bytes = max(_CHUNKS_BYTES)
+    wanted_bytes = min(FILE_BYTES, shutil.disk_usage(directory).free // 4)
+    piece = mmap.mmap(-1, piece_bytes)
+    piece[:] = os.urandom(piece_bytes)
+    size_bytes, stop_s = 0, time.perf_counter() + _WRITE_LIMIT_S
+    try:
+        while size_bytes + piece_bytes <= wanted_bytes and (size_bytes == 0 or time.perf_counter() < stop_s):
+            size_bytes += os.pwrite(descriptor, piece, size_bytes)
+        os.fsync(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise TransferError(f"A scratch file was to be written in {directory}.", f"{error}.") from error
+    if size_bytes < piece_bytes:
+        os.close(descriptor)
+        raise TransferError(
+            f"A scratch file of {format_bytes(4 * piece_bytes)} at least was to be written in {directory}.",
+            f"Its disk has {format_bytes(4 * wanted_bytes)} free.",
+            "Free some space, or name another directory.",
+        )
+    return size_bytes

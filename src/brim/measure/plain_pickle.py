@@ -1,0 +1,299 @@
+"""Reads pickles of plain data without trusting them.
+
+PyTorch dumps memory snapshots as pickles. A pickle is a program: it may import and call anything, claim sizes that it
+does not have, or unfold into far more memory than it takes. This reader knows only the instructions that build
+dictionaries, lists, tuples, texts and numbers (pickle protocol 2 and later, CPython ``Lib/pickletools.py``), refuses
+all others, and keeps what it builds in proportion to the size of the file.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NoReturn
+
+from brim.errors import FormatError
+
+MAX_MARKS = 64  # nesting
+MAX_STACK = 200_000  # values that wait for their container; CPython writes batches of 1,000
+BYTES_PER_OBJECT = 24  # a file may keep one object for so many bytes, ...
+SPARE_OBJECTS = 20_000  # ... and these
+_GETS = re.compile(rb"(?:j.{4}){1,64}|(?:h.)+", re.DOTALL)  # references into the memo
+_REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.)+)e", re.DOTALL)  # a remembered list of them
+_NAMES = {"c": "GLOBAL", "\x93": "STACK_GLOBAL", "R": "REDUCE", "b": "BUILD", "\x81": "NEWOBJ", "i": "INST"}
+_INDEX = struct.Struct("<I")
+
+Reduce = Callable[[dict[Any, Any]], Any]
+
+
+def load(data: bytes, name: str, reduce: Reduce | None = None) -> Any:
+    """The plain value in ``data``; ``name`` is what errors call it.
+
+    ``reduce`` is shown every dictionary that is filled at once. If it returns something other than that dictionary,
+    this takes its place in what holds it, and what was inside no longer counts as kept.
+    Raises FormatError for anything that is not plain data, damaged, or out of proportion.
+    """
+    reader = _Reader(data, name, reduce)
+    try:
+        return reader.run()
+    except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
+        raise FormatError(
+            f"{name} was to be read as a pickle of plain data.",
+            f"It is damaged or cut off at byte {reader.at} of {len(data)} ({type(error).__name__}).",
+            "Dump it again.",
+        ) from error
+
+
+@cache
+def _get_run(count: int) -> struct.Struct:
+    return struct.Struct("<" + "xI" * count)
+
+
+class _Reader:
+    """One pass over one file. ``kept`` counts the objects that are held."""
+
+    def __init__(self, data: bytes, name: str, reduce: Reduce | None) -> None:
+        self.data, self.name, self.reduce = data, name, reduce
+        self.at = 0
+        self.kept = 0
+        self.limit = len(data) // BYTES_PER_OBJECT + SPARE_OBJECTS
+        self.stack: list[Any] = []
+        self.marks: list[tuple[int, int]] = []  # stack length and `kept` when each was set
+        self.memo: list[Any] = []
+        self.texts: dict[bytes, str] = {}
+
+    def run(self) -> Any:
+        """The common instructions are read here, in one loop; the others by the table of steps."""
+        data, stack, memo, limit, steps = self.data, self.stack, self.memo, self.limit, _STEPS
+        push, remember, number, index = stack.append, memo.append, int.from_bytes, _INDEX.unpack_from
+        at = 0
+        while True:
+            code = data[at]
+            if code == 104:  # BINGET
+                push(memo[data[at + 1]])
+                at += 2
+            elif code == 106:  # LONG_BINGET
+                push(memo[index(data, at + 1)[0]])
+                at += 5
+            elif code == 75:  # BININT1
+                push(data[at + 1])
+                at += 2
+            elif code == 148:  # MEMOIZE
+                remember(stack[-1])
+                at += 1
+            elif code == 138 and data[at + 1] <= 16:  # LONG1
+                after = at + 2 + data[at + 1]
+                push(number(data[at + 2 : after], "little", signed=True))
+                self.kept += 1
+                at = after
+            elif code == 74:  # BININT
+                push(number(data[at + 1 : at + 5], "little", signed=True))
+                self.kept += 1
+                at += 5
+            elif code == 93 and (match := _REFERENCES.match(data, at)):  # a list of what is known already
+                push(found := self.references(*match.span(1)))
+                remember(found)
+                at = match.end()
+            elif code == 46:  # STOP
+                self.at = at
+                return self.finish()
+            else:
+                self.at = at
+                (steps[code] or _Reader.unknown)(self)
+                at = self.at
+            if self.kept > limit:
+                self.refuse("it unfolds into far more than its size")
+
+    def finish(self) -> Any:
+        if len(self.stack) != 1 or self.marks:
+            self.refuse("it ends with values left over")
+        return self.stack[0]
+
+    def references(self, start: int, end: int) -> list[Any]:
+        """The list whose items are the references between two bytes: most of a snapshot is such lists."""
+        found: list[Any] = []
+        while start < end:
+            match = _GETS.match(self.data, start)
+            assert match is not None, "the outer pattern consists of the inner one"
+            stop = match.end()
+            if self.data[start] == 106:
+                found += map(self.memo.__getitem__, _get_run((stop - start) // 5).unpack_from(self.data, start))
+            else:
+                found += map(self.memo.__getitem__, self.data[start + 1 : stop : 2])
+            start = stop
+        self.kept += 1 + (len(found) >> 3)  # a slot is an eighth of a small object
+        return found
+
+    def refuse(self, why: str) -> NoReturn:
+        raise FormatError(f"{self.name} was to be read as a pickle of plain data.", f"Refused: {why}.")
+
+    def unknown(self) -> NoReturn:
+        code = self.data[self.at]
+        character = chr(code)
+        if character in _NAMES:
+            self.refuse(f"at byte {self.at} it would run code ({_NAMES[character]})")
+        self.refuse(f"instruction {bytes([code])!r} at byte {self.at} does not build plain data")
+
+    def keep(self, value: Any, length: int) -> None:
+        """Push a new object that was written in ``length`` bytes."""
+        self.stack.append(value)
+        self.at += length
+        self.kept += 1
+
+    def push(self, value: Any, length: int) -> None:
+        """Push a value that takes no memory of its own."""
+        self.stack.append(value)
+        self.at += length
+        if len(self.stack) > MAX_STACK:
+            self.refuse("it leaves too many values without a container")
+
+    def skip(self, length: int) -> None:
+        self.at += length
+
+    def count(self, start: int, width: int) -> int:
+        found = self.data[start : start + width]
+        if len(found) != width:
+            raise IndexError
+        return int.from_bytes(found, "little")
+
+    def mark(self) -> None:
+        self.marks.append((len(self.stack), self.kept))
+        self.at += 1
+        if len(self.marks) > MAX_MARKS:
+            self.refuse("it is nested too deeply")
+
+    def text(self, width: int) -> None:
+        start = self.at + 1 + width
+        length = self.count(self.at + 1, width)
+        raw = self.data[start : start + length]
+        if len(raw) != length:
+            self.refuse(f"at byte {self.at} it claims a text of {length} bytes that it does not have")
+        found = self.texts.get(raw)
+        if found is None:
+            self.texts[raw] = found = str(raw, "utf-8", "surrogatepass")
+            self.keep(found, 1 + width + length)
+        else:
+            self.push(found, 1 + width + length)
+
+    def integer(self, start: int, width: int, *, signed: bool) -> None:
+        raw = self.data[start : start + width]
+        if len(raw) != width:
+            raise IndexError
+        self.keep(int.from_bytes(raw, "little", signed=signed), start + width - self.at)
+
+    def long(self, width: int) -> None:
+        length = self.count(self.at + 1, width)
+        if length > 16:
+            self.refuse(f"at byte {self.at} it holds a number of {length} bytes")
+        self.integer(self.at + 1 + width, length, signed=True)
+
+    def real(self) -> None:
+        self.keep(struct.unpack_from(">d", self.data, self.at + 1)[0], 9)
+
+    def memoize(self) -> None:
+        self.memo.append(self.stack[-1])
+        self.at += 1
+
+    def put(self, width: int) -> None:
+        index = self.count(self.at + 1, width)
+        if index > len(self.memo):
+            self.refuse(f"at byte {self.at} it remembers a value at {index}, far beyond the last")
+        self.memo[index : index + 1] = [self.stack[-1]]
+        self.at += 1 + width
+
+    def tuple(self, count: int) -> None:
+        if count > len(self.stack):
+            raise IndexError
+        start = len(self.stack) - count
+        made = tuple(self.stack[start:])
+        del self.stack[start:]
+        self.keep(made, 1)
+
+    def marked_tuple(self) -> None:
+        start, _ = self.marks.pop()
+        self.tuple(len(self.stack) - start)
+
+    def append(self) -> None:
+        value = self.stack.pop()
+        self.stack[-1].append(value)
+        self.at += 1
+
+    def appends(self) -> None:
+        start, _ = self.marks.pop()
+        holder = self.stack[start - 1]
+        if type(holder) is not list or start < 1:
+            self.refuse(f"at byte {self.at} it appends to something else than a list")
+        holder += self.stack[start:]
+        self.kept += (len(self.stack) - start) >> 3  # a slot is an eighth of a small object
+        del self.stack[start:]
+        self.at += 1
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.fill([key, value], self.kept)
+
+    def set_items(self) -> None:
+        start, kept = self.marks.pop()
+        values = self.stack[start:]
+        del self.stack[start:]
+        self.fill(values, kept)
+
+    def fill(self, values: list[Any], kept: int) -> None:
+        holder = self.stack[-1]
+        if type(holder) is not dict or len(values) % 2:
+            self.refuse(f"at byte {self.at} it sets items of something else than a dictionary")
+        holder.update(zip(values[::2], values[1::2], strict=True))
+        self.kept += len(values) >> 2
+        self.at += 1
+        if self.reduce is not None:
+            made = self.reduce(holder)
+            if made is not holder:
+                self.stack[-1] = made
+                self.kept = kept + 1
+
+    def frame(self) -> None:
+        self.count(self.at + 1, 8)
+        self.at += 9
+
+
+def _steps() -> list[Callable[[_Reader], None] | None]:
+    table: list[Callable[[_Reader], None] | None] = [None] * 256
+    named: dict[str, Callable[[_Reader], None]] = {
+        "\x80": lambda r: r.skip(2),  # PROTO
+        "\x95": _Reader.frame,
+        "}": lambda r: r.keep({}, 1),
+        "]": lambda r: r.keep([], 1),
+        ")": lambda r: r.push((), 1),
+        "(": _Reader.mark,
+        "N": lambda r: r.push(None, 1),
+        "\x88": lambda r: r.push(True, 1),
+        "\x89": lambda r: r.push(False, 1),
+        "K": lambda r: r.push(r.data[r.at + 1], 2),
+        "M": lambda r: r.integer(r.at + 1, 2, signed=False),
+        "J": lambda r: r.integer(r.at + 1, 4, signed=True),
+        "\x8a": lambda r: r.long(1),
+        "\x8b": lambda r: r.long(4),
+        "G": _Reader.real,
+        "\x8c": lambda r: r.text(1),
+        "X": lambda r: r.text(4),
+        "\x8d": lambda r: r.text(8),
+        "\x94": _Reader.memoize,
+        "q": lambda r: r.put(1),
+        "r": lambda r: r.put(4),
+        "\x85": lambda r: r.tuple(1),
+        "\x86": lambda r: r.tuple(2),
+        "\x87": lambda r: r.tuple(3),
+        "t": _Reader.marked_tuple,
+        "a": _Reader.append,
+        "e": _Reader.appends,
+        "s": _Reader.set_item,
+        "u": _Reader.set_items,
+    }
+    for code, step in named.items():
+        table[ord(code)] = step
+    return table
+
+
+_STEPS = _steps()

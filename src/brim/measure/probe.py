@@ -1,0 +1,206 @@
+"""What this machine does, measured once and remembered in the user's cache folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from brim.core.hardware import DISK, RAM, VRAM, Hardware, Link, Tier
+from brim.errors import FormatError, UnsupportedError, UsageError
+from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
+
+Device = Literal["auto", "cuda", "cpu"]
+
+
+def cache_folder() -> Path:
+    """Where brim keeps what it can make again: ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``. It may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is to be ignored.
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "brim"
+
+
+def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | None = None) -> Hardware:
+    """Measure RAM, the disk under ``directory``, the processor and with CUDA the current device; a few seconds.
+
+    The result is remembered per machine, device, driver, torch and filesystem; ``refresh`` measures again. Capacities
+    are read afresh each time. ``directory`` is where models will be read from: the user's cache folder by default.
+    A cache that is damaged or cannot be written is warned about and does not stop anything. Measuring takes up to
+    350 MiB of RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched.
+
+    Rates are medians. Compute is VRAM with CUDA (``device="cuda"``, or "auto" where torch sees one), else RAM.
+    Raises UsageError for a directory that does not exist or an unknown device, UnsupportedError for "cuda" where
+    there is none, TransferError when the disk fails.
+    """
+    compute = _compute_tier(device)
+    place = _cache_folder_made() if directory is None else directory
+    if not place.is_dir():
+        raise UsageError(f"The disk under {place} was to be measured.", "There is no such directory.")
+    facts = _fingerprint(compute, place)
+    path = cache_folder() / f"hardware-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+    remembered = None if refresh else _remembered(path)
+    if remembered is not None:
+        return _with_capacities(remembered, place)
+    hardware = _measured(compute, place, facts)
+    _remember(hardware, path)
+    return hardware
+
+
+def _compute_tier(device: str) -> str:
+    if device not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"Device {device!r} was to be measured.", "Devices are auto, cuda and cpu.")
+    if device == "cpu":
+        return RAM
+    import torch
+
+    if torch.cuda.is_available():
+        return VRAM
+    if device == "cuda":
+        raise UnsupportedError(
+            "A CUDA device was to be measured.",
+            f"torch {torch.__version__} sees none on this machine.",
+            "Use device auto or cpu, or install a CUDA build of torch.",
+        )
+    return RAM
+
+
+def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
+    from brim.measure import bandwidth
+    from brim.measure.disk import disk_link, uncached_file
+
+    with uncached_file(directory) as file:
+        disk = disk_link(file)
+        way = "O_DIRECT" if file.direct else "dropped page cache"
+    tiers = [
+        Tier(name=RAM, capacity_bytes=0, bytes_per_s=bandwidth.ram_read_rate()),
+        Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk.bytes_per_s),
+    ]
+    links: list[Link] = [disk, bandwidth.ram_link()]
+    if compute == VRAM:
+        from brim.measure import cuda
+
+        tiers.insert(0, Tier(name=VRAM, capacity_bytes=0, bytes_per_s=cuda.vram_read_rate()))
+        links += cuda.cuda_links()
+        rates = cuda.cuda_matrix_rates()
+        cuda.give_back()
+    else:
+        rates = bandwidth.cpu_matrix_rates()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    source = f"measured {today}, torch {facts['torch']}, disk of {directory} by {way}"
+    hardware = Hardware(
+        name=facts["device"] or f"{facts['processor']}, {facts['cores']} cores",
+        compute=compute,
+        tiers=tuple(tiers),
+        links=tuple(links),
+        flops_per_s=rates,
+        source=source,
+    )
+    return _with_capacities(hardware, directory)
+
+
+def _with_capacities(hardware: Hardware, directory: Path) -> Hardware:
+    """The same rates with what the tiers hold today: the disk fills up, a container gets another limit."""
+    capacities = {RAM: ram_capacity_bytes(), DISK: disk_free_bytes(directory)}
+    if hardware.compute == VRAM:
+        import torch
+
+        capacities[VRAM] = int(torch.cuda.mem_get_info()[1])
+    tiers = tuple(dataclasses.replace(tier, capacity_bytes=capacities[tier.name]) for tier in hardware.tiers)
+    return dataclasses.replace(hardware, tiers=tiers)
+
+
+def _fingerprint(compute: str, directory: Path) -> dict[str, Any]:
+    """What the figures depend on. Measured again when any of it changes."""
+    import psutil
+    import torch
+
+    device = driver = ""
+    if compute == VRAM:
+        from brim.measure.nvml import driver_version
+
+        device, driver = torch.cuda.get_device_name(), driver_version()
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "device": device,
+        "driver": driver,
+        "torch": str(torch.__version__),
+        "filesystem": _filesystem(directory),
+    }
+
+
+def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _filesystem(directory: Path) -> str:
+    """Type, device and mount point of the filesystem that holds ``directory``; its device number where not known."""
+    import psutil
+
+    resolved = directory.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if resolved.is_relative_to(part.mountpoint)]
+    if not mounts:
+        return f"device {resolved.stat().st_dev}"
+    # Of mounts on one place the last listed is the one that is seen.
+    mount = max(enumerate(mounts), key=lambda pair: (len(Path(pair[1].mountpoint).parts), pair[0]))[1]
+    return f"{mount.fstype} {mount.device} {mount.mountpoint}"
+
+
+def _cache_folder_made() -> Path:
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"The disk was to be measured in the cache folder {folder}.",
+            f"It cannot be made: {error.strerror}.",
+            "Set XDG_CACHE_HOME to a folder that can be written, or name the directory to measure.",
+        ) from error
+    return folder
+
+
+def _remembered(path: Path) -> Hardware | None:
+    if not path.exists():
+        return None
+    try:
+        hardware = Hardware.read(path)
+        for name in (hardware.compute, RAM, DISK):
+            hardware.tier(name)
+    except (FormatError, UsageError) as error:
+        found = " ".join(str(error).split())
+        warnings.warn(f"{path} is damaged, so this machine is measured again. {found}", stacklevel=3)
+        return None
+    return hardware
+
+
+def _remember(hardware: Hardware, path: Path) -> None:
+    """Written beside and moved into place, so that another process never reads half a file."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            temporary = file.name
+            json.dump(hardware.to_json(), file, indent=1)
+        Path(temporary).replace(path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        warnings.warn(
+            f"What was measured could not be kept in {path.parent} ({error.strerror}), so the next run measures "
+            "again. Set XDG_CACHE_HOME to a folder that can be written.",
+            stacklevel=3,
+        )

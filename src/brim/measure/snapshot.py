@@ -1,0 +1,296 @@
+"""Reads the memory snapshots that ``torch.cuda.memory._dump_snapshot`` writes, old and new, one device or many.
+
+Schema: ``torch/csrc/cuda/memory_snapshot.cpp`` and ``torch/cuda/memory.py`` of PyTorch 1.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from brim.errors import FormatError
+from brim.measure import plain_pickle
+
+PoolId = tuple[int, int]
+BYTES_PER_EVENT = 24  # no event takes less in a file
+STATES = ("active_allocated", "active_awaiting_free", "active_pending_free", "inactive")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """A block at the end of the run; ``state`` is one of ``STATES``, ``stack`` an index into ``Snapshot.stacks``."""
+
+    address: int
+    size: int
+    requested: int
+    state: str
+    stack: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentRecord:
+    """A segment at the end of the run. For expandable segments: one contiguous range with memory behind it."""
+
+    address: int
+    size: int
+    stream: int
+    small: bool
+    pool: PoolId
+    expandable: bool
+    blocks: tuple[BlockRecord, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class DeviceHistory:
+    """One device: its events, oldest first, as columns of one length, and its segments when they ended.
+
+    ``actions`` are PyTorch's words. For ``oom``, ``addresses`` holds the bytes that the device still had.
+    ``sizes`` are what was requested (``alloc``, ``free_*``) or taken (``segment_*``). ``pools`` is empty when the
+    events do not say. ``stacks`` are indices into ``Snapshot.stacks``, -1: not recorded.
+    """
+
+    device: int
+    actions: list[str] = field(default_factory=list)
+    addresses: array[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    streams: array[int] = field(default_factory=lambda: array("q"))
+    times_us: array[int] = field(default_factory=lambda: array("q"))
+    stacks: array[int] = field(default_factory=lambda: array("q"))
+    pools: list[PoolId] = field(default_factory=list)
+    segments: tuple[SegmentRecord, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """All devices that have events or segments, and the Python stacks that they name, innermost frame first."""
+
+    devices: tuple[DeviceHistory, ...]
+    stacks: tuple[tuple[str, ...], ...]
+
+
+def read(path: str | Path) -> Snapshot:
+    """The snapshot in a file. Runs nothing that is in it.
+
+    Raises FormatError if the file is missing, no plain data, or not a memory snapshot.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path} was to be read as a memory snapshot.", f"{error}.") from error
+    return parse(data, str(path))
+
+
+def parse(data: bytes, name: str = "the snapshot") -> Snapshot:
+    """The snapshot in ``data``; ``name`` is what errors call it."""
+    if not data:
+        raise FormatError(f"{name} was to be read as a memory snapshot.", "It is empty.")
+    reader = _Reader(name, len(data))
+    document = plain_pickle.load(data, name, reader.reduce)
+    return reader.snapshot(document)
+
+
+class _Reader:
+    """Turns events into columns, blocks into records and stacks into numbers while they are read."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.limit = name, size // BYTES_PER_EVENT + 16
+        self.all = DeviceHistory(device=-1)
+        self.frames: dict[int, int] = {}  # id of a frame's dictionary -> number
+        self.frame_texts: list[str] = []
+        self.holders: list[Any] = []  # keeps the dictionaries whose ids are known
+        self.stacks: dict[bytes, int] = {}
+        self.words: dict[str, str] = {}
+
+    def refuse(self, found: str) -> FormatError:
+        return FormatError(f"{self.name} was to be read as a memory snapshot of PyTorch.", found)
+
+    def reduce(self, item: dict[Any, Any]) -> Any:
+        if "action" in item:
+            return self.event(item)
+        if "state" in item:
+            return self.block(item)
+        return item
+
+    def event(self, item: dict[Any, Any]) -> int:
+        """The number of an event that is now in the columns."""
+        columns = self.all
+        action = item["action"]
+        address = item.get("addr", item.get("device_free", 0))
+        stack = self.stack(item.get("frames"))
+        try:
+            columns.addresses.append(address)
+            columns.sizes.append(item["size"])
+            columns.streams.append(item.get("stream", 0))
+            columns.times_us.append(item.get("time_us", 0))
+        except (KeyError, TypeError, OverflowError) as error:
+            raise self.refuse(f"Event {len(columns.actions)} is {_short(item)}.") from error
+        columns.stacks.append(stack)
+        if not isinstance(action, str) or columns.sizes[-1] < 0 or columns.addresses[-1] < 0:
+            raise self.refuse(f"Event {len(columns.actions)} is {_short(item)}.")
+        columns.actions.append(self.words.setdefault(action, action))
+        if "pool_id" in item:
+            columns.pools.append(self.pool(item["pool_id"]))
+        item.clear()
+        if len(columns.actions) > self.limit:
+            raise self.refuse("It has more events than its size allows.")
+        return len(columns.actions) - 1
+
+    def pool(self, value: Any) -> PoolId:
+        if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(type(part) is int for part in value)):
+            raise self.refuse(f"A pool's id is {_short(value)}.")
+        return value[0], value[1]
+
+    def block(self, item: dict[Any, Any]) -> BlockRecord:
+        """A block; before torch 2.0 its request and its stack are in the first entry of its history."""
+        history = item.get("history")
+        first = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else {}
+        state, size = item["state"], item.get("size", -1)
+        requested = item.get("requested_size", first.get("real_size", size))
+        numbers: tuple[Any, Any, Any] = (item.get("address", first.get("addr", -1)), size, requested)
+        if not all(type(number) is int and -1 <= number < 1 << 63 for number in numbers) or state not in STATES:
+            raise self.refuse(f"A block is {_short(item)}.")
+        stack = self.stack(item.get("frames", first.get("frames")))
+        item.clear()
+        return BlockRecord(*numbers, STATES[STATES.index(state)], stack)
+
+    def stack(self, frames: Any) -> int:
+        """The number of a stack. A list that was seen is marked with its number, because events share them."""
+        if not frames:
+            return -1
+        if type(frames) is not list:
+            raise self.refuse(f"A stack is {_short(frames)}.")
+        if type(frames[0]) is int:
+            return frames[0]
+        known = self.frames
+        try:
+            numbers = array("I", [known[id(frame)] for frame in frames])
+        except KeyError:
+            numbers = array("I", [self.frame(frame) for frame in frames])
+        made = self.stacks.setdefault(numbers.tobytes(), len(self.stacks))
+        frames[:] = [made]
+        return made
+
+    def frame(self, frame: Any) -> int:
+        number = self.frames.get(id(frame))
+        if number is None:
+            if type(frame) is not dict:
+                raise self.refuse(f"A stack frame is {_short(frame)}.")
+            number = self.frames[id(frame)] = len(self.frame_texts)
+            where, line, what = (frame.get(key, "?") for key in ("filename", "line", "name"))
+            self.frame_texts.append(f"{what} at {where}:{line}" if where != "??" else str(what))
+            self.holders.append(frame)
+        return number
+
+    def snapshot(self, document: Any) -> Snapshot:
+        if isinstance(document, list):  # torch.cuda.memory_snapshot() of old, segments only
+            document = {"segments": document}
+        if not isinstance(document, dict) or not isinstance(document.get("segments"), list):
+            raise self.refuse(f"It holds {_short(document)}.")
+        settings = document.get("allocator_settings") or {}
+        if not isinstance(settings, dict):
+            raise self.refuse(f"Its allocator settings are {_short(settings)}.")
+        devices = self.traces(document.get("device_traces") or [])
+        segments: dict[int, list[SegmentRecord]] = {}
+        for item in document["segments"]:
+            device, segment = self.segment(item)
+            segments.setdefault(device, []).append(segment)
+        made = []
+        for device in sorted(devices.keys() | segments.keys()):
+            history = devices.get(device) or DeviceHistory(device=device)
+            history.segments = self.ordered(segments.get(device, []))
+            history.settings = settings
+            made.append(history)
+        return Snapshot(devices=tuple(made), stacks=tuple(self.stack_texts()))
+
+    def traces(self, traces: Any) -> dict[int, DeviceHistory]:
+        """The columns, cut into devices. Every event must be in one trace, in order."""
+        if not isinstance(traces, list):
+            raise self.refuse(f"Its device traces are {_short(traces)}.")
+        made = {}
+        start = 0
+        for device, trace in enumerate(traces):
+            if not isinstance(trace, list) or trace != list(range(start, start + len(trace))):
+                raise self.refuse(f"The trace of device {device} is not a list of its own events.")
+            if trace:
+                made[device] = self.cut(device, start, start + len(trace))
+            start += len(trace)
+        if start != len(self.all.actions):
+            raise self.refuse("It has events outside its device traces.")
+        return made
+
+    def cut(self, device: int, start: int, end: int) -> DeviceHistory:
+        rows, every = slice(start, end), self.all
+        if every.pools and len(every.pools) != len(every.actions):
+            raise self.refuse("Some of its events name a pool and others do not.")
+        return DeviceHistory(
+            device=device,
+            actions=every.actions[rows],
+            addresses=every.addresses[rows],
+            sizes=every.sizes[rows],
+            streams=every.streams[rows],
+            times_us=every.times_us[rows],
+            stacks=every.stacks[rows],
+            pools=every.pools[rows],
+        )
+
+    def segment(self, item: Any) -> tuple[int, SegmentRecord]:
+        blocks = item.get("blocks") if isinstance(item, dict) else None
+        if not isinstance(blocks, list) or not all(type(block) is BlockRecord for block in blocks):
+            raise self.refuse(f"A segment is {_short(item)}.")
+        device, address, size, stream = (
+            item.get(key, default)
+            for key, default in (("device", 0), ("address", -1), ("total_size", -1), ("stream", 0))
+        )
+        numbers = (device, address, size, stream)
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            raise self.refuse(f"A segment is {_short(item)}.")
+        record = SegmentRecord(
+            address=address,
+            size=size,
+            stream=stream,
+            small=item.get("segment_type") == "small",
+            pool=self.pool(item.get("segment_pool_id", (0, 0))),
+            expandable=item.get("is_expandable") is True,
+            blocks=self.tiled(blocks, address, size),
+        )
+        return device, record
+
+    def tiled(self, blocks: list[BlockRecord], address: int, size: int) -> tuple[BlockRecord, ...]:
+        """The blocks of a segment with their addresses: old snapshots leave them to be counted up."""
+        made = []
+        at = address
+        for block in blocks:
+            if block.address not in (-1, at) or block.size <= 0:
+                raise self.refuse(f"The blocks of the segment at {address:#x} do not lie side by side.")
+            made.append(
+                block
+                if block.address == at
+                else BlockRecord(at, block.size, block.requested, block.state, block.stack)
+            )
+            at += block.size
+        if at != address + size:
+            raise self.refuse(f"The blocks of the segment at {address:#x} do not fill it.")
+        return tuple(made)
+
+    def ordered(self, segments: list[SegmentRecord]) -> tuple[SegmentRecord, ...]:
+        segments.sort(key=lambda segment: segment.address)
+        for before, after in pairwise(segments):
+            if before.address + before.size > after.address:
+                raise self.refuse(f"The segments at {before.address:#x} and {after.address:#x} overlap.")
+        return tuple(segments)
+
+    def stack_texts(self) -> list[tuple[str, ...]]:
+        return [tuple(self.frame_texts[number] for number in array("I", key)) for key in self.stacks]
+
+
+def _short(value: Any) -> str:
+    return (
+        f"a {type(value).__name__} ({str(value)[:80]})"
+        if not isinstance(value, (dict, list))
+        else (f"a {type(value).__name__} with {[str(key)[:20] for key in list(value)[:8] if isinstance(key, str)]}")
+    )

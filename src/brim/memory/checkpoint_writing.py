@@ -1,0 +1,103 @@
+"""Write safetensors tensor by tensor, never holding more than one, laid out for unbuffered reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from brim.errors import TransferError
+from brim.memory.checkpoint_files import DTYPES, LENGTH_BYTES, Extent, TensorSource
+from brim.memory.checksums import checksum
+
+DATA_ALIGNMENT_BYTES = 4096  # the data begins on a page, as O_DIRECT wants it
+TENSOR_ALIGNMENT_BYTES = 64
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+Layout = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype and shape
+
+
+def write_safetensors(
+    path: str | Path,
+    layout: Sequence[Layout],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: dict[str, str] | None = None,
+) -> dict[str, int]:
+    """Write ``tensors``, which come one at a time and in any order, as ``layout`` announced them.
+
+    The file appears under its name only when it is complete and on the disk; on any error, Ctrl-C included,
+    nothing is left behind. The header is padded with spaces so that the data begins at a multiple of 4096 bytes,
+    and tensors of a multiple of 64 bytes come first, in the order given, so that each begins at one.
+
+    Returns each tensor's checksum. Raises TransferError when the disk refuses.
+    """
+    path = Path(path)
+    header, sources = _plan(path, layout, metadata or {})
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("xb") as file:
+            file.write(header)
+            found = {name: _write_tensor(file.fileno(), sources[name], tensor) for name, tensor in tensors}
+            assert found.keys() == sources.keys(), f"announced but not given: {sources.keys() - found.keys()}"
+            file.truncate(len(header) + sum(source.bytes for source in sources.values()))
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise TransferError(
+            f"{path} was to be written.", f"{error.strerror}.", "Free some disk space or choose another folder."
+        ) from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return found
+
+
+def _plan(path: Path, layout: Sequence[Layout], metadata: dict[str, str]) -> tuple[bytes, dict[str, TensorSource]]:
+    blank = [TensorSource(name=n, dtype=d, shape=tuple(s), extents=()) for n, d, s in layout]
+    # Gaps are forbidden, so the order alone aligns: whole multiples of 64 bytes first, then by item size.
+    blank.sort(key=lambda s: (s.bytes % TENSOR_ALIGNMENT_BYTES != 0, -s.dtype.itemsize if s.bytes % 64 else 0))
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
+    for source in blank:
+        entries[source.name] = {
+            "dtype": _CODES[source.dtype],
+            "shape": list(source.shape),
+            "data_offsets": [offset, offset + source.bytes],
+        }
+        offset += source.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded_bytes = -(LENGTH_BYTES + len(text)) % DATA_ALIGNMENT_BYTES + len(text)
+    header = padded_bytes.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded_bytes, b" ")
+    sources, start = {}, len(header)
+    for source in blank:
+        extent = Extent(path=str(path), offset=start, bytes=source.bytes)
+        sources[source.name] = TensorSource(
+            name=source.name, dtype=source.dtype, shape=source.shape, extents=(extent,)
+        )
+        start += source.bytes
+    return header, sources
+
+
+def _write_tensor(descriptor: int, source: TensorSource, tensor: torch.Tensor) -> int:
+    assert (tensor.dtype, tuple(tensor.shape)) == (source.dtype, source.shape), f"{source.name}: not as announced"
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    view, offset = memoryview(flat.numpy().data), source.extents[0].offset
+    while view:
+        written = os.pwrite(descriptor, view[: 1 << 30], offset)
+        view, offset = view[written:], offset + written
+    return checksum(flat)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on the disk only once its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""Where each tensor of a block lies in the block's one flat buffer, and which file ranges fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from brim.memory.checkpoint_files import Extent, TensorSource
+from brim.memory.pool import PAGE_BYTES, round_up
+
+# Reading a small hole between two tensors is cheaper than a second request.
+_LARGEST_GAP_BYTES = 64 << 10
+# What torch's CPU allocator gives, four times what CUDA kernels want, and what the files that brim writes have.
+PACKED_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """A tensor at byte ``offset`` of its block's buffer."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRun:
+    """``bytes`` at ``offset`` of a file go to ``at`` in the buffer.
+
+    ``direct``: ``at`` and ``offset`` are congruent modulo the page, so the device can write into the buffer itself.
+    """
+
+    path: str
+    offset: int
+    bytes: int
+    at: int
+    direct: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockLayout:
+    tensors: tuple[Placed, ...]
+    runs: tuple[ReadRun, ...]
+    bytes: int  # of the buffer: a multiple of the page
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors as views of ``buffer`` (uint8, at least ``bytes`` long), in the order of ``tensors``."""
+        # A view made in inference mode could not become a Parameter's data.
+        with torch.inference_mode(False):
+            return [buffer[t.offset : t.offset + t.bytes].view(t.dtype).view(t.shape) for t in self.tensors]
+
+
+def file_layout(sources: Sequence[TensorSource]) -> BlockLayout:
+    """The layout that lets a disk write straight into the buffer: every address congruent to its file offset.
+
+    It also gives each tensor the alignment it has in the memory-mapped file, so that kernels whose rounding depends
+    on alignment compute what they compute on the mapped checkpoint.
+    """
+    whole = [s for s in sources if len(s.extents) == 1 and s.extents[0].offset % s.dtype.itemsize == 0]
+    pieced = [s for s in sources if s not in whole]
+    runs: list[ReadRun] = []
+    offsets: dict[str, int] = {}
+    cursor = 0
+    for group in _adjacent(whole):
+        first, last = group[0].extents[0], group[-1].extents[0]
+        at = cursor + first.offset % PAGE_BYTES
+        length = last.offset + last.bytes - first.offset
+        runs.append(ReadRun(path=first.path, offset=first.offset, bytes=length, at=at, direct=True))
+        offsets |= {s.name: at + s.extents[0].offset - first.offset for s in group}
+        cursor = round_up(at + length, PAGE_BYTES)
+    packed = packed_layout(pieced, start=cursor)
+    offsets |= {t.name: t.offset for t in packed.tensors}
+    return _finish(sources, offsets, [*runs, *packed.runs], packed.bytes)
+
+
+def packed_layout(sources: Sequence[TensorSource], start: int = 0) -> BlockLayout:
+    """Tensors one after the other, aligned for kernels.
+
+    What is read from disk goes through a bounce buffer, unless the file has the very same layout.
+    """
+    runs: list[ReadRun] = []
+    offsets: dict[str, int] = {}
+    cursor = start
+    for source in sources:
+        cursor = round_up(cursor, PACKED_ALIGNMENT_BYTES)
+        offsets[source.name] = cursor
+        for extent in source.extents:
+            _append_run(runs, extent, cursor)
+            cursor += extent.bytes
+        if not source.extents:  # not in any file: the bytes are already in memory
+            cursor += source.bytes
+    if len(runs) == 1 and start == 0 and (runs[0].offset - runs[0].at) % PAGE_BYTES == 0:
+        runs = [replace(runs[0], direct=True)]
+    return _finish(sources, offsets, runs, round_up(cursor, PAGE_BYTES))
+
+
+def _finish(
+    sources: Sequence[TensorSource], offsets: dict[str, int], runs: Iterable[ReadRun], total: int
+) -> BlockLayout:
+    tensors = tuple(Placed(name=s.name, dtype=s.dtype, shape=s.shape, offset=offsets[s.name]) for s in sources)
+    return BlockLayout(tensors=tensors, runs=tuple(runs), bytes=total)
+
+
+def _append_run(runs: list[ReadRun], extent: Extent, at: int) -> None:
+    """Add what fills ``at``, to the last run where the file continues like the buffer does (padding included)."""
+    last = runs[-1] if runs else None
+    gap = extent.offset - last.offset - last.bytes if last else -1
+    if last and last.path == extent.path and 0 <= gap == at - last.at - last.bytes < PACKED_ALIGNMENT_BYTES:
+        runs[-1] = replace(last, bytes=last.bytes + gap + extent.bytes)
+    else:
+        runs.append(ReadRun(path=extent.path, offset=extent.offset, bytes=extent.bytes, at=at, direct=False))
+
+
+def _adjacent(sources: Sequence[TensorSource]) -> list[list[TensorSource]]:
+    """Sources grouped into what one sequential read covers."""
+    groups: list[list[TensorSource]] = []
+    for source in sorted(sources, key=lambda s: (s.extents[0].path, s.extents[0].offset)):
+        extent = source.extents[0]
+        last = groups[-1][-1].extents[0] if groups else None
+        if last and last.path == extent.path and extent.offset - last.offset - last.bytes <= _LARGEST_GAP_BYTES:
+            groups[-1].append(source)
+        else:
+            groups.append([source])
+    return groups

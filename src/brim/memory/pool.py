@@ -1,0 +1,121 @@
+"""Byte-limited pools: every large buffer that brim holds comes out of one, so a budget is a fact, not a hope."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from brim.errors import BudgetError
+from brim.memory.recorder import Recorder
+from brim.units import format_bytes
+
+_HUGE_PAGE_BYTES = 2 << 20
+PAGE_BYTES = 4096  # what O_DIRECT wants of an address, an offset and a length
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+class Source(Protocol):
+    """Where a pool's bytes come from. The budget, the ledger and the events are the pool's own business."""
+
+    def make(self, bytes: int) -> torch.Tensor:
+        """A uint8 tensor of ``bytes``, its address a multiple of PAGE_BYTES on the host."""
+
+    def release(self, tensor: torch.Tensor) -> None: ...
+
+
+class HostSource:
+    """Anonymous private mappings: page-aligned, given back to the system as soon as the last view is gone.
+
+    ``malloc`` would keep freed memory in its arenas, and RSS is what a RAM budget is measured by.
+    """
+
+    def make(self, bytes: int) -> torch.Tensor:
+        mapped = mmap.mmap(-1, max(bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            # A first touch by 4 KiB pages takes longer than the disk takes to fill them, and so does pinning them.
+            with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1))[:bytes]
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: the mapping goes when its last view does."""
+
+
+class TorchSource:
+    """PyTorch's own allocator: VRAM through the caching allocator, or fake tensors while predicting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def make(self, bytes: int) -> torch.Tensor:
+        return torch.empty(bytes, dtype=torch.uint8, device=self.device)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: the allocator takes it back when its last view goes."""
+
+
+class Buffer:
+    """A run of bytes out of a pool. ``tensor`` is uint8 and one-dimensional."""
+
+    def __init__(self, pool: Pool, tensor: torch.Tensor, bytes: int, storage: int, label: str) -> None:
+        self.pool, self.bytes, self.storage, self.label = pool, bytes, storage, label
+        self._tensor: torch.Tensor | None = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None, f"{self.label} was used after it was freed"
+        return self._tensor
+
+    def free(self) -> None:
+        """Give the bytes back to the pool. A second call does nothing."""
+        if self._tensor is not None:
+            tensor, self._tensor = self._tensor, None
+            self.pool._take_back(self, tensor)
+
+
+class Pool:
+    """Bytes of one tier, up to ``limit_bytes`` and never beyond; every allocation is an event."""
+
+    def __init__(self, tier: str, limit_bytes: int, source: Source, recorder: Recorder) -> None:
+        self.tier, self.limit_bytes, self.source, self.recorder = tier, limit_bytes, source, recorder
+        self.held_bytes = self.peak_bytes = 0
+        self._next_storage = 0
+        self._lock = threading.Lock()
+
+    def allocate(self, bytes: int, label: str) -> Buffer:
+        """``bytes`` out of the pool. Raises BudgetError when that would pass the limit."""
+        return self._enter(bytes, label, lambda: self.source.make(bytes))
+
+    def _enter(self, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
+        with self._lock:
+            if self.held_bytes + bytes > self.limit_bytes:
+                raise BudgetError(
+                    f"{format_bytes(bytes)} of {self.tier} were asked for {label}.",
+                    f"{format_bytes(self.held_bytes)} of {format_bytes(self.limit_bytes)} are already held.",
+                    smallest_bytes={self.tier: self.held_bytes + bytes},
+                )
+            tensor = make()
+            self.held_bytes += bytes
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            buffer = Buffer(self, tensor, bytes, self._next_storage, label)
+            self._next_storage += 1
+            self.recorder.allocated(self.tier, bytes, buffer.storage, label)
+            return buffer
+
+    def account(self, bytes: int, label: str) -> Buffer:
+        """Count ``bytes`` that somebody else holds in this tier (a module's own tensors) against the limit."""
+        return self._enter(bytes, label, lambda: torch.empty(0, dtype=torch.uint8))
+
+    def _take_back(self, buffer: Buffer, tensor: torch.Tensor) -> None:
+        with self._lock:
+            self.source.release(tensor)
+            self.held_bytes -= buffer.bytes
+            self.recorder.freed(self.tier, buffer.bytes, buffer.storage, buffer.label)

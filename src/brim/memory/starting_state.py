@@ -1,0 +1,283 @@
+"""The allocator's state when a recorded run began, found by undoing its events from the state when it ended.
+
+Free neighbours are always merged, so live blocks and segments determine the state; free blocks are what lies between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from brim.memory.allocator_config import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorConfig
+from brim.memory.blocks import DEFAULT_POOL, PoolId
+from brim.memory.history import History
+
+Group = tuple[int, bool, PoolId]  # stream, small, pool: what shares one expandable segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Live:
+    """A block in use. ``pending``: freed, waiting for another stream. ``freed_at``: index of the event, -1: never."""
+
+    address: int
+    size: int  # 0: to be found out
+    requested: int
+    stream: int
+    pending: bool = False
+    freed_at: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """A ``cudaMalloc`` segment, or a contiguous mapped range of an expandable one."""
+
+    address: int
+    size: int
+    group: Group
+    expandable: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """Segments and the blocks in use, both by address. ``lowest``: first address of each expandable segment."""
+
+    ranges: dict[int, Range] = field(default_factory=dict)
+    live: dict[int, Live] = field(default_factory=dict)
+    lowest: dict[Group, int] = field(default_factory=dict)
+    inconsistent: int = 0  # events that do not fit the state that follows them
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(found.size for found in self.ranges.values())
+
+
+def final_state(history: History) -> State:
+    """The state that the snapshot's segments describe."""
+    state = State()
+    for segment in history.segments:
+        group = (segment.stream, segment.small, segment.pool)
+        state.ranges[segment.address] = Range(
+            address=segment.address, size=segment.size, group=group, expandable=segment.expandable
+        )
+        for block in segment.blocks:
+            if block.state != "inactive":
+                state.live[block.address] = Live(
+                    address=block.address,
+                    size=block.size,
+                    requested=block.requested,
+                    stream=segment.stream,
+                    pending=block.state != "active_allocated",
+                )
+    return state
+
+
+def starting_state(history: History, config: AllocatorConfig) -> State:
+    """The state before the first event of ``history``."""
+    undo = _Undo(history, config)
+    for index in range(len(history.actions) - 1, -1, -1):
+        undo.event(index)
+    state = undo.state()
+    _settle(state, history, config)
+    return state
+
+
+class _Undo:
+    """Steps backwards through a history."""
+
+    def __init__(self, history: History, config: AllocatorConfig) -> None:
+        self._history = history
+        self._groups = _Groups(history, config)
+        self._state = final_state(history)
+        self._native = {at: found for at, found in self._state.ranges.items() if not found.expandable}
+        self._mapped = _Mapped()
+        for found in self._state.ranges.values():
+            if found.expandable:
+                self._mapped.add(found.address, found.size)
+
+    def event(self, index: int) -> None:
+        history, state = self._history, self._state
+        action, address, size = history.actions[index], history.addresses[index], history.sizes[index]
+        if action == "alloc":
+            state.inconsistent += state.live.pop(address, None) is None
+        elif action == "free_requested":
+            live = state.live.get(address) or self._freed(index)  # a ring may have lost the completion
+            state.live[address] = replace(live, pending=False)
+        elif action == "free_completed":
+            state.inconsistent += address in state.live
+            state.live[address] = self._freed(index)
+        elif action == "segment_alloc":
+            state.inconsistent += self._native.pop(address, None) is None
+        elif action == "segment_free":
+            group = self._groups.native(index)
+            self._native[address] = Range(address=address, size=size, group=group, expandable=False)
+        elif action == "segment_map":
+            self._mapped.remove(address, size)
+        elif action == "segment_unmap":
+            self._mapped.add(address, size)
+
+    def _freed(self, index: int) -> Live:
+        history = self._history
+        return Live(
+            address=history.addresses[index],
+            size=0,
+            requested=history.sizes[index],
+            stream=history.streams[index],
+            pending=True,
+            freed_at=index,
+        )
+
+    def state(self) -> State:
+        groups, state = self._groups, self._state
+        state.ranges = self._native
+        for address, size in self._mapped.ranges(groups):
+            group = groups.expandable(address)
+            state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
+        state.lowest = groups.lowest(state.ranges)
+        return state
+
+
+class _Mapped:
+    """A set of addresses as disjoint ranges, in order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, address: int, size: int) -> None:
+        self._replace(address, address + size, keep=True)
+
+    def remove(self, address: int, size: int) -> None:
+        self._replace(address, address + size, keep=False)
+
+    def _replace(self, start: int, end: int, *, keep: bool) -> None:
+        """Cut ``start`` to ``end`` out of the set, and put it back as one range if it is to be kept."""
+        first = bisect_left(self._ends, start + (not keep))
+        last = bisect_right(self._starts, end - (not keep))
+        starts, ends = [start] if keep else [], [end] if keep else []
+        if first < last:
+            left, right = self._starts[first], self._ends[last - 1]
+            if keep:
+                starts, ends = [min(left, start)], [max(right, end)]
+            else:
+                starts = [left] * (left < start) + [end] * (end < right)
+                ends = [start] * (left < start) + [right] * (end < right)
+        self._starts[first:last], self._ends[first:last] = starts, ends
+
+    def ranges(self, groups: _Groups) -> list[tuple[int, int]]:
+        """Address and size of each range; where two address spaces touch, they are kept apart."""
+        made = []
+        for start, end in zip(self._starts, self._ends, strict=True):
+            cuts = [start, *groups.borders(start, end), end]
+            made += [(cut, after - cut) for cut, after in pairwise(cuts)]
+        return made
+
+
+class _Groups:
+    """Stream, size class and pool of an address.
+
+    The snapshot's segments tell where they are known; what was given back before is recognised by its events.
+    """
+
+    def __init__(self, history: History, config: AllocatorConfig) -> None:
+        self._history = history
+        known: dict[int, Group] = {
+            segment.address: (segment.stream, segment.small, segment.pool)
+            for segment in history.segments
+            if segment.expandable
+        }
+        if any(action in ("segment_map", "segment_unmap") for action in set(history.actions)):
+            self._learn(known, config)
+        self._addresses = sorted(known)
+        self._groups = [known[address] for address in self._addresses]
+
+    def _learn(self, known: dict[int, Group], config: AllocatorConfig) -> None:
+        """Every map event's group is that of the first allocation that follows it on its stream."""
+        history = self._history
+        waiting: list[int] = []
+        for index, action in enumerate(history.actions):
+            if action == "segment_map":
+                waiting.append(index)
+            elif action == "alloc" and waiting:
+                group = (
+                    history.streams[index],
+                    config.round_size(history.sizes[index]) <= SMALL_BYTES,
+                    self._pool(index),
+                )
+                for earlier in waiting:
+                    known.setdefault(history.addresses[earlier], group)
+                waiting.clear()
+            elif action == "segment_unmap":
+                waiting.clear()
+
+    def _pool(self, index: int) -> PoolId:
+        return self._history.pools[index] if self._history.pools else DEFAULT_POOL
+
+    def native(self, index: int) -> Group:
+        """The group of a segment that event ``index`` gave back: only small segments are of 2 MiB."""
+        small = self._history.sizes[index] == SMALL_SEGMENT_BYTES
+        return self._history.streams[index], small, self._pool(index)
+
+    def expandable(self, address: int) -> Group:
+        """The group of a mapped address: that of the nearest known range below it, else above it."""
+        if not self._addresses:
+            return 0, False, DEFAULT_POOL
+        return self._groups[max(bisect_right(self._addresses, address) - 1, 0)]
+
+    def borders(self, start: int, end: int) -> list[int]:
+        """Known addresses inside ``start`` to ``end`` where another group begins."""
+        first, last = bisect_right(self._addresses, start), bisect_left(self._addresses, end)
+        return [self._addresses[i] for i in range(max(first, 1), last) if self._groups[i] != self._groups[i - 1]]
+
+    def lowest(self, ranges: Mapping[int, Range]) -> dict[Group, int]:
+        """The first address of each group that is ever mapped: pages are mapped from the lowest address on."""
+        found = {group: address for address, group in zip(self._addresses[::-1], self._groups[::-1], strict=True)}
+        for at in ranges.values():
+            if at.expandable:
+                found[at.group] = min(found.get(at.group, at.address), at.address)
+        return found
+
+
+def _settle(state: State, history: History, config: AllocatorConfig) -> None:
+    """Find the sizes that events do not tell, and drop blocks that lie in no segment or on another block."""
+    starts, addresses = sorted(state.ranges), sorted(state.live)
+    allocs: list[tuple[int, int]] = []
+    for address, after in pairwise([*addresses, 1 << 64]):
+        live = state.live[address]
+        where = bisect_right(starts, address) - 1
+        found = state.ranges[starts[where]] if where >= 0 else None
+        end = min(after, found.address + found.size) if found is not None else address
+        size = live.size or config.round_size(live.requested)
+        if found is None or address + size > end:
+            del state.live[address]
+            state.inconsistent += 1
+            continue
+        if not live.size and not found.expandable and not found.group[1] and address + size < end:
+            allocs = allocs or _alloc_addresses(history)
+            size = _unsplit_size(live, size, end, allocs, config)
+        if size != live.size:
+            state.live[address] = replace(live, size=size)
+
+
+def _unsplit_size(live: Live, size: int, end: int, allocs: list[tuple[int, int]], config: AllocatorConfig) -> int:
+    """The size of a large block of which only the request is known.
+
+    The rest of a free block is split off when it is over 1 MiB, so a gap of up to 1 MiB belongs to the block. The
+    gap ends at the next live block, at the segment's end, or where something was allocated while the block lived.
+    """
+    if config.max_split_bytes is not None and size >= config.max_split_bytes:
+        return end - live.address
+    begin = live.address + size
+    for address, index in allocs[bisect_left(allocs, (begin, 0)) :]:
+        if address >= min(end, begin + SMALL_BYTES + 1):
+            break
+        if index < live.freed_at:
+            end = address
+            break
+    return end - live.address if end - begin <= SMALL_BYTES else size
+
+
+def _alloc_addresses(history: History) -> list[tuple[int, int]]:
+    pairs = zip(history.addresses, history.actions, strict=True)
+    return sorted((address, index) for index, (address, action) in enumerate(pairs) if action == "alloc")

@@ -1,0 +1,127 @@
+"""A recorded run under other allocator settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from brim.memory.allocator import CachingAllocator
+from brim.memory.allocator_config import AllocatorConfig
+from brim.memory.blocks import Block
+from brim.memory.device_memory import SimulatedDevice
+from brim.memory.history import History
+from brim.memory.out_of_memory import OutOfMemory
+from brim.memory.recorded_device import RELEASES
+from brim.memory.restore import restore
+from brim.memory.starting_state import State, starting_state
+
+# What people are told to try. `best` replays each, and the run's own settings.
+CANDIDATES = (
+    "",
+    "expandable_segments:True",
+    "max_split_size_mb:64",
+    "max_split_size_mb:128",
+    "max_split_size_mb:256",
+    "max_split_size_mb:512",
+    "roundup_power2_divisions:4",
+    "roundup_power2_divisions:8",
+    "roundup_power2_divisions:16",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """A run replayed under ``settings``.
+
+    ``would_fit``: None if the recorded run did not run out of memory; else whether every request up to and including
+    the one that failed is served within what the device had. ``failed_bytes`` is the first request that is not.
+    """
+
+    settings: str
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_inactive_split_bytes: int
+    would_fit: bool | None
+    failed_bytes: int = 0
+
+
+def what_if(history: History, config: AllocatorConfig, *, recorded: AllocatorConfig | None = None) -> WhatIf:
+    """Replay ``history`` under ``config`` from its first event on.
+
+    The segments of then are kept, so that the run's own settings give exactly what was measured. If ``config`` wants
+    the other kind of segment, what was in use is laid out anew by its requests, without what was cached. Cached memory
+    is given back where the record did so. ``recorded`` None: the settings in the history.
+    """
+    recorded = AllocatorConfig.from_snapshot(history.settings) if recorded is None else recorded
+    start = starting_state(history, recorded)
+    capacity = capacity_bytes(history, start)
+    device = SimulatedDevice(capacity)
+    allocator = CachingAllocator(config, device=device)
+    if config.expandable_segments == recorded.expandable_segments:
+        device.used_bytes = start.reserved_bytes
+        handles = restore(allocator, start)
+    else:
+        device.capacity_bytes = None  # what was in use did fit
+        handles = _lay_out(allocator, start)
+        device.capacity_bytes = capacity
+    failed = _run(history, allocator, handles)
+    return WhatIf(
+        settings=config.describe(),
+        peak_reserved_bytes=allocator.stats.reserved_peak_bytes,
+        peak_allocated_bytes=allocator.stats.allocated_peak_bytes,
+        peak_inactive_split_bytes=allocator.stats.inactive_split_peak_bytes,
+        would_fit=None if capacity is None else not failed,
+        failed_bytes=failed,
+    )
+
+
+def _lay_out(allocator: CachingAllocator, start: State) -> dict[int, Block]:
+    """Request everything that was in use, in the order of its addresses."""
+    return {at: allocator.malloc(start.live[at].requested, start.live[at].stream) for at in sorted(start.live)}
+
+
+def best(history: History, candidates: Iterable[str] = CANDIDATES) -> list[WhatIf]:
+    """Every candidate replayed: those that fit first, then by the least reserved at the peak."""
+    found = [what_if(history, AllocatorConfig.parse(text)) for text in candidates]
+    return sorted(found, key=lambda one: (one.would_fit is False, one.peak_reserved_bytes))
+
+
+def capacity_bytes(history: History, start: State) -> int | None:
+    """What the device could give to this process: reserved plus free at the first failure. None if nothing failed."""
+    held = start.reserved_bytes
+    for action, address, size in zip(history.actions, history.addresses, history.sizes, strict=True):
+        if action in ("segment_alloc", "segment_map"):
+            held += size
+        elif action in RELEASES:
+            held -= size
+        elif action == "oom":
+            return held + address
+    return None
+
+
+def _run(history: History, allocator: CachingAllocator, handles: dict[int, Block]) -> int:
+    """All events up to the recorded failure, or to the end. Returns the bytes of a request that fails, or 0."""
+    released = False
+    rows = zip(history.actions, history.addresses, history.sizes, history.streams, strict=True)
+    for action, address, size, stream in rows:
+        if action in RELEASES:
+            if not released:
+                allocator.empty_cache()
+            released = True
+            continue
+        released = False
+        if action in ("alloc", "oom"):
+            try:
+                handles[address] = allocator.malloc(size, stream)
+            except OutOfMemory:
+                return size
+            if action == "oom":
+                return 0
+        elif action == "free_completed" and address in handles:
+            block = handles.pop(address)
+            if block.allocated:
+                allocator.free(block)
+            else:
+                block.event_count = 0
+                allocator.complete_free(block)
+    return 0

@@ -1,0 +1,167 @@
+"""What one operation computes and moves: floating-point operations, bytes, and the dtype that sets its rate."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+# Copies, gathers and fills: they move bytes and compute nothing.
+# fmt: off
+_MOVES = frozenset({
+    "_copy_from", "_foreach_copy", "_foreach_zero", "_pin_memory", "_to_copy", "arange", "as_strided_copy",
+    "bernoulli", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "embedding", "empty", "empty_like",
+    "empty_strided", "eye", "fill", "flip", "full", "full_like", "gather", "index", "index_copy", "index_put",
+    "index_select", "lift_fresh", "lift_fresh_copy", "masked_fill", "masked_select", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "normal", "ones", "ones_like",
+    "pixel_shuffle", "pixel_unshuffle", "rand", "randint", "randn", "repeat", "repeat_interleave", "resize",
+    "roll", "scalar_tensor", "scatter", "select_backward", "set", "slice_backward", "slice_scatter",
+    "split_copy", "stack", "tril", "triu", "unfold_backward", "uniform", "zero", "zeros", "zeros_like",
+})
+# fmt: on
+# fmt: off
+_ALLOCATIONS = frozenset({
+    "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided", "resize", "set",
+})
+# fmt: on
+# Of a table they read the rows that they write, not all of it.
+# fmt: off
+_GATHERS = frozenset({
+    "embedding", "gather", "index", "index_select", "masked_select", "select_backward", "slice_backward",
+})
+# fmt: on
+
+
+def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations of one aten operation, forward or backward; works on fake and meta tensors.
+
+    Products by PyTorch's own registry (``torch/utils/flop_counter.py``: two per multiply-add, causal masks not
+    counted), with the products that it lacks; anything else that computes is one per element of its largest tensor;
+    views, copies, gathers and fills are 0.
+    """
+    count = flop_registry.get(func.overloadpacket)
+    if count is not None:
+        return int(count(*args, **kwargs, out_val=out))
+    product = _products().get(func.overloadpacket)
+    if product is not None:
+        return product(*args, **kwargs)
+    if is_view(func) or _base_name(func) in _MOVES:
+        return 0
+    return _elements(args, kwargs, out)
+
+
+def op_bytes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> tuple[int, int]:
+    """Bytes that one operation reads and writes: each tensor once, as a kernel that caches well does.
+
+    Views and allocations move none; a fill or a copy does not read what it overwrites; a gather reads the rows that
+    it writes and its indices.
+    """
+    name = _base_name(func)
+    if is_view(func) or name in _ALLOCATIONS:
+        return 0, 0
+    changed = [t for i in _changed_arguments(func) if i < len(args) for t in _tensors(args[i])]
+    target = {id(t) for t in changed}
+    written = sum(map(_nbytes, changed)) + sum(_nbytes(t) for t in _tensors(out) if id(t) not in target)
+    inputs = list(_tensors([*args, *kwargs.values()]))
+    if name in _GATHERS:
+        return written + sum(_nbytes(t) for t in inputs if not t.is_floating_point()), written
+    overwritten = target if name in _MOVES else set()
+    return sum(_nbytes(t) for t in inputs if id(t) not in overwritten), written
+
+
+def op_dtype(args: Sequence[Any], out: Any) -> str:
+    """The dtype that an operation computes in: of its first input that is not an index, else of its result."""
+    for tensor in (*_tensors(list(args)), *_tensors(out)):
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype in (torch.int8, torch.uint8):
+            return str(tensor.dtype).removeprefix("torch.")
+    first = next(_tensors(out), None)
+    return "" if first is None else str(first.dtype).removeprefix("torch.")
+
+
+@functools.cache
+def is_view(func: torch._ops.OpOverload) -> bool:
+    """The result shares an input's storage and nothing is written: no kernel runs."""
+    return bool(func.is_view) or func.overloadpacket is aten._unsafe_view
+
+
+@functools.cache
+def _changed_arguments(func: torch._ops.OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that it writes to: ``self`` of ``add_``, the lists of ``_fused_adamw_``."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
+
+
+@functools.cache
+def _base_name(func: torch._ops.OpOverload) -> str:
+    """``aten::index_put_`` -> ``index_put``."""
+    return str(func.overloadpacket._qualified_op_name).partition("::")[2].rstrip("_")
+
+
+@functools.cache
+def _products() -> dict[Any, Callable[..., int]]:
+    """Matrix products and attention kernels that PyTorch's registry does not have."""
+    mm, flash = flop_registry[aten.mm], flop_registry[aten._scaled_dot_product_flash_attention]
+    flash_backward = flop_registry[aten._scaled_dot_product_flash_attention_backward]
+    return {
+        aten.dot: lambda a, b: 2 * a.numel(),
+        aten.mv: lambda a, b: 2 * a.numel(),
+        aten.addmv: lambda c, a, b, **_: 2 * a.numel(),
+        aten.addbmm: lambda c, a, b, **_: int(flop_registry[aten.bmm](a, b)),
+        aten._addmm_activation: lambda c, a, b, **_: int(mm(a, b)),
+        aten._int_mm: lambda a, b: int(mm(a, b)),
+        aten._grouped_mm: lambda a, b, *_, **__: _grouped(a, b),
+        aten._scaled_grouped_mm: lambda a, b, *_, **__: _grouped(a, b),
+        aten._weight_int8pack_mm: lambda a, b, *_: 2 * a.numel() * b.shape[0],
+        aten.linear: lambda a, b, *_: 2 * a.numel() * b.shape[0],
+        aten._scaled_dot_product_flash_attention_for_cpu: flash,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flash_backward,
+        aten._scaled_dot_product_fused_attention_overrideable: flash,
+        aten._scaled_dot_product_fused_attention_overrideable_backward: flash_backward,
+    }
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor) -> int:
+    """``a`` (tokens, k) @ ``b`` (groups, k, n): each token meets one group. Both 2-D: a gradient of the weights,
+    (k, tokens) @ (tokens, n). Both 3-D: a batched product."""
+    if a.dim() == b.dim() == 3:
+        return int(flop_registry[aten.bmm](a, b))
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _elements(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Elements of the largest tensor; of the largest list for operations on lists of tensors (``_foreach_add``)."""
+    values = [*args, *kwargs.values(), out]
+    values += [item for value in values if isinstance(value, tuple) for item in value]
+    return max((_count(value) for value in values), default=0)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, list):
+        return sum(t.numel() for t in _tensors(value))
+    return 0
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that lie in memory: a dimension that was expanded counts once."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size for size, stride in sizes if stride or size == 0)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,118 @@
+"""Bytes of optimizer state, to the byte: moments, factored moments, quantized moments and step counters."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from brim.errors import UsageError
+from brim.predict.formulas.result import Result, item_bytes, result, written_bytes
+
+_BLOCK = 256  # elements that share one scale in bitsandbytes' blockwise quantization
+_SMALLEST_QUANTIZED = 4096  # bitsandbytes' min_8bit_size: smaller parameters keep float32 moments
+_CODE_BOOK_BYTES = 256 * 4  # one table of 256 float32 per moment and device
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """``copies``: tensors of the parameter's size; ``counters``: float32 scalars per parameter."""
+
+    copies: int
+    counters: int
+    source: str
+
+
+_TORCH = "torch/optim"
+OPTIMIZERS: dict[str, _Kind] = {
+    "sgd": _Kind(copies=0, counters=0, source=f"{_TORCH}/sgd.py"),
+    "sgd-momentum": _Kind(copies=1, counters=0, source=f"{_TORCH}/sgd.py: momentum_buffer"),
+    "adam": _Kind(copies=2, counters=1, source=f"{_TORCH}/adam.py: exp_avg, exp_avg_sq, step"),
+    "adamw": _Kind(copies=2, counters=1, source=f"{_TORCH}/adam.py: exp_avg, exp_avg_sq, step"),
+    "nadam": _Kind(copies=2, counters=2, source=f"{_TORCH}/nadam.py: exp_avg, exp_avg_sq, step, mu_product"),
+    "radam": _Kind(copies=2, counters=1, source=f"{_TORCH}/radam.py: exp_avg, exp_avg_sq, step"),
+    "adamax": _Kind(copies=2, counters=1, source=f"{_TORCH}/adamax.py: exp_avg, exp_inf, step"),
+    "adadelta": _Kind(copies=2, counters=1, source=f"{_TORCH}/adadelta.py: square_avg, acc_delta, step"),
+    "adagrad": _Kind(copies=1, counters=1, source=f"{_TORCH}/adagrad.py: sum, step"),
+    "rmsprop": _Kind(copies=1, counters=1, source=f"{_TORCH}/rmsprop.py: square_avg, step"),
+    "rprop": _Kind(copies=2, counters=1, source=f"{_TORCH}/rprop.py: prev, step_size, step"),
+    "asgd": _Kind(copies=1, counters=3, source=f"{_TORCH}/asgd.py: ax, step, eta, mu"),
+    "lion": _Kind(copies=1, counters=0, source="Chen et al., arXiv 2302.06675: exp_avg"),
+    "adafactor": _Kind(copies=0, counters=1, source=f"{_TORCH}/_adafactor.py: row_var, col_var, step"),
+    "adafactor-transformers": _Kind(
+        copies=0, counters=1, source="transformers/optimization.py: exp_avg_sq_row, exp_avg_sq_col, RMS"
+    ),
+    "adamw8bit": _Kind(copies=2, counters=0, source="bitsandbytes/optim/optimizer.py: state1, state2, absmax"),
+}
+
+_OPTIONS = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered")}
+
+
+def optimizer_state(
+    optimizer: str,
+    shapes: Sequence[Sequence[int]],
+    *,
+    dtype: str = "float32",
+    amsgrad: bool = False,
+    momentum: bool = False,
+    centered: bool = False,
+) -> Result:
+    """Bytes of the state for parameters of these ``shapes``, step counters included.
+
+    The state has the parameters' ``dtype``. ``amsgrad`` adds Adam's running maximum; ``momentum`` and ``centered``
+    add RMSprop's two buffers. PyTorch keeps the counters in RAM unless the optimizer is fused or capturable.
+    Raises UsageError naming the nearest optimizers.
+    """
+    kind = _kind(optimizer)
+    given = {"amsgrad": amsgrad, "momentum": momentum, "centered": centered}
+    wrong = [name for name in given if given[name] and name not in _OPTIONS.get(optimizer, ())]
+    if wrong:
+        raise UsageError(f"{' and '.join(wrong)} was given for {optimizer}.", "It has no such state.")
+    if optimizer == "adamw8bit":
+        return _eight_bit(shapes, kind)
+    if optimizer.startswith("adafactor"):
+        return _factored(shapes, dtype, kind)
+    copies = kind.copies + amsgrad + momentum + centered
+    elements = sum(math.prod(shape) for shape in shapes)
+    text = f"{copies} x {elements:,} x {written_bytes(dtype)}" if copies else "nothing per parameter"
+    counters = kind.counters * len(shapes)
+    text += f" + {counters:,} counters x 4 B" if counters else ""
+    return result(copies * elements * item_bytes(dtype) + 4 * counters, "B", text, source=kind.source)
+
+
+def _kind(optimizer: str) -> _Kind:
+    if optimizer not in OPTIMIZERS:
+        near = difflib.get_close_matches(optimizer, OPTIMIZERS, n=3, cutoff=0.0)
+        raise UsageError(
+            f"The state of optimizer {optimizer!r} was asked for.", "It is not known.", f"Nearest: {', '.join(near)}."
+        )
+    return OPTIMIZERS[optimizer]
+
+
+def _factored(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result:
+    """Shazeer and Stern, arXiv 1804.04235: rows and columns of the last two dimensions; vectors are kept whole."""
+    rows = columns = whole = 0
+    for shape in shapes:
+        if len(shape) < 2:
+            whole += math.prod(shape)
+            continue
+        rest = math.prod(shape[:-2])
+        rows += rest * shape[-2]
+        columns += rest * shape[-1]
+    counters = kind.counters * len(shapes)
+    text = f"({rows:,} rows + {columns:,} columns + {whole:,} of vectors) x {written_bytes(dtype)}"
+    text += f" + {counters:,} counters x 4 B"
+    return result((rows + columns + whole) * item_bytes(dtype) + 4 * counters, "B", text, source=kind.source)
+
+
+def _eight_bit(shapes: Sequence[Sequence[int]], kind: _Kind) -> Result:
+    """Dettmers et al., arXiv 2110.02861: two moments of a byte, a float32 scale per 256; small ones float32."""
+    sizes = [math.prod(shape) for shape in shapes]
+    large = [size for size in sizes if size >= _SMALLEST_QUANTIZED]
+    small = sum(sizes) - sum(large)
+    blocks = sum(-(-size // _BLOCK) for size in large)
+    tables = 2 * _CODE_BOOK_BYTES if large else 0
+    text = f"2 x ({sum(large):,} x 1 B + {blocks:,} scales x 4 B + {small:,} of small tensors x 4 B)"
+    text += f" + {tables:,} B of tables" if tables else ""
+    return result(2 * (sum(large) + 4 * blocks + 4 * small) + tables, "B", text, source=kind.source)

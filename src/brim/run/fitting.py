@@ -1,0 +1,229 @@
+"""``brim.fit``: any ``nn.Module`` that exists already, in place, inside a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from brim.core import Hardware, Link, Plan, Tier, Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BrimError, UsageError
+from brim.measure.capacity import free_bytes
+from brim.measure.probe import probe
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.direct_io import bounce_bytes
+from brim.memory.layout import file_layout, packed_layout
+from brim.memory.tiers import Memory, cpu_memory, cuda_memory, emulated_memory, fake_memory
+from brim.planner import BlockCost, Job, plan_streaming
+from brim.run.step_memory import step_bytes
+from brim.techniques.blocks import Partition, find_blocks
+from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
+from brim.units import format_bytes, parse_bytes
+
+Device = Literal["auto", "cuda", "cpu", "emulated"]
+_FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a step takes beside the blocks, and how much it computes."""
+
+    step_bytes: int
+    tokens: int = 1
+    spent_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+def fit(
+    model: nn.Module,
+    *,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    device: Device = "auto",
+    example: Mapping[str, Any] | Sequence[Any] | None = None,
+    activations: str | int | None = None,
+) -> WeightStreaming:
+    """Fit ``model`` into ``vram`` (the compute device) and ``ram``: amounts such as ``"8GiB"``.
+
+    A budget that is not given is what is free less a tenth.
+    On a machine without CUDA the compute tier is RAM, and what does not fit rests in a scratch file (``BRIM_SCRATCH``
+    or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is an input as
+    the model takes it (keyword or positional); a step's activations are predicted from it without running anything.
+    ``activations`` gives them instead; with neither, an eighth of the budget is set aside. ``device="emulated"`` lets
+    a pool in RAM play VRAM, for trying out plans without a GPU.
+
+    The returned handle has ``plan``, ``timeline()`` and ``remove()``, and is also at ``model.brim``. Raises
+    BudgetError when nothing fits (with the smallest budget that does) and UsageError when it is fitted already.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
+    hardware = machine(device)
+    budget = budgets(hardware, vram, ram, device)
+    if activations is not None:
+        need = Need(step_bytes=parse_bytes(activations))
+    elif example is not None:
+        need = Need(step_bytes=step_bytes(model, example), tokens=_tokens(example))
+    else:
+        need = Need(step_bytes=budget[hardware.compute] // 8)
+    partition, plan = make_plan(model, hardware, budget, need, Weights(), task="forward")
+    return put_in_force(model, partition, plan, hardware, Weights(), device)
+
+
+def machine(device: Device) -> Hardware:
+    """What ``device`` names, measured or remembered."""
+    if device != "emulated":
+        return probe(device=device)
+    return emulated_hardware(probe(device="cpu"))
+
+
+def emulated_hardware(measured: Hardware) -> Hardware:
+    """This machine with a part of its RAM as VRAM."""
+    ram = measured.tier(RAM)
+    copy = measured.link(RAM, RAM)
+    return replace(
+        measured,
+        name=f"{measured.name}, VRAM emulated",
+        compute=VRAM,
+        tiers=(Tier(name=VRAM, capacity_bytes=ram.capacity_bytes, bytes_per_s=ram.bytes_per_s), *measured.tiers),
+        links=(
+            *measured.links,
+            Link(source=RAM, target=VRAM, bytes_per_s=copy.bytes_per_s),
+            Link(source=VRAM, target=RAM, bytes_per_s=copy.bytes_per_s),
+        ),
+    )
+
+
+def budgets(
+    hardware: Hardware, vram: str | int | None, ram: str | int | None, device: str = "auto"
+) -> dict[str, int]:
+    """The budget of every tier that compute or weights use: as given, else what is free less a tenth.
+
+    Where RAM is the compute tier, ``vram`` is its budget too: the smaller of the two holds.
+    """
+    given = {RAM: ram, VRAM: vram}
+    if hardware.compute == RAM:
+        amounts = [parse_bytes(value) for value in (vram, ram) if value is not None]
+        budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
+    else:
+        on = VRAM if device != "emulated" else RAM
+        free = {RAM: free_bytes(RAM), VRAM: free_bytes(on)}
+        budget = {
+            tier: int(free[tier] * _FREE_SHARE) if value is None else parse_bytes(value)
+            for tier, value in given.items()
+        }
+    for tier, amount in budget.items():
+        if amount > hardware.tier(tier).capacity_bytes:
+            raise UsageError(
+                f"A budget of {format_bytes(amount)} of {tier.upper()} was given.",
+                f"This machine has {format_bytes(hardware.tier(tier).capacity_bytes)}.",
+                "Give what it has or less.",
+            )
+    return budget
+
+
+def make_plan(
+    model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, weights: Weights, *, task: str
+) -> tuple[Partition, Plan]:
+    """The plan and the partition it speaks of: as coarse as the budget allows, proved by applying it to fakes.
+
+    Raises BudgetError when even the finest partition does not fit.
+    """
+    partition = find_blocks(model)
+    while True:
+        job = make_job(model, partition, hardware, need, weights, task)
+        try:
+            plan = plan_streaming(job, hardware, budget)
+            break
+        except BrimError:
+            largest = max((block.bytes for block in partition.blocks), default=0)
+            finer = find_blocks(model, largest_bytes=largest - 1)
+            if len(finer.blocks) <= len(partition.blocks):
+                raise
+            partition = finer
+    return partition, plan
+
+
+def make_job(
+    model: nn.Module, partition: Partition, hardware: Hardware, need: Need, weights: Weights, task: str
+) -> Job:
+    in_ram = hardware.compute == RAM
+    parameters = dict(model.named_parameters())
+    rate = hardware.flops_per_s.get(str(_dtype(model)).removeprefix("torch."), 0.0) or min(
+        hardware.flops_per_s.values()
+    )
+    blocks, bounce = [], 0
+    for block in partition.blocks:
+        sources = [_source(name, parameters[name], weights) for name in block.tensors]
+        layout = (file_layout if in_ram and weights.sources else packed_layout)(sources)
+        bounce = max(bounce, bounce_bytes(layout.runs))
+        uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
+        compute_s = max(
+            2 * need.tokens * sum(p.numel() for p in (parameters[n] for n in block.tensors)) / rate,
+            block.bytes / hardware.tier(hardware.compute).bytes_per_s,
+        )
+        blocks.append(BlockCost(name=block.name, bytes=layout.bytes, uses=uses, compute_s=compute_s * bool(uses)))
+    return Job(
+        model=type(model).__name__,
+        task=task,
+        blocks=blocks,
+        fixed_bytes=partition.loose_bytes,
+        step_bytes=need.step_bytes,
+        spent_bytes=need.spent_bytes,
+        bounce_bytes=bounce,
+    )
+
+
+def put_in_force(
+    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, weights: Weights, device: str
+) -> WeightStreaming:
+    """Apply ``plan`` with real memory."""
+    timeline = Timeline(f"{plan.model} {plan.task}", measured=True)
+    memory = _memory(plan, hardware, device, timeline)
+    return apply(model, partition, plan, memory, weights)
+
+
+def _memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
+    budget = plan.budget_bytes
+    if hardware.compute == RAM:
+        return cpu_memory(timeline, ram_bytes=budget[RAM])
+    if device == "emulated":
+        return emulated_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM])
+    current = torch.device("cuda", torch.cuda.current_device())
+    return cuda_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM], device=current)
+
+
+def predict(
+    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, weights: Weights
+) -> WeightStreaming:
+    """The same ``apply`` on fake memory: the handle's timeline is what a run will do. Call the model to go on."""
+    timeline = Timeline(f"{plan.model} {plan.task}", measured=False)
+    memory = fake_memory(
+        timeline,
+        compute_tier=hardware.compute,
+        compute_bytes=plan.budget_bytes[hardware.compute],
+        ram_bytes=plan.budget_bytes[RAM],
+    )
+    return apply(model, partition, plan, memory, weights)
+
+
+def _source(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
+    if name in weights.sources:
+        return weights.sources[name]
+    return TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=())
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
+    return torch.float32 if largest is None else largest.dtype
+
+
+def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:
+    """How many rows a step multiplies weights by: positions of the largest integer input, else its batch."""
+    values = example.values() if isinstance(example, Mapping) else example
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    integers = [t.numel() for t in tensors if not t.is_floating_point()]
+    return max(integers or [t.shape[0] for t in tensors if t.dim()] or [1])

@@ -1,0 +1,181 @@
+"""``brim.load`` and generation: a model on disk, inside a budget that also holds while it is being loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from brim.core import Hardware
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError, ModelError
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.checksums import checksum
+from brim.run.fitting import Device, Need, budgets, machine, make_plan, put_in_force
+from brim.run.models import OpenedModel, open_model
+from brim.run.step_memory import Inputs, forward_bytes
+from brim.techniques.weight_streaming import Weights
+
+# What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
+_SLACK_BYTES = {RAM: 16 << 20, VRAM: 64 << 20}
+_TOTALS = (1024, 512, 256, 128, 64)  # tokens to make room for when nobody says how many
+
+
+def load(
+    model: str | Path,
+    *,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    device: Device = "auto",
+    inputs: Inputs | None = None,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Load a Hugging Face folder, a ``.gguf`` file or a hub id for inference, holding no more than the budget.
+
+    ``vram`` and ``ram`` are amounts such as ``"8GiB"``; what is free less a tenth where they are not given. The RAM
+    budget is for the growth of the process from this call on, whatever it is for. ``inputs`` says how large a step
+    to make room for; without it, room is made for up to 1,024 tokens, fewer where the budget is small.
+
+    The module behaves as if all its weights were in memory; ``module.brim`` is the handle (``plan``, ``timeline()``,
+    ``remove()``). Parameters do not require gradients.
+
+    Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
+    nothing fits.
+    """
+    hardware = machine(device)  # a first measurement takes RAM of its own for a moment
+    start_bytes = _resident_bytes()
+    budget = budgets(hardware, vram, ram, device)
+    opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_opened(opened, hardware, budget, inputs, start_bytes, device)
+
+
+def load_opened(
+    opened: OpenedModel,
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    inputs: Inputs | None,
+    start_bytes: int,
+    device: Device = "auto",
+) -> nn.Module:
+    """The weights of an opened model, placed; ``start_bytes`` is the resident set that the budget counts from."""
+    module = opened.module
+    weights = Weights(sources=_by_parameter(opened), verify=_verifier(opened))
+    _materialize(module, opened)
+    _warm_up(module, hardware)
+    sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
+    step_bytes = [forward_bytes(module, size) for size in sizes]
+    spent_bytes = _spent(start_bytes)
+    for size, step in zip(sizes, step_bytes, strict=True):
+        need = Need(step_bytes=step, tokens=size.batch, spent_bytes=spent_bytes)
+        try:
+            partition, plan = make_plan(module, hardware, budget, need, weights, task="generate")
+            break
+        except BudgetError:
+            if size is sizes[-1]:
+                raise
+    settings = {**plan.settings, "batch": size.batch, "prompt_tokens": size.prompt, "total_tokens": size.total}
+    plan = replace(plan, model=opened.name, settings=settings)
+    put_in_force(module, partition, plan, hardware, weights, device)
+    return module
+
+
+def _by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
+    """Sources by the name that ``named_parameters`` gives a tensor, which is its first one."""
+    sources = {}
+    for name, _ in opened.module.named_parameters():
+        source = opened.sources.get(name) or opened.sources.get(opened.tied.get(name, ""))
+        if source is not None:
+            sources[name] = replace(source, name=name)
+    return sources
+
+
+def _verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
+    """Compares what is read with the checksums that were written with it."""
+    known = {name: opened.checksums[opened.tied.get(name, name)] for name in opened.checksums}
+    if not known:
+        return None
+
+    def verify(name: str, value: torch.Tensor) -> None:
+        if (
+            name in known
+            and value.device.type == "cpu"
+            and checksum(value.reshape(-1).view(torch.uint8)) != known[name]
+        ):
+            raise ModelError(
+                f"{name} of {opened.name} was read.",
+                "Its bytes are not those that were written: the checksum differs.",
+                f"The files in {opened.path} are damaged: fetch or convert the model again.",
+            )
+
+    return verify
+
+
+def _materialize(module: nn.Module, opened: OpenedModel) -> None:
+    """Parameters on meta become parameters on the CPU that hold nothing yet; buffers are read."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=False)
+            owner._parameters[name] = made[id(parameter)]
+        for name, buffer in list(owner._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = _read(opened.sources[_path_of(module, owner, name)])
+
+
+def _hollow(parameter: torch.Tensor) -> torch.Tensor:
+    if not parameter.is_meta:
+        return parameter.data
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _path_of(module: nn.Module, owner: nn.Module, name: str) -> str:
+    prefix = next(path for path, part in module.named_modules() if part is owner)
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _read(source: TensorSource) -> torch.Tensor:
+    whole = bytearray()
+    for extent in source.extents:
+        with open(extent.path, "rb") as file:
+            file.seek(extent.offset)
+            whole += file.read(extent.bytes)
+    return torch.frombuffer(whole, dtype=source.dtype).view(source.shape)
+
+
+def _warm_up(module: nn.Module, hardware: Hardware) -> None:
+    """Touch the libraries' code and buffers, so that what they take is measured and not guessed."""
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    device = "cuda" if hardware.compute == VRAM and torch.cuda.is_available() else "cpu"
+    with torch.no_grad():
+        x = torch.zeros(1, 4, 64, 64, dtype=dtype, device=device)
+        weight = torch.zeros(256, 64, dtype=dtype, device=device)
+        for rows in (1, 64):
+            part = nn.functional.linear(x[:, :, :rows], weight)
+            nn.functional.silu(part).softmax(-1)
+        nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def _spent(start_bytes: int) -> dict[str, int]:
+    """What the program has grown by until now, and the slack, per tier."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # a C library without it only keeps a little more
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    grown = max(0, _resident_bytes() - start_bytes)
+    return {RAM: grown + _SLACK_BYTES[RAM], VRAM: _SLACK_BYTES[VRAM]}
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)

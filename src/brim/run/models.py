@@ -1,0 +1,163 @@
+"""Open a model without reading its weights: the module on meta, and where each of its tensors is on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brim.errors import ModelError, UsageError
+from brim.memory.checkpoint_files import TensorSource, read_checkpoint
+from brim.memory.checksums import read_manifest
+from brim.run.architecture import build_module, model_class, read_config
+from brim.run.converted import convert_tensors
+from brim.run.dtypes import check_dtypes
+from brim.run.file_tensor import FileTensor
+from brim.run.gguf import convert_gguf
+
+# Weights as safetensors, and what a config and a tokenizer need. Nothing that can run code.
+_HUB_PATTERNS = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "*.json",
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "*.jinja",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A module whose parameters and persistent buffers are on meta, and the files that hold them.
+
+    ``sources`` has one entry per distinct tensor, by its first name in ``module.state_dict()``; the other names of
+    tied tensors are in ``tied`` (alias -> name in ``sources``). Non-persistent buffers are real and on the CPU, and
+    so is the rare tensor that a checkpoint may lack and transformers computes; neither has a source.
+    ``checksums`` has the known checksums by the names in ``sources``; ``unexpected`` lists the checkpoint's
+    tensors that the module has no place for.
+    """
+
+    module: torch.nn.Module
+    sources: dict[str, TensorSource]
+    tied: dict[str, str]
+    path: Path
+    name: str
+    checksums: dict[str, int] = field(default_factory=dict)
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all weights, tied ones counted once."""
+        return sum(source.bytes for source in self.sources.values())
+
+
+def open_model(
+    model: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+) -> OpenedModel:
+    """Open a Hugging Face directory, a ``.gguf`` file or a hub id; no weight is read.
+
+    The module is the class that the config names, built by transformers' own loading code, in ``eval()`` mode and
+    with its generation config; only the weights are missing. ``dtype`` None means as the config says. Tensors that
+    the files hold in another layout than the module wants are converted once into the user's cache folder.
+
+    Raises ModelError when files are missing, damaged or do not fit the config, UnsupportedError for a quantized
+    checkpoint or one that needs remote code.
+    """
+    path = locate(model, trust_remote_code=trust_remote_code)
+    name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
+    directory = path if path.is_dir() else convert_gguf(path)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    stored = read_checkpoint(directory)
+    built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
+    check_dtypes(directory, built.tensors, built.dtype)
+    sources, checksums = _sources(directory, built.tensors)
+    return OpenedModel(
+        module=built.module,
+        sources=sources,
+        tied=built.tied,
+        path=directory,
+        name=name,
+        checksums=checksums,
+        unexpected=built.unexpected,
+    )
+
+
+def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """The local folder of MODEL, fetched or converted where that is needed, and its code imported.
+
+    What remains for ``open_model`` is loading proper, whose memory can be told from that of all this.
+    """
+    path = locate(model, trust_remote_code=trust_remote_code)
+    directory = path if path.is_dir() else convert_gguf(path)
+    model_class(directory, read_config(directory, trust_remote_code=trust_remote_code), trust_remote_code)
+    return directory
+
+
+def open_tokenizer(opened: OpenedModel) -> Any:
+    """The tokenizer beside the model, chat template included. Raises ModelError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(opened.path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its parsers do
+        raise ModelError(
+            f"The tokenizer of {opened.name} was to be read from {opened.path}.",
+            f"{str(error).strip() or type(error).__name__:.300}",
+            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into that folder.",
+        ) from error
+
+
+def locate(model: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """The local file or folder that MODEL means; a hub id is fetched first."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise UsageError(
+                f"{path} was given as the model.", "It is neither a folder nor a .gguf file.", "Give its folder."
+            )
+        return path
+    parts = str(model).split("/")
+    is_hub_id = isinstance(model, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..", "~")
+    if not is_hub_id or path.suffix.lower() in (".gguf", ".safetensors", ".bin"):
+        raise ModelError(f"{model} was given as the model.", "There is no such file or folder.", "Check the path.")
+    return _fetch(str(model), trust_remote_code)
+
+
+def _fetch(repo: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else list(_HUB_PATTERNS)
+    try:
+        folder: str = snapshot_download(repo, allow_patterns=patterns)
+        return Path(folder)
+    except Exception as error:  # the hub client's errors have no common base: network, name, access, disk
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(
+            f"{repo} was given as the model.",
+            f"There is no such file or folder, and it could not be fetched from the Hugging Face hub: {first:.300}",
+            "Check the name, the network and (for gated models) HF_TOKEN, or give a local folder or .gguf file.",
+        ) from error
+
+
+def _sources(directory: Path, tensors: dict[str, FileTensor]) -> tuple[dict[str, TensorSource], dict[str, int]]:
+    manifest = read_manifest(directory) or {}
+    sources, checksums, rest = {}, {}, {}
+    for name, tensor in tensors.items():
+        if tensor.extents is None:
+            rest[name] = tensor
+            continue
+        sources[name] = TensorSource(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), extents=tensor.extents)
+        whole = len(tensor.origins) == 1 and tensor.origins[0].bytes == sources[name].bytes
+        if whole and tensor.origins[0].name in manifest:
+            checksums[name] = manifest[tensor.origins[0].name]
+    if rest:
+        made, known = convert_tensors(directory, rest)
+        sources.update(made)
+        checksums.update(known)
+    return {name: sources[name] for name in tensors}, checksums

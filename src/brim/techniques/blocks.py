@@ -1,0 +1,137 @@
+"""Blocks: what is moved as one. Found from the shape of the module tree, never from a list of model names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# A unit this much smaller than the model costs more in bookkeeping than in bytes: it stays where compute is.
+_LOOSE_FRACTION = 1 / 256
+# Containers are opened until their parts are at most this share of the model, so that a ring of two is small.
+_COARSEST_FRACTION = 1 / 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Parameters that come and go together.
+
+    ``triggers`` are the modules whose call needs them: one, or several where a tensor is tied between modules.
+    ``lookups`` are those of the triggers that only pick rows (``nn.Embedding``).
+    """
+
+    name: str
+    triggers: tuple[str, ...]
+    lookups: tuple[str, ...]
+    tensors: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """A module's parameters as blocks in definition order, and the loose rest that always stays."""
+
+    blocks: tuple[Block, ...]
+    loose: tuple[str, ...]
+    loose_bytes: int  # parameters outside blocks, and every buffer
+
+    @property
+    def bytes(self) -> int:
+        return self.loose_bytes + sum(block.bytes for block in self.blocks)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partition:
+    """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module."""
+    parameters = dict(model.named_parameters())
+    total = sum(tensor_bytes(p) for p in parameters.values())
+    units = list(_units(model, "", False, total, total if largest_bytes is None else largest_bytes))
+    owners = _owners(model, parameters, units)
+    groups = _groups(owners)
+    sizes = {held: sum(tensor_bytes(parameters[name]) for name in names) for held, names in groups.items()}
+    small = total * _LOOSE_FRACTION
+    if sum(size for held, size in sizes.items() if held and size < small) > total / 4:
+        small = 0  # a model of very many small units: then they are what must move
+    kept = {held for held, size in sizes.items() if held and size >= small}
+    loose = tuple(name for held, names in groups.items() if held not in kept for name in names)
+    return Partition(
+        blocks=tuple(_block(model, held, groups[held], sizes[held]) for held in groups if held in kept),
+        loose=loose,
+        loose_bytes=sum(tensor_bytes(parameters[n]) for n in loose) + sum(tensor_bytes(b) for b in model.buffers()),
+    )
+
+
+def _block(model: nn.Module, triggers: tuple[str, ...], names: list[str], size: int) -> Block:
+    lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
+    return Block(name=triggers[0], triggers=triggers, lookups=lookups, tensors=tuple(names), bytes=size)
+
+
+def _only_looks_up(module: nn.Module) -> bool:
+    # A maximum norm is applied to the table in place; a sparse gradient needs the table itself.
+    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+
+
+def _units(module: nn.Module, path: str, in_container: bool, total: int, largest: int) -> Iterator[str]:
+    """Module paths that are moved as one: parts of repeated containers, and leaves outside of them."""
+    size = sum(tensor_bytes(p) for p in module.parameters())
+    children = [(name, child) for name, child in module.named_children() if _holds_parameters(child)]
+    coarse = min(total * _COARSEST_FRACTION, largest)
+    whole = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
+    if whole or not children or _is_fused(module):
+        if size:
+            yield path
+        return
+    repeated = in_container or is_container(module)
+    for name, child in children:
+        yield from _units(child, f"{path}.{name}" if path else name, repeated, total, largest)
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether the children are repeated parts: a list or sequence, or three and more of one composite class."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        return True
+    kinds = [type(child) for child in module.children() if any(True for _ in child.children())]
+    return any(kinds.count(kind) >= 3 for kind in set(kinds))
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _holds_container(module: nn.Module) -> bool:
+    return any(is_container(part) and _holds_parameters(part) for part in module.modules())
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """PyTorch's own composites may read their children's weights without calling them (fused paths)."""
+    opened = (
+        nn.ModuleList,
+        nn.ModuleDict,
+        nn.Sequential,
+        nn.Transformer,
+        nn.TransformerEncoder,
+        nn.TransformerDecoder,
+    )
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, opened)
+
+
+def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[str]) -> dict[str, tuple[str, ...]]:
+    """Parameter -> the units that hold it, in definition order; none for those directly in a parent."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    owners: dict[str, list[str]] = {name: [] for name in parameters}
+    for unit in units:
+        for parameter in model.get_submodule(unit).parameters():
+            owners[names[id(parameter)]].append(unit)
+    return {name: tuple(held) for name, held in owners.items()}
+
+
+def _groups(owners: dict[str, tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, held in owners.items():
+        groups.setdefault(held, []).append(name)
+    return groups

@@ -1,0 +1,148 @@
+"""What a fitted module refuses, serves differently, and gets back at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from brim.errors import UnsupportedError
+from brim.memory.tiers import Home
+from brim.techniques.base import HANDLE_ATTRIBUTE
+
+if TYPE_CHECKING:
+    from brim.techniques.weight_streaming import WeightStreaming
+
+
+class Guards:
+    """Changes to the module's surface while it is fitted, all undone by ``remove``."""
+
+    def __init__(self, handle: WeightStreaming) -> None:
+        self._handle = handle
+        self._marked: list[tuple[nn.Module, str]] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._moved: list[tuple[nn.Parameter, torch.device]] = []
+        self._moved_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def install(self, triggers: Sequence[str]) -> None:
+        model = self._handle.model
+        modules = {id(m): m for m in [model, *(model.get_submodule(t) for t in triggers)]}
+        for module in modules.values():
+            self._set(module, "__deepcopy__", _refusal("be copied (copy.deepcopy)"))
+            self._set(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
+            self._set(module, "_apply", _guarded_apply(module))
+        self._set(model, HANDLE_ATTRIBUTE, self._handle)
+        if triggers:
+            # PyTorch marks the hook it is given, which a bound method does not allow.
+            self._hooks.append(model.register_state_dict_post_hook(lambda *args: self._fill_state_dict(*args)))
+            for module in modules.values():
+                self._hooks.append(module.register_load_state_dict_pre_hook(_refuse_assign))
+                self._hooks.append(module.register_load_state_dict_pre_hook(self._make_readable))
+                self._hooks.append(module.register_load_state_dict_post_hook(lambda *_: self._after_load()))
+
+    def restore_later(self, parameter: nn.Parameter) -> None:
+        """Remember where a parameter was before it is copied to the compute tier."""
+        self._moved.append((parameter, parameter.device))
+
+    def move_buffers(self) -> None:
+        """Buffers follow compute to its device; what is written to them there comes back in the end."""
+        device = self._handle.memory.device
+        for module in self._handle.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != device.type:
+                    self._moved_buffers.append((module, name, buffer))
+                    module._buffers[name] = buffer.to(device)
+
+    def look_up(self, module: nn.Module, home: Home, device: torch.device) -> None:
+        """Let an embedding pick its rows where its table rests, and bring only those to the device."""
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            (table,) = home.rest()
+            return nn.functional.embedding(ids.cpu(), home.values()[0] if table is None else table).to(device)
+
+        self._set(module, "forward", torch.compiler.disable(forward))
+
+    def remove(self) -> None:
+        for module, name in self._marked:
+            vars(module).pop(name, None)
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, device in self._moved:
+            parameter.data = parameter.data.to(device, copy=True)
+        for module, name, buffer in self._moved_buffers:
+            moved = module._buffers[name]
+            module._buffers[name] = buffer if moved is None else buffer.copy_(moved)
+        self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
+
+    def _set(self, module: nn.Module, name: str, value: object) -> None:
+        vars(module)[name] = value
+        self._marked.append((module, name))
+
+    def _make_readable(self, *unused: object) -> None:
+        """Before values are loaded, parameters must be something that can be written to."""
+        for streamed in self._handle._streamed:
+            for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
+                if view is not None and parameter.device.type != "cpu":
+                    parameter.data = view
+
+    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        """Serve what parameters do not point to while at rest; the others are views of their resting place."""
+        on_device = self._handle.memory.device.type != "cpu"
+        for streamed in self._handle._streamed:
+            if on_device or any(view is None for view in streamed.home.rest()):
+                values = dict(zip(streamed.block.tensors, streamed.home.values(), strict=True))
+                aliases = _aliases(module, streamed.parameters, streamed.block.tensors)
+                for key, name in aliases.items():
+                    if prefix + key in state:
+                        state[prefix + key] = values[name]
+
+    def _after_load(self) -> None:
+        for streamed in self._handle._streamed:
+            self._handle._adopt_changes(streamed)
+
+
+def _aliases(module: nn.Module, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, str]:
+    """Every name under which the module knows these parameters -> the first one."""
+    wanted = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: wanted[id(parameter)] for name, parameter in named if id(parameter) in wanted}
+
+
+def _refusal(what: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object) -> NoReturn:
+        raise UnsupportedError(
+            f"A module fitted by brim was to {what}.",
+            "Its weights are not all in memory.",
+            "Call .brim.remove() first, or save module.state_dict().",
+        )
+
+    return refuse
+
+
+def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """``module.to(...)``, ``.cuda()``, ``.half()``: allowed when they change nothing."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            sample = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            made = function(sample)
+            if (made.dtype, made.device.type) != (sample.dtype, sample.device.type):
+                raise UnsupportedError(
+                    f"A module fitted by brim was to be moved or cast to {made.device}, {made.dtype}.",
+                    "brim decides where its weights are, in the dtype that they have.",
+                    "Cast before brim.fit, or call .brim.remove() first.",
+                )
+        return module
+
+    return apply
+
+
+def _refuse_assign(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *rest: object) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise UnsupportedError(
+            "load_state_dict(assign=True) was called on a module fitted by brim.",
+            "It would replace the parameters that brim moves.",
+            "Leave assign out: the values are copied to where they belong.",
+        )

@@ -1,0 +1,128 @@
+"""A few slots in the compute tier through which all streamed blocks pass, filled ahead of use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from brim.errors import BrimError
+from brim.memory.pool import Buffer
+from brim.memory.tiers import Home, Memory
+from brim.memory.transfer import Done, Waitable
+from brim.techniques.order import OrderPredictor
+
+# How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
+_STAGE_AHEAD = 64
+
+
+@dataclass
+class _Slot:
+    index: int
+    buffer: Buffer
+    holds: int | None = None  # the block that is in it, or on its way into it
+    users: int = 0
+    ready: Waitable = field(default_factory=Done)
+    idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
+
+
+class _Settled:
+    """Waits for something whose failure is no longer of interest."""
+
+    def __init__(self, condition: Waitable) -> None:
+        self._condition = condition
+
+    def wait(self) -> None:
+        with contextlib.suppress(BrimError):
+            self._condition.wait()
+
+
+class Ring:
+    """Slots, what is in them, and what is being fetched. ``misses`` counts loads that compute had to wait for."""
+
+    def __init__(
+        self, memory: Memory, homes: Mapping[int, Home], names: Mapping[int, str], buffers: Sequence[Buffer]
+    ) -> None:
+        self._memory, self._homes, self._names = memory, homes, names
+        self._slots = [_Slot(index, buffer) for index, buffer in enumerate(buffers)]
+        self._ahead: list[_Slot] = []  # prefetched, in the order of expected use
+        self._order = OrderPredictor(sorted(homes))
+        self.misses = 0
+
+    def prefetch(self) -> None:
+        """Fill every free slot with the blocks that come next."""
+        known = {slot.holds for slot in self._slots if slot.users}
+        expected = list(self._order.upcoming(len(self._slots)))
+        for block in expected:
+            if block in known or any(slot.holds == block for slot in self._ahead):
+                continue
+            slot = self._free_slot(block)
+            if slot is None:
+                break
+            self._load(slot, block)
+            self._ahead.append(slot)
+        if self._memory.staging is not None:
+            self._stage()
+
+    def _stage(self) -> None:
+        """Start disk reads for the blocks beyond the ring."""
+        loaded = {slot.holds for slot in self._slots}
+        for block in self._order.upcoming(min(_STAGE_AHEAD, 2 * len(self._homes))):
+            if block not in loaded and not self._homes[block].stage():
+                return
+
+    def acquire(self, block: int) -> Buffer:
+        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``."""
+        self._order.observe(block)
+        slot = self._take(block)
+        slot.users += 1
+        try:
+            self.prefetch()
+            slot.ready.wait()
+        except BaseException:
+            slot.users -= 1
+            slot.holds = None
+            raise
+        return slot.buffer
+
+    def release(self, block: int) -> None:
+        slot = next(slot for slot in self._slots if slot.holds == block and slot.users)
+        slot.users -= 1
+        if slot.users == 0:
+            slot.idle = self._memory.engine.mark()
+            self.prefetch()
+
+    def forget(self) -> None:
+        """Drop what is prefetched or kept: the values changed, or an error broke the sequence."""
+        for slot in self._slots:
+            slot.users, slot.holds = 0, None
+        self._ahead.clear()
+
+    def _take(self, block: int) -> _Slot:
+        for slot in self._slots:
+            if slot.holds == block and slot.users:
+                return slot
+        for position, slot in enumerate(self._ahead):
+            if slot.holds == block:
+                self._ahead = self._ahead[position + 1 :]  # those before it did not come
+                return slot
+        for slot in self._slots:  # used a moment ago and still whole
+            if slot.holds == block and slot not in self._ahead:
+                return slot
+        self.misses += 1
+        chosen = self._free_slot(block) or (self._ahead.pop() if self._ahead else None)
+        assert chosen is not None, f"more blocks are in use at once than the ring has slots: {self._names[block]}"
+        self._load(chosen, block)
+        return chosen
+
+    def _free_slot(self, block: int) -> _Slot | None:
+        free = [slot for slot in self._slots if not slot.users and slot not in self._ahead]
+        # The emptiest first; one that still holds the very block is best of all.
+        return min(free, key=lambda slot: (slot.holds != block, slot.holds is not None), default=None)
+
+    def _load(self, slot: _Slot, block: int) -> None:
+        if slot.holds == block:
+            return
+        after = [slot.idle, _Settled(slot.ready)]
+        slot.holds = block
+        slot.ready = self._homes[block].load(slot.buffer, self._names[block], after)

@@ -1,0 +1,127 @@
+"""The GPU catalog: complete, consistent, and found by the names that people use."""
+
+import pytest
+
+from brim import catalog
+from brim.core import Hardware
+from brim.errors import UsageError
+from brim.units import GIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("rtx 4090", "NVIDIA GeForce RTX 4090"),
+        ("RTX4090", "NVIDIA GeForce RTX 4090"),
+        ("4090", "NVIDIA GeForce RTX 4090"),
+        ("4090 24GB", "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3090"),
+        ("A100 80GB", "NVIDIA A100-SXM4-80GB"),
+        ("a100 pcie 40gb", "NVIDIA A100-PCIE-40GB"),
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("H100 SXM", "NVIDIA H100 80GB HBM3"),
+        ("H100 PCIe", "NVIDIA H100 PCIe"),
+        ("L4", "NVIDIA L4"),
+        ("L40S", "NVIDIA L40S"),
+        ("Tesla T4", "Tesla T4"),
+        ("4070", "NVIDIA GeForce RTX 4070"),
+        ("4070 Ti Super", "NVIDIA GeForce RTX 4070 Ti SUPER"),
+        ("mi300x", "AMD Instinct MI300X"),
+        ("RTX 6000 Ada", "NVIDIA RTX 6000 Ada Generation"),
+    ],
+)
+def test_names_as_people_write_them(asked, name):
+    assert catalog.gpu(asked).name == name
+
+
+@pytest.mark.parametrize("name", catalog.gpu_names())
+def test_the_name_that_torch_reports_finds_the_card(name):
+    card = catalog.gpu(name)
+    assert card.name == name
+    for alias in card.aliases:
+        assert catalog.gpu(alias) is card
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ("rtx 4095", "RTX 4090"),
+        ("h1000", "H100"),
+        ("a100", "A100-SXM4-40GB"),  # two sizes: not decided in silence
+        ("4060 ti", "4060 Ti 8GB"),
+        ("RTX", "Nearest"),
+        ("200", "H200"),
+        ("180 GB", "Nearest"),  # a size alone names no card, nor does a word
+        ("ada", "Nearest"),
+        ("potato", "NVIDIA"),
+        ("", "Nearest"),
+    ],
+)
+def test_an_unknown_or_ambiguous_name_lists_candidates(asked, named):
+    with pytest.raises(UsageError, match=named):
+        catalog.gpu(asked)
+
+
+def test_there_are_enough_gpus_of_every_kind():
+    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
+    assert len(cards) >= 25
+    assert {card.architecture for card in cards} >= {"Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"}
+    assert {card.vendor for card in cards} == {"nvidia", "amd"}
+
+
+@pytest.mark.parametrize("name", catalog.gpu_names())
+def test_figures_are_sourced_and_fit_one_another(name):
+    card = catalog.gpu(name)
+    for field in (
+        "marketing_bytes",
+        "bytes_per_s",
+        "pcie_bytes_per_s",
+        "cublas_workspace_bytes",
+        "compute_capability",
+    ):
+        assert getattr(card, field) is not None
+        assert len(card.sources[field]) > 10
+    assert {f"flops_per_s.{dtype}" for dtype in card.flops_per_s} <= card.sources.keys()
+    sizes = [s for s in (card.usable_bytes, card.memory_bytes, card.marketing_bytes) if s is not None]
+    assert sizes == sorted(sizes), "usable <= nvidia-smi's total <= the size on the box"
+    assert sizes[0] > 0.92 * sizes[-1]
+    assert card.capacity_bytes == sizes[0]
+    rates = card.flops_per_s
+    assert all(measured < rates[dtype] for dtype, measured in card.measured_flops_per_s.items())
+    assert rates.get("tf32", 0) <= rates.get("bfloat16", 0) <= rates.get("float8_e4m3fn", float("inf"))
+    if "bfloat16" in rates and card.vendor == "nvidia":
+        assert float(card.compute_capability) >= 8.0, "no bfloat16 tensor cores before Ampere"
+
+
+@pytest.mark.parametrize(
+    ("name", "workspace_bytes"),
+    [("h100", 32 * MIB), ("5090", 32 * MIB), ("4090", 8_519_680), ("t4", 8_519_680), ("mi300x", 128 * MIB)],
+)
+def test_cublas_workspaces_of_pytorch(name, workspace_bytes):
+    assert catalog.gpu(name).cublas_workspace_bytes == workspace_bytes
+
+
+def test_contexts_say_for_which_versions_they_hold():
+    contexts = [c for name in catalog.gpu_names() for c in catalog.gpu(name).contexts]
+    assert contexts
+    assert all(100 * MIB < c.bytes < GIB and c.cuda and c.torch and c.source for c in contexts)
+
+
+def test_the_context_of_a_gpu_that_nobody_measured_says_so():
+    measured = catalog.gpu("3090").context("12.8")
+    assert (measured.cuda, measured.bytes) == ("12.8", 256 * MIB)
+    assert catalog.gpu("3090").context("11.8") == measured, "the newest known, and it says for which version"
+    general = catalog.gpu("t4").context("12.8")
+    assert (general.cuda, general.bytes) == ("", 400_000_000)
+    assert "not measured on this GPU" in general.source
+
+
+def test_a_card_as_hardware():
+    hardware = catalog.gpu("h100").hardware(ram_bytes=64 * GIB, ram_bytes_per_s=80e9)
+    assert Hardware.from_json(hardware.to_json()) == hardware
+    assert hardware.compute == "vram"
+    assert hardware.link("ram", "vram").bytes_per_s == 55.43e9
+    assert hardware.flops_per_s["bfloat16"] == hardware.flops_per_s["float16"] == 794.5e12
+    peak = catalog.gpu("h100").hardware(measured=False)
+    assert peak.flops_per_s["bfloat16"] == 989.5e12
+    assert [tier.name for tier in peak.tiers] == ["vram"]

@@ -1,0 +1,105 @@
+"""What a memory cgroup allows, in both versions, as the kernel and container engines lay it out."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from brim.errors import UnsupportedError, UsageError
+from brim.measure.capacity import free_bytes, ram_capacity_bytes
+
+GIB = 1 << 30
+NO_LIMIT_V1 = "9223372036854771712"
+
+
+def process_tree(root: Path, *, cgroup: str, mounts: str, files: dict[str, str]) -> Path:
+    """A /proc with this process's cgroups, and the mounted controller's files."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(cgroup)
+    (root / "proc/self/mountinfo").write_text(mounts.format(mount=root / "cg"))
+    for name, content in files.items():
+        path = root / "cg" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root / "proc"
+
+
+V2 = "30 23 0:26 / {mount} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = (
+    "34 31 0:30 / /elsewhere rw - cgroup cgroup rw,cpu\n"
+    "35 31 0:32 {root} {{mount}} rw,relatime - cgroup cgroup rw,memory\n"
+)
+
+
+def test_version_2_the_lowest_limit_on_the_way_up_counts(tmp_path):
+    proc = process_tree(
+        tmp_path,
+        cgroup="0::/user.slice/app\n",
+        mounts=V2,
+        files={
+            "user.slice/memory.max": str(1 * GIB),
+            "user.slice/memory.current": str(700 << 20),
+            "user.slice/memory.stat": f"anon {500 << 20}\ninactive_file {150 << 20}\nactive_file {50 << 20}\n",
+            "user.slice/app/memory.max": "max",
+        },
+    )
+    assert ram_capacity_bytes(proc) == GIB
+    assert free_bytes("ram", proc=proc) == GIB - (500 << 20)
+
+
+def test_version_1_with_no_limit_leaves_the_machine_its_own(tmp_path):
+    proc = process_tree(
+        tmp_path,
+        cgroup="4:memory:/app\n0::/\n",
+        mounts=V1.format(root="/"),
+        files={"memory.limit_in_bytes": NO_LIMIT_V1, "app/memory.limit_in_bytes": NO_LIMIT_V1},
+    )
+    assert ram_capacity_bytes(proc) == psutil.virtual_memory().total
+
+
+def test_version_1_in_a_container_sees_its_own_folder_as_the_root(tmp_path):
+    proc = process_tree(
+        tmp_path,
+        cgroup="5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
+        mounts=V1.format(root="/docker/abc"),
+        files={
+            "memory.limit_in_bytes": str(GIB),
+            "memory.usage_in_bytes": str(GIB // 2),
+            "memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 8}\ntotal_active_file 0\n",
+        },
+    )
+    assert ram_capacity_bytes(proc) == GIB
+    assert free_bytes("ram", proc=proc) == GIB // 2 + GIB // 8
+
+
+def test_a_path_that_the_container_does_not_see_falls_back_to_what_is_mounted(tmp_path):
+    proc = process_tree(
+        tmp_path,
+        cgroup="4:memory:/kubepods/pod1/abc\n",
+        mounts=V1.format(root="/docker/xyz"),
+        files={"memory.limit_in_bytes": str(GIB), "memory.usage_in_bytes": str(2 * GIB)},
+    )
+    assert ram_capacity_bytes(proc) == GIB
+    assert free_bytes("ram", proc=proc) == 0
+
+
+def test_a_system_without_cgroups_has_the_machine(tmp_path):
+    assert ram_capacity_bytes(tmp_path) == psutil.virtual_memory().total
+    assert 0 < free_bytes("ram", proc=tmp_path) <= psutil.virtual_memory().total
+
+
+def test_this_machine_has_room():
+    assert 0 < free_bytes("ram") <= ram_capacity_bytes() <= psutil.virtual_memory().total
+    assert free_bytes("disk", directory=Path("/")) > 0
+
+
+def test_an_unknown_tier_is_a_usage_error():
+    with pytest.raises(UsageError, match="vram, ram and disk"):
+        free_bytes("tape")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_vram_without_cuda_is_unsupported():
+    with pytest.raises(UnsupportedError):
+        free_bytes("vram")
