@@ -10,11 +10,10 @@ import warnings
 from pathlib import Path
 
 import liger_rows
-from cpu_truth import measured_peak_bytes
-from cpu_zoo import CONFIGURATIONS
-
 from brim.predict.tracer import trace
 from brim.simulate import simulate
+from cpu_truth import measured_peak_bytes
+from cpu_zoo import CONFIGURATIONS
 
 MIB = 1 << 20
 

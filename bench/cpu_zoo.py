@@ -96,7 +96,10 @@ def image(
     def build() -> Step:
         model, source, classes = make().train(), torch.randn(shape), torch.randint(0, 10, (shape[0],))
         if channels_last:
-            model, source = model.to(memory_format=torch.channels_last), source.contiguous(memory_format=torch.channels_last)
+            model, source = (
+                model.to(memory_format=torch.channels_last),
+                source.contiguous(memory_format=torch.channels_last),
+            )
 
         def loss() -> torch.Tensor:
             out = model(source)
@@ -129,10 +132,10 @@ def diffusion(infer: bool) -> Step:
 
 
 _BF16 = torch.bfloat16
-_llama = hugging_face(
-    "LlamaForCausalLM", "LlamaConfig", **_DECODER, intermediate_size=344, num_key_value_heads=2
+_llama = hugging_face("LlamaForCausalLM", "LlamaConfig", **_DECODER, intermediate_size=344, num_key_value_heads=2)
+_gpt2 = hugging_face(
+    "GPT2LMHeadModel", "GPT2Config", n_embd=128, n_layer=2, n_head=4, vocab_size=1000, n_positions=128
 )
-_gpt2 = hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=128, n_layer=2, n_head=4, vocab_size=1000, n_positions=128)
 _qwen3_moe = hugging_face(
     "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_DECODER, intermediate_size=256, moe_intermediate_size=96,
     num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2,
@@ -143,9 +146,11 @@ _deepseek = hugging_face(
     q_lora_rank=48, qk_rope_head_dim=16, v_head_dim=32, qk_nope_head_dim=32, first_k_dense_replace=1,
 )  # fmt: skip
 _bert = hugging_face("BertForMaskedLM", "BertConfig", **_DECODER, intermediate_size=512)
-_t5 = hugging_face("T5ForConditionalGeneration", "T5Config", d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4,
-                   vocab_size=1000, decoder_start_token_id=0)  # fmt: skip
-_mamba = hugging_face("MambaForCausalLM", "MambaConfig", hidden_size=64, num_hidden_layers=2, vocab_size=1000, state_size=8)
+_t5 = hugging_face("T5ForConditionalGeneration", "T5Config", d_model=128, d_kv=32, d_ff=256, num_layers=2,
+                   num_heads=4,                   vocab_size=1000, decoder_start_token_id=0)  # fmt: skip
+_mamba = hugging_face(
+    "MambaForCausalLM", "MambaConfig", hidden_size=64, num_hidden_layers=2, vocab_size=1000, state_size=8
+)
 _rwkv = hugging_face("RwkvForCausalLM", "RwkvConfig", hidden_size=64, num_hidden_layers=2, vocab_size=1000,
                      attention_hidden_size=64, context_length=64)  # fmt: skip
 _vit = hugging_face("ViTForImageClassification", "ViTConfig", hidden_size=128, num_hidden_layers=2, num_labels=10,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from brim.measure.probe import probe as probe
-    from brim.run.fitting import fit as fit
     from brim.predict.tracer import trace as trace
+    from brim.run.fitting import fit as fit
     from brim.run.inference import load as load
     from brim.simulate import simulate as simulate
 

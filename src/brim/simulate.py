@@ -11,6 +11,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import UsageError
 from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
+from brim.memory.blocks import Block
 from brim.memory.out_of_memory import OutOfMemory
 
 
@@ -60,11 +61,13 @@ def _through_allocator(trace: Trace, card: Gpu | None, config: AllocatorConfig) 
         made.add(kind, VRAM, bytes, address=address, stream=stream)
 
     allocator = CachingAllocator(config, usable_bytes and usable_bytes - context_bytes, on_segment=on_segment)
-    blocks = {}
+    blocks: dict[int, Block] = {}
     for storage, born in _events(trace):
         if not born:
             block = blocks.pop(storage.id)
-            made.add(EventKind.FREE, VRAM, block.size, address=block.address, storage=storage.id, label=storage.module)
+            made.add(
+                EventKind.FREE, VRAM, block.size, address=block.address, storage=storage.id, label=storage.module
+            )
             allocator.free(block)
             continue
         try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from cpu_truth import measured_peak_bytes
-from cpu_zoo import CONFIGURATIONS
 
 from brim.predict.tracer import trace
 from brim.simulate import simulate
+from cpu_truth import measured_peak_bytes
+from cpu_zoo import CONFIGURATIONS
 
 # oneDNN chooses its scratchpads by the processor; everything else is PyTorch's own.
 CONVOLUTIONS = ("convnext", "resnet", "unet", "whisper")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class RecordingMode(TorchDispatchMode):
         values: KnownValues,
         rule_for: Callable[[torch._ops.OpOverload], Rule | None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.modules, self.values = recorder, modules, values
         self._rule_for = rule_for
         self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
@@ -165,9 +165,16 @@ class RecordingMode(TorchDispatchMode):
 
     def adopt(self, tensor: torch.Tensor, category: Category) -> None:
         """Record a storage that came from outside of the trace: it is there from its first use."""
-        self._watch(tensor, self.recorder.alloc(
-            tensor.untyped_storage().nbytes(), phase=Phase.BUILD, module=-1, dtype=_dtype(tensor), category=category
-        ))
+        self._watch(
+            tensor,
+            self.recorder.alloc(
+                tensor.untyped_storage().nbytes(),
+                phase=Phase.BUILD,
+                module=-1,
+                dtype=_dtype(tensor),
+                category=category,
+            ),
+        )
 
     def _fresh(self, outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
         """Outputs whose storages were not seen before, with their sizes; each storage once."""
@@ -252,7 +259,7 @@ class RecordingMode(TorchDispatchMode):
         return bool(sized) if lives else self.on_device
 
 
-@lru_cache(maxsize=None)
+@cache
 def _decomposes(func: torch._ops.OpOverload) -> bool:
     """Without autograd (inference mode) composite operations arrive whole; PyTorch runs their parts."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -269,5 +276,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-

@@ -45,7 +45,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
 def _reentering(mode: ValueMode) -> Callable[..., Any]:
     """``Tensor.backward`` is itself a call that the mode sees, and a mode is off while it handles a call; what runs
     within the backward pass (recomputation, hooks) must be seen too."""
-    run: Callable[..., Any] = torch.autograd._engine_run_backward
+    run: Callable[..., Any] = torch.autograd.graph._engine_run_backward
 
     def _run_backward(*args: Any, **kwargs: Any) -> Any:
         if any(other is mode for other in _get_current_function_mode_stack()):
@@ -62,13 +62,21 @@ def _transformers_sees_plain_tensors() -> Iterator[None]:
     module = sys.modules.get("transformers.utils.import_utils")
     if module is None:
         try:
-            import transformers.utils.import_utils as module  # noqa: PLC0415  # not needed to trace other models
+            import transformers.utils.import_utils as module  # not needed to trace other models
         except ImportError:
             module = None
     if not hasattr(module, "is_fake_tensor"):
         yield
         return
-    with mock.patch.object(module, "is_fake_tensor", lambda tensor: False):
+    import transformers  # loaded above
+
+    with (
+        mock.patch.object(module, "is_fake_tensor", lambda tensor: False),
+        # It only warns, but looks at the tokens to do so.
+        mock.patch.object(
+            transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args, **kwargs: None
+        ),
+    ):
         yield
 
 
@@ -94,7 +102,12 @@ def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:
             for arg in args:
                 if type(arg) is UnknownNumber:
                     return arg
-                if isinstance(arg, torch.Tensor) and arg.dim() == 0 and arg.dtype.is_floating_point and not known(arg):
+                if (
+                    isinstance(arg, torch.Tensor)
+                    and arg.dim() == 0
+                    and arg.dtype.is_floating_point
+                    and not known(arg)
+                ):
                     return arg
         return builtin(*args, **kwargs)
 

@@ -22,7 +22,8 @@ from brim.predict.lowering import cuda_attention
 from brim.predict.patches import ValueMode
 
 _CUDA = torch.device("cuda", 0)
-_KEYS = ("device", "device_type")
+_is_cuda: Any = torch.Tensor.is_cuda
+_is_cpu: Any = torch.Tensor.is_cpu
 
 
 class PretendCuda(ValueMode):
@@ -39,8 +40,8 @@ class PretendCuda(ValueMode):
             torch.Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
             torch.Tensor.get_device: lambda tensor: 0 if self.on_device(tensor) else -1,
             torch.Tensor.record_stream: lambda tensor, stream: None,
-            torch.Tensor.is_cuda.__get__: self.on_device,
-            torch.Tensor.is_cpu.__get__: lambda tensor: not self.on_device(tensor),
+            _is_cuda.__get__: self.on_device,
+            _is_cpu.__get__: lambda tensor: not self.on_device(tensor),
             torch.nn.functional.scaled_dot_product_attention: self.attention,
             torch.dropout: self._dropout,
             torch.nn.functional.dropout: self.dropout,
@@ -87,7 +88,7 @@ class PretendCuda(ValueMode):
         device = kwargs.pop("device", None)
         if args and isinstance(args[0], torch.Tensor):  # .to(other)
             device, args = _CUDA if self.on_device(args[0]) else torch.device("cpu"), (args[0].dtype, *args[1:])
-        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, int)) and not _is_dtype(args[0])):
+        elif args and (args[0] is None or (isinstance(args[0], (str, torch.device, int)) and not _is_dtype(args[0]))):
             device, args = args[0], args[1:]
         if device is None:
             return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
@@ -101,7 +102,9 @@ class PretendCuda(ValueMode):
         with self.recording.placed(cuda):
             return torch.Tensor.to(tensor, dtype, copy=moves or bool(kwargs.pop("copy", False)), **kwargs)
 
-    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         options = dict(zip(names, args, strict=False)) | kwargs
         with self.recording.factories(self._any_on_device((query,))):
@@ -112,7 +115,6 @@ class PretendCuda(ValueMode):
         if train and 0 < p < 1 and input.numel() > 0:
             return torch.native_dropout(input, p, train)[0]
         return torch.dropout(input, p, train)
-
 
     def dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -140,7 +142,9 @@ def _is_dtype(value: object) -> bool:
 
 def _copies(func: Any) -> bool:
     """Functions that take a tensor and a device: the result lies on that device, not on the tensor's."""
-    return getattr(func, "__name__", "").endswith(("_like", "as_tensor")) or getattr(func, "__name__", "").startswith("new_")
+    return getattr(func, "__name__", "").endswith(("_like", "as_tensor")) or getattr(func, "__name__", "").startswith(
+        "new_"
+    )
 
 
 @contextmanager
@@ -187,9 +191,12 @@ def _torch_cuda(mode: PretendCuda, recording: RecordingMode) -> dict[str, Any]:
             return torch.empty(16, dtype=torch.uint8)
 
     major, minor = mode.capability
-    properties = SimpleNamespace(name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128)
+    properties = SimpleNamespace(
+        name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128
+    )
     silent = ("set_device", "synchronize", "empty_cache", "ipc_collect", "init", "_lazy_init", "manual_seed",
-              "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated", "set_rng_state")  # fmt: skip
+              "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated",
+              "set_rng_state")  # fmt: skip
     numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return {
         **dict.fromkeys(silent, nothing),

@@ -138,7 +138,7 @@ class Recorder:
 
 
 def _category_by_life(life: Life) -> Category:
-    """A tensor made while building and not a parameter feeds the steps; one that outlives the forward is an activation."""
+    """A tensor made while building feeds the steps; one that outlives the forward pass is an activation."""
     if life.phase is Phase.BUILD and life.died is None:
         return Category.INPUT
     if life.from_factory and life.module < 0 and life.phase is Phase.FORWARD:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brim.core import Category, Phase, Trace
+from brim.core import Category, Trace
 from brim.errors import UsageError
 from brim.predict import patches
 from brim.predict.dispatch import RecordingMode
@@ -41,8 +40,10 @@ def trace(
     ``build`` makes model, optimizer and inputs and returns ``step``, a function of no arguments; both may do what
     they like with tensors, and nothing is allocated. The first step creates optimizer state, so the peak is often
     in the second. For CUDA, ``capability`` is the GPU's (it decides between attention kernels), and only what the
-    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole. Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values
-    (naming the line) or an operation that has no fake kernel (naming it).
+    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole.
+
+    Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values (naming the line) or
+    an operation that has no fake kernel (naming it).
     """
     if target not in TARGETS:
         raise UsageError(f"target={target!r} was asked of trace().", f"Known targets are {', '.join(TARGETS)}.")

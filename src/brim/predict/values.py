@@ -205,7 +205,7 @@ class UnknownNumber(float):
 
         raise decision()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same  # type: ignore[assignment]
-    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _same  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __trunc__ = __round__ = _refuse  # type: ignore[assignment]
-    __floor__ = __ceil__ = __hash__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __trunc__ = __round__ = _refuse
+    __floor__ = __ceil__ = __hash__ = _refuse

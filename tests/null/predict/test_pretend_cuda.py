@@ -185,7 +185,9 @@ def test_checkpointing_works_with_the_pretended_gpu():
     from torch.utils.checkpoint import checkpoint
 
     def build(save: bool):
-        layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)).cuda()
+        layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        ).cuda()
         batch = torch.ones(128, 64, device="cuda")
 
         def step() -> None:

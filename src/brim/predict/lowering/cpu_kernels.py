@@ -62,7 +62,11 @@ def _layer_norm_backward(kernel: Kernel) -> None:
 def _channels_last(tensor: torch.Tensor) -> bool:
     if tensor.dim() == 4:
         return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.dim() == 5 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    return (
+        tensor.dim() == 5
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )
 
 
 def _group_norm(kernel: Kernel) -> None:

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(slots=True)
 class Kernel:
-    """One call. ``outputs`` are the tensors whose storages are new, in the order in which the operation returns them."""
+    """One call. ``outputs`` are the tensors whose storages are new, in the order in which they are returned."""
 
     func: torch._ops.OpOverload
     args: Sequence[Any]
