@@ -171,11 +171,11 @@ class _JsdHead(nn.Module):
 
 def fused_linear_jsd(config: dict[str, Any], size: int, mode: str) -> Step:
     hidden, words, dtype = config["H"], config["V"], _dtype(config)
-    head, other = (_JsdHead(hidden, words, dtype) for _ in range(2))
+    head = _JsdHead(hidden, words, dtype)
     student = torch.rand(size, hidden, requires_grad=True, dtype=dtype, device="cuda")
     teacher = torch.rand(size, hidden, dtype=dtype, device="cuda")
 
-    def full(held: nn.Module = other) -> None:
+    def full() -> None:
         loss = head(student, teacher)
         loss.backward()
 

@@ -113,6 +113,8 @@ class RecordingMode(TorchDispatchMode):
             kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result)
             if rule is not None:
                 rule(kernel)
+                if kernel.unknown:
+                    recorder.not_modelled.add(kernel.unknown)
             for life, bytes in resized:
                 self._resize(life, bytes, phase)
             self._play(kernel, fresh, phase, module, self._place(func, args, kwargs))

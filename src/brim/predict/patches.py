@@ -23,6 +23,8 @@ class ValueMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.item and args[0].dtype.is_floating_point and known(args[0]) is None:
             return UnknownNumber()
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -83,6 +85,14 @@ def _transformers_sees_plain_tensors() -> Iterator[None]:
 def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
     """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones."""
     first.data = second.data
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """aten/src/ATen/native/Onehot.cpp scatters into zeros; for fake tensors it would compare with every class."""
+    if num_classes <= 0 or tensor.dtype != torch.long:
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    shape = (*tensor.shape, num_classes)
+    return torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _rng_state() -> torch.Tensor:

@@ -100,7 +100,9 @@ class KnownValues:
                 _forget(func, args, kwargs)
             return
         for fake, value in zip(_leaves(result), _leaves(real), strict=False):
-            if getattr(fake, "_brim_known", None) is None:
+            if (found := getattr(fake, "_brim_known", None)) is not None:
+                found.state["routing"] |= routed
+            else:
                 self._attach(fake, value, args, kwargs)
 
     def _compute(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -171,6 +171,11 @@ def _efficient_backward(kernel: Kernel) -> None:
         kernel.temp(batch * heads * ceil(rows / 64) * 64 * ceil(size / 32) * 32 * 4)
 
 
+def _convolution(kernel: Kernel) -> None:
+    """cudnn/Conv_v8.cpp takes the workspace that the chosen engine asks for."""
+    kernel.unknown = f"{kernel.func.overloadpacket}: cuDNN's workspace"
+
+
 RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_batch_norm.default: _statistics_in_float,
@@ -185,6 +190,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._log_softmax.default: _contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution,
     _aten._safe_softmax.default: _safe_softmax,
     _aten.logsumexp.default: _logsumexp,
     _aten.embedding_dense_backward.default: _embedding_backward,

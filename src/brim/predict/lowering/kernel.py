@@ -24,6 +24,7 @@ class Kernel:
     result: Any
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     library: str = ""
+    unknown: str = ""  # what the kernel takes besides, of unknown size
     _handles: int = 0
     _emitted: set[int] = field(default_factory=set)
 
