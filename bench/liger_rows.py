@@ -77,20 +77,20 @@ def layer_norm(config: dict[str, Any], size: int, mode: str) -> Step:
 
 
 def rope(config: dict[str, Any], size: int, mode: str) -> Step:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     hidden, tokens, dtype = config.get("hidden_size", size), config.get("seq_len", size), _dtype(config)
     head = hidden // config["num_q_heads"]
-    made = LlamaConfig(hidden_size=hidden, num_attention_heads=config["num_q_heads"], head_dim=head)
-    embedding = LlamaRotaryEmbedding(made).to("cuda")
     heads = (config["num_q_heads"], config["num_kv_heads"])
     query, key = (
         torch.randn((1, tokens, n, head), device="cuda", requires_grad=True, dtype=dtype).transpose(1, 2)
         for n in heads
     )
     grads = torch.randn_like(query), torch.randn_like(key)
-    cos, sin = embedding(key, torch.arange(tokens, device="cuda").unsqueeze(0))
+    inverse = (10000.0 ** -(torch.arange(0, head, 2).float() / head)).to("cuda")
+    angles = (inverse[None, :, None] @ torch.arange(tokens, device="cuda")[None, None].float()).transpose(1, 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def full() -> None:
         out = apply_rotary_pos_emb(query, key, cos, sin)

@@ -272,6 +272,7 @@ def _backward_weight(kernel: Kernel, conv: _Convolution, made: dict[int, int]) -
     handles = []
     by_gemm = conv.by_gemm or conv.dilated or (conv.source.dim() == 5 and not flat)
     by_gemm = by_gemm or (conv.depthwise and conv.weight.size(-1) > 3)
+    by_gemm = by_gemm or any(size < k for size, k in zip(conv.source.shape[2:], conv.weight.shape[2:], strict=True))
     if conv.channels_last or by_gemm:
         blocked = kernel.temp(nbytes(conv.weight))
         if by_gemm:
