@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from brim.measure.probe import probe as probe
+    from brim.predict.tracer import trace as trace
     from brim.run.fitting import fit as fit
     from brim.run.inference import load as load
+    from brim.simulate import simulate as simulate
 
 __version__ = "0.1.0"
 
@@ -17,9 +19,11 @@ _EXPORTS = {
     "fit": "brim.run.fitting",
     "load": "brim.run.inference",
     "probe": "brim.measure.probe",
+    "simulate": "brim.simulate",
+    "trace": "brim.predict.tracer",
 }
 
-__all__ = ["__version__", "fit", "load", "probe"]
+__all__ = ["__version__", "fit", "load", "probe", "simulate", "trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ class ModuleTracker:
         """The innermost module; in the backward pass the one whose forward made the graph's node."""
         if self._stack:
             if torch._C._current_graph_task_id() == -1:
-                self._by_sequence[torch.autograd._get_sequence_nr() - 1] = self._stack[-1]
+                self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = self._stack[-1]
             return self._stack[-1]
         if torch._C._current_graph_task_id() == -1:
             return -1

@@ -19,6 +19,7 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """Shapes of aten/src/ATen/native/GroupedMMUtils.h: rows of the output are padded to 16 bytes."""
     dtype = out_dtype or first.dtype
+    shape: tuple[int, ...]
     if first.dim() == 2 and second.dim() == 2:
         assert offs is not None
         shape = (offs.size(0), first.size(0), second.size(1))
@@ -34,4 +35,25 @@ def _grouped_mm(
     return torch.empty_strided(shape, strides, dtype=dtype)
 
 
-FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten._grouped_mm.default: _grouped_mm}
+def _layer_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_mask: list[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """layer_norm.cpp and layer_norm_kernel.cu make contiguous gradients whatever the input's strides."""
+    likes = (input, weight, bias)
+    return tuple(
+        torch.empty(like.shape, dtype=like.dtype) if wanted and like is not None else None
+        for like, wanted in zip(likes, output_mask, strict=True)
+    )
+
+
+FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+}

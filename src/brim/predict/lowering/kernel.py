@@ -15,7 +15,7 @@ import torch
 
 @dataclass(slots=True)
 class Kernel:
-    """One call. ``outputs`` are the tensors whose storages are new, in the order in which the operation returns them."""
+    """One call. ``outputs`` are the tensors whose storages are new, in the order in which they are returned."""
 
     func: torch._ops.OpOverload
     args: Sequence[Any]
@@ -23,6 +23,8 @@ class Kernel:
     outputs: list[torch.Tensor]
     result: Any
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
+    library: str = ""
+    unknown: str = ""  # what the kernel takes besides, of unknown size
     _handles: int = 0
     _emitted: set[int] = field(default_factory=set)
 
@@ -32,6 +34,11 @@ class Kernel:
         if bytes > 0:
             self.script.append(("alloc", self._handles, int(bytes)))
         return self._handles
+
+    def keep(self, bytes: int, library: str) -> None:
+        """Take a library's workspace, which is never given back."""
+        self.library = library
+        self.script.append(("keep", 0, bytes))
 
     def free(self, handle: int) -> None:
         self.script.append(("free", handle, 0))
