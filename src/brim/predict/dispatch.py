@@ -49,8 +49,6 @@ class RecordingMode(TorchDispatchMode):
         self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
         self.on_device = True  # whether factories make their tensors on the device that is traced
         self._placed: bool | None = None
-        self._node: Any = None  # of autograd's graph, the one that ran last, and when it was first seen
-        self._node_began = 0
         self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -68,8 +66,7 @@ class RecordingMode(TorchDispatchMode):
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        func = inplace.as_plain(func, args, self)
-        self._see_node()
+        func = inplace.as_plain(func, args)
         known = self.values.read(func, args, kwargs)
         if known is not None:
             return known.item
@@ -108,19 +105,6 @@ class RecordingMode(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return Phase.BACKWARD
         return Phase.OPTIMIZER if self.modules.in_optimizer else self.recorder.phase
-
-    def _see_node(self) -> None:
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
-            self._node, self._node_began = node, self.recorder.tick()
-
-    def made_earlier(self, tensor: torch.Tensor) -> bool:
-        """Whether a node of the graph before the one that runs now made the tensor."""
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
-            return True
-        life = self.life_of(tensor)
-        return life is not None and life.born < self._node_began
 
     @contextmanager
     def factories(self, on_device: bool) -> Iterator[None]:

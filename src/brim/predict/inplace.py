@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from brim.predict.dispatch import RecordingMode
 
 _aten = torch.ops.aten
 
@@ -31,17 +28,29 @@ _ON_FRESH_TENSOR = {
     _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
     _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,
     _aten.masked_scatter.default: _aten.masked_scatter_.default,
+    _aten.logical_and.default: _aten.logical_and_.default,
+    _aten.logical_or.default: _aten.logical_or_.default,
+    _aten.put.default: _aten.put_.default,
 }
 
 
-def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...], mode: RecordingMode) -> torch._ops.OpOverload:
+def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.OpOverload:
     """The operation that a run with plain tensors makes in the place of ``func``."""
     if func is _aten.add.Tensor:
-        if _called_by_engine() and len(args) == 2 and _may_be_overwritten(args[0]) and mode.made_earlier(args[0]):
+        if len(args) == 2 and _called_by_engine() and _may_be_overwritten(args[0]) and not _formula_adds():
             return _aten.add_.Tensor  # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
     elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(args[0]):
         return _ON_FRESH_TENSOR[func]
     return func
+
+
+# Nodes whose own formula adds two tensors; every other sum made in C++ is of gradients that meet at one input.
+_ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "Svd", "Cumprod", "Prod")
+
+
+def _formula_adds() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith(_ADDING)
 
 
 def _called_by_engine() -> bool:

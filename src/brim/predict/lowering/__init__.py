@@ -6,16 +6,23 @@ from collections.abc import Callable
 
 import torch
 
-from brim.predict.lowering import cpu_attention
+from brim.predict.lowering import cpu_attention, cpu_kernels
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
 
-_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES}
+_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES, **cpu_kernels.RULES}
 
 
 def rules_for(target: str) -> Callable[[torch._ops.OpOverload], Rule | None]:
     """The rules of ``target``'s kernels, looked up by operation."""
     if target == "cpu":
-        return _CPU.get
+        return _cpu_rule
     return lambda func: None
+
+
+def _cpu_rule(func: torch._ops.OpOverload) -> Rule | None:
+    found = _CPU.get(func)
+    if found is None and torch.Tag.pointwise in func.tags:
+        return cpu_kernels.promote
+    return found
