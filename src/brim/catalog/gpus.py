@@ -134,6 +134,16 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(card.name for card in _cards())
 
 
+def general_context() -> Context:
+    """The context of a GPU that nobody measured."""
+    return _catalog()[1]
+
+
+def known_contexts() -> tuple[Context, ...]:
+    """Every context that was measured, on whatever GPU, and the general one."""
+    return (*(context for card in _cards() for context in card.contexts), general_context())
+
+
 def _all_tokens(card: Gpu) -> frozenset[str]:
     """Every word of the card's names and of its size: ``RTX 3060 12GB`` has ``12`` and ``gb`` from the size."""
     size = f"{(card.marketing_bytes or 0) >> 30} gb"
