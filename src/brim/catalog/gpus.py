@@ -117,7 +117,7 @@ def gpu(name: str) -> Gpu:
     if len(exact) == 1:
         return exact[0]
     parts = names.tokens(name)
-    fitting = [card for card in cards if parts and parts <= _all_tokens(card)]
+    fitting = [card for card in cards if _fits(parts, card)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -144,10 +144,11 @@ def known_contexts() -> tuple[Context, ...]:
     return (*(context for card in _cards() for context in card.contexts), general_context())
 
 
-def _all_tokens(card: Gpu) -> frozenset[str]:
-    """Every word of the card's names and of its size: ``RTX 3060 12GB`` has ``12`` and ``gb`` from the size."""
-    size = f"{(card.marketing_bytes or 0) >> 30} gb"
-    return frozenset().union(*map(names.tokens, (card.name, *card.aliases, size)))
+def _fits(parts: frozenset[str], card: Gpu) -> bool:
+    """All words are of the card's names or its size (``RTX 3060 12GB``), and a number of the name is among them."""
+    size = names.tokens(f"{(card.marketing_bytes or 0) >> 30} gb")
+    named = frozenset().union(*map(names.tokens, (card.name, *card.aliases)))
+    return parts <= named | size and any(part.isdigit() for part in parts - size)
 
 
 def _cards() -> tuple[Gpu, ...]:

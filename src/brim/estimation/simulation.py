@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from brim import catalog
-from brim.core import EventKind, Hardware, Op, Storage, Timeline, Trace
+from brim.core import Category, EventKind, Hardware, Op, Storage, Timeline, Trace
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import CONTEXT_BYTES
 from brim.errors import UsageError
@@ -59,6 +59,7 @@ class Place:
     name: str
     total_bytes: int | None
     context: catalog.Context
+    cublas_workspace_bytes: int | None = None
 
     @property
     def available_bytes(self) -> int | None:
@@ -75,7 +76,12 @@ def place_of(gpu: str | catalog.Gpu | Hardware | None) -> Place:
         context = catalog.gpu(named).context() if named else catalog.general_context()
         return Place(name=gpu.name, total_bytes=gpu.tier(VRAM).capacity_bytes, context=context)
     card = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
-    return Place(name=card.name, total_bytes=card.capacity_bytes, context=card.context())
+    return Place(
+        name=card.name,
+        total_bytes=card.capacity_bytes,
+        context=card.context(),
+        cublas_workspace_bytes=card.cublas_workspace_bytes,
+    )
 
 
 class _Run:
@@ -87,6 +93,7 @@ class _Run:
             facts["total_bytes"] = float(place.total_bytes)
         self.timeline = Timeline(trace.model, measured=False, facts=facts)
         self._allocator = CachingAllocator(config, device=device, on_segment=self._segment)
+        self._cublas_bytes = place.cublas_workspace_bytes
         self._label = ""
         self._blocks: dict[int, Block] = {}
         for storage, born, op in lives(trace):
@@ -102,7 +109,7 @@ class _Run:
 
     def _alloc(self, storage: Storage, op: Op | None) -> bool:
         try:
-            block = self._allocator.malloc(storage.bytes)
+            block = self._allocator.malloc(self._bytes(storage))
         except OutOfMemory as failure:
             label = _where(op, str(failure))
             self.timeline.add(EventKind.OOM, VRAM, storage.bytes, storage=storage.id, label=label)
@@ -112,6 +119,12 @@ class _Run:
             EventKind.ALLOC, VRAM, block.size, address=block.address, storage=storage.id, label=self._label
         )
         return True
+
+    def _bytes(self, storage: Storage) -> int:
+        """A storage's size; cuBLAS's workspace is that of the GPU here, whichever GPU the trace was made for."""
+        if storage.category is Category.WORKSPACE and storage.module == "cuBLAS":
+            return self._cublas_bytes or storage.bytes
+        return storage.bytes
 
     def _free(self, storage: Storage) -> None:
         block = self._blocks.pop(storage.id)

@@ -20,7 +20,7 @@ from brim.memory.layout import ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, round_up
 from brim.units import format_bytes
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20
 _BOUNCE_BYTES = 4 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 

@@ -7,16 +7,18 @@ the same, so what is predicted, what is tested without a GPU and what runs on on
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from brim.core.hardware import DISK, RAM
 from brim.errors import BrimError, TransferError
-from brim.memory.direct_io import DirectReader, OpenFiles
+from brim.memory.direct_io import CHUNK_BYTES, DirectReader, OpenFiles
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer
 from brim.memory.recorder import Recorder
@@ -127,28 +129,38 @@ def _closed() -> TransferError:
 
 
 class ThreadEngine:
-    """Two lanes: one reads files, one copies in RAM. Compute is synchronous, so a mark is always done.
+    """Lanes of threads: one reads files, with another's help for large blocks; one copies in RAM.
 
-    ``make_bounce`` gives the buffer that unaligned reads pass through; it is taken from a pool on first use.
+    Compute is synchronous, so a mark is always done. ``make_bounce`` gives the buffer that unaligned reads pass
+    through; it is taken from a pool on first use.
     """
 
     def __init__(self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer]) -> None:
         self.recorder = recorder
         self._reader = DirectReader(make_bounce, files)
-        self._disk, self._copy = _Lane("disk"), _Lane("copy")
+        self._disk, self._disk_helper, self._copy = _Lane("disk"), _Lane("disk-helper"), _Lane("copy")
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
             for condition in after:
                 condition.wait()
             begin_s = self.recorder.now_s()
-            for run in runs:
-                self._reader.read(run, target.tensor, self._disk.stopped.is_set)
-            if self._disk.stopped.is_set():
-                raise _closed()
+            mine, helped = _shares(runs)
+            help_ = self._disk_helper.submit(lambda: self._fill(helped, target)) if helped else Done()
+            try:
+                self._fill(mine, target)
+            finally:
+                _settle(help_)  # it writes into the target: nobody may have it before
+            help_.wait()
             self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), begin_s, label)
 
         return self._disk.submit(job)
+
+    def _fill(self, runs: Sequence[ReadRun], target: Buffer) -> None:
+        for run in runs:
+            self._reader.read(run, target.tensor, self._disk.stopped.is_set)
+        if self._disk.stopped.is_set():
+            raise _closed()
 
     def copy(
         self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
@@ -166,8 +178,39 @@ class ThreadEngine:
         return Done()
 
     def close(self) -> None:
+        self._disk.stopped.set()
+        self._disk_helper.stopped.set()
         self._disk.close()
+        self._disk_helper.close()
         self._copy.close()
+
+
+def _shares(runs: Sequence[ReadRun]) -> tuple[list[ReadRun], list[ReadRun]]:
+    """What one reader takes and what its helper does: two requests in flight get 10 to 15 % more out of a drive.
+
+    Only direct runs are shared, cut at multiples of the request size so that every piece stays aligned.
+    """
+    direct = sum(run.bytes for run in runs if run.direct)
+    if direct < 2 * CHUNK_BYTES:
+        return list(runs), []
+    pieces = [piece for run in runs if run.direct for piece in _cut(run)]
+    return [*(run for run in runs if not run.direct), *pieces[::2]], pieces[1::2]
+
+
+def _cut(run: ReadRun) -> list[ReadRun]:
+    pieces = []
+    start = run.offset
+    while start < run.offset + run.bytes:
+        end = min((start // CHUNK_BYTES + 1) * CHUNK_BYTES, run.offset + run.bytes)
+        pieces.append(replace(run, offset=start, bytes=end - start, at=run.at + start - run.offset))
+        start = end
+    return pieces
+
+
+def _settle(ticket: Waitable) -> None:
+    """Wait until it is over, however it ends."""
+    with contextlib.suppress(BrimError):
+        ticket.wait()
 
 
 class NullEngine:

@@ -185,6 +185,9 @@ class RecordingMode(TorchDispatchMode):
                 held[handle] = recorder.alloc(
                     bytes, phase=phase, module=module, on_device=on_device, category=Category.TEMPORARY
                 )
+            elif what == "keep":
+                category, library = Category.WORKSPACE, kernel.library
+                recorder.alloc(bytes, phase=phase, module=-1, on_device=on_device, category=category, library=library)
             elif what == "free":
                 if handle in held:
                     recorder.free(held.pop(handle), phase)

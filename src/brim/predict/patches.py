@@ -31,6 +31,10 @@ def while_tracing() -> Iterator[None]:
     """All replacements, for the duration of one trace."""
     with mock.patch.object(torch.utils, "swap_tensors", _set_data), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
+         mock.patch.object(torch, "get_rng_state", _rng_state), \
+         mock.patch.object(torch.random, "get_rng_state", _rng_state), \
+         mock.patch.object(torch, "set_rng_state", _forget_rng_state), \
+         mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
          mock.patch.object(builtins, "max", _of_unknown(builtins.max)), \
          mock.patch.object(builtins, "min", _of_unknown(builtins.min)), \
          _transformers_sees_plain_tensors(), ValueMode():  # fmt: skip
@@ -56,6 +60,15 @@ def _transformers_sees_plain_tensors() -> Iterator[None]:
 def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
     """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones."""
     first.data = second.data
+
+
+def _rng_state() -> torch.Tensor:
+    """The CPU generator's state, as checkpointing saves it: 5,056 bytes (ATen/CPUGeneratorImpl.cpp)."""
+    return torch.empty(5056, dtype=torch.uint8)
+
+
+def _forget_rng_state(state: torch.Tensor) -> None:
+    """Nothing random is drawn in a trace."""
 
 
 def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ class Life:
     died: int | None = None
     died_phase: Phase | None = None
     category: Category | None = None
+    library: str = ""  # whose workspace this is
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class Recorder:
         on_device: bool = True,
         from_factory: bool = False,
         category: Category | None = None,
+        library: str = "",
     ) -> Life:
         life = Life(
             id=len(self.lives),
@@ -87,6 +89,7 @@ class Recorder:
             on_device=on_device,
             from_factory=from_factory,
             category=category,
+            library=library,
         )
         self.lives.append(life)
         return life
@@ -102,7 +105,7 @@ class Recorder:
                 id=index,
                 bytes=life.bytes,
                 category=life.category or _category_by_life(life),
-                module=module_paths[life.module],
+                module=life.library or module_paths[life.module],
                 born=life.born,
                 died=life.died,
                 dtype=life.dtype,

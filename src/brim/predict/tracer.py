@@ -49,7 +49,7 @@ def trace(
     if steps < 1:
         raise UsageError(f"steps={steps} was asked of trace().", "A trace has at least one step.")
     recorder, modules = Recorder(), ModuleTracker()
-    mode = RecordingMode(recorder, modules, KnownValues(), rules_for(target))
+    mode = RecordingMode(recorder, modules, KnownValues(), rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
     with ExitStack() as stack:
         stack.enter_context(_quiet())

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 
 _SHOWN = 5  # names in an error message
+_INITIALIZED_BYTES = 128 << 20  # weights that a checkpoint may lack: position tables, mostly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ def build_module(
     """The module in eval mode, every weight that the checkpoint holds on meta. Raises ModelError as open_model."""
     kind = model_class(directory, config, trust_remote_code)
     state = {name: FileTensor.open(source) for name, source in stored.items()}
-    with _quiet():
+    with _quiet(), _NoLargeWeights():
         try:
             # transformers does the renaming, merging, tying and checking; ours is only what a tensor is.
             module, info = kind.from_pretrained(
@@ -107,6 +109,23 @@ def build_module(
         dtype=getattr(module.config, "dtype", None) or torch.get_default_dtype(),
         unexpected=tuple(sorted(info["unexpected_keys"])),
     )
+
+
+class _NoLargeWeights(TorchFunctionMode):
+    """Where the checkpoint lacks weights, transformers would allocate and initialize them, tens of gigabytes if the
+    config is of another model: beyond a little they stay on meta, and the error that follows costs no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated_bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty_like and isinstance(args[0], torch.nn.Parameter) and args[0].is_meta:
+            self.allocated_bytes += args[0].nbytes
+            if self.allocated_bytes > _INITIALIZED_BYTES:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
@@ -198,6 +217,12 @@ def _move_to_meta(module: torch.nn.Module) -> tuple[dict[str, FileTensor], dict[
                 tensors[name] = tensor
             else:
                 tied[name] = canonical
+        elif tensor.is_meta:
+            raise UnsupportedError(
+                "The model was to be opened.",
+                f"{name} is not in the checkpoint, and computing it takes {tensor.nbytes} bytes.",
+                "Load this model without brim.",
+            )
     made = {id(tensor): _meta_twin(tensor) for tensor in tensors.values()}
     for child in module.modules():
         for slots in (child._parameters, child._buffers):

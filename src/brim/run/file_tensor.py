@@ -69,7 +69,8 @@ class FileTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "device"}
-        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, FileTensor)]
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in given if isinstance(leaf, FileTensor)]
         if func._schema.is_mutable:
             if _is_throwaway(func, args):
                 return args[0]
@@ -78,7 +79,7 @@ class FileTensor(torch.Tensor):
                 "Its weights are still on disk then.",
                 "Load this model without brim.",
             )
-        if func is aten.equal.default:
+        if func is aten.equal.default and len(inputs) == 2:
             return _equal(*args)
 
         def run_for_real() -> Any:
@@ -86,7 +87,7 @@ class FileTensor(torch.Tensor):
 
         if not all("Tensor" in str(returned.type) for returned in func._schema.returns):
             return run_for_real()
-        metas = {id(leaf): torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in inputs}
+        metas = {id(leaf): torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in given}
         meta_args, meta_kwargs = tree_map(lambda leaf: metas.get(id(leaf), leaf), (args, kwargs))
         outputs = func(*meta_args, **meta_kwargs)
         origins = tuple({id(origin): origin for leaf in inputs for origin in leaf.origins}.values())

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 import brim
-from brim.errors import ModelError, UnsupportedError
+from brim.errors import BrimError, ModelError, TransferError, UnsupportedError
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import write_manifest
 from brim.run.cache import build_once, cache_folder, fingerprint
 
 _MAGIC = b"GGUF"
 _REFUSED = 3  # the child's exit code for an error that it explains on its standard output
-_ERRORS = {kind.__name__: kind for kind in (ModelError, UnsupportedError)}
+_ERRORS = {kind.__name__: kind for kind in (ModelError, TransferError, UnsupportedError)}
 _ROWS_BYTES = 16 << 20  # dequantization makes several copies of what it works on
 
 
@@ -62,11 +62,17 @@ def _main(path: Path, folder: Path) -> int:
     _parse_once()
     try:
         _convert(path, folder)
-    except (ModelError, UnsupportedError) as error:
-        facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
-        print(json.dumps(facts))
-        return _REFUSED
+    except BrimError as error:
+        return _refuse(error)
+    except OSError as error:
+        return _refuse(TransferError(f"{path} was to be converted into {folder}.", f"{error}.", "Check both disks."))
     return 0
+
+
+def _refuse(error: BrimError) -> int:
+    facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
+    print(json.dumps(facts))
+    return _REFUSED
 
 
 def _parse_once() -> None:
@@ -108,7 +114,7 @@ def _open(path: Path) -> Any:
     try:
         reader = GGUFReader(str(path))
     except Exception as error:  # the reader trusts the file, so damage shows as any error at all
-        raise _damaged(path, f"Its metadata or its tensors cannot be read: {error}") from error
+        raise _damaged(path, f"It is damaged or cut short: {error}.") from error
     size = path.stat().st_size
     missing_bytes = max((tensor.data_offset + tensor.n_bytes - size for tensor in reader.tensors), default=0)
     if missing_bytes > 0:

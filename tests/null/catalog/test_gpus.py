@@ -49,7 +49,10 @@ def test_the_name_that_torch_reports_finds_the_card(name):
         ("h1000", "H100"),
         ("a100", "A100-SXM4-40GB"),  # two sizes: not decided in silence
         ("4060 ti", "4060 Ti 8GB"),
-        ("RTX", "RTX"),
+        ("RTX", "Nearest"),
+        ("200", "H200"),
+        ("180 GB", "Nearest"),  # a size alone names no card, nor does a word
+        ("ada", "Nearest"),
         ("potato", "NVIDIA"),
         ("", "Nearest"),
     ],

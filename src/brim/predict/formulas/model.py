@@ -41,7 +41,8 @@ def explain_training(
 ) -> dict[str, Result]:
     """What a training step holds, by category. Activations only where ``config`` is a transformer's.
 
-    Gradients and optimizer state have the weights' ``dtype``, as in plain PyTorch; activations are in 16 bits.
+    Gradients and optimizer state have the weights' ``dtype``, as in plain PyTorch. Activations are those of a GPT
+    layer in 16 bits (``activations_per_layer``): a first figure for other layers, where only a trace is right.
     """
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
     count = sum(map(math.prod, shapes))

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from brim.predict.lowering import cpu_attention, cpu_kernels
+from brim.predict.lowering import cpu_attention, cpu_convolution, cpu_kernels, cuda_kernels
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
 
-_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES, **cpu_kernels.RULES}
+_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES, **cpu_convolution.RULES, **cpu_kernels.RULES}
 
 
-def rules_for(target: str) -> Callable[[torch._ops.OpOverload], Rule | None]:
-    """The rules of ``target``'s kernels, looked up by operation."""
+def rules_for(target: str, capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule | None]:
+    """The rules of ``target``'s kernels for one trace, looked up by operation."""
     if target == "cpu":
         return _cpu_rule
-    return lambda func: None
+    return cuda_kernels.rules(capability).get
 
 
 def _cpu_rule(func: torch._ops.OpOverload) -> Rule | None:

@@ -163,6 +163,20 @@ def _elementwise_loss(kernel: Kernel) -> None:
         kernel.temp(max(nbytes(kernel.args[0]), nbytes(kernel.args[1])))
 
 
+def _structured_loss(kernel: Kernel) -> None:
+    """Loss.cpp: the output is made at full size and then called a scalar: its storage stays as large."""
+    if kernel.arg("reduction"):
+        full = max(nbytes(kernel.args[0]), nbytes(kernel.args[1]))
+        kernel.emit(0, bytes=full)
+        kernel.temp(full)
+
+
+def _im2col(kernel: Kernel) -> None:
+    """Im2Col.cpp: a contiguous copy of the input is taken in any case."""
+    kernel.temp(nbytes(kernel.args[0]))
+    kernel.emit()
+
+
 def _logsumexp(kernel: Kernel) -> None:
     """ReduceOps.cpp: maxima, then exp(self - maxima) as large as the input, summed into the result."""
     source = kernel.args[0]
@@ -205,6 +219,15 @@ def _isinf(kernel: Kernel) -> None:
     if kernel.args[0].is_floating_point():
         kernel.temp(nbytes(kernel.args[0]))
         kernel.emit()
+
+
+def _upsampled(kernel: Kernel) -> None:
+    """cpu/UpSampleKernel.cpp with few channels reads as it lies; otherwise through channels-last copies of both."""
+    source = kernel.args[0]
+    kernel.emit()
+    if source.size(1) > 3 and source.is_contiguous() and kernel.func.overloadpacket is not _aten.upsample_bicubic2d:
+        kernel.temp(nbytes(source))
+        kernel.temp(nbytes(kernel.result))
 
 
 def _indexed(kernel: Kernel) -> None:
@@ -256,8 +279,14 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.sum.dim_IntList: _reduce,
     _aten.prod.default: _reduce,
     _aten.prod.dim_int: _reduce,
-    _aten.mse_loss.default: _elementwise_loss,
-    _aten.smooth_l1_loss.default: _elementwise_loss,
+    _aten.mse_loss.default: _structured_loss,
+    _aten.smooth_l1_loss.default: _structured_loss,
+    _aten.im2col.default: _im2col,
+    _aten.embedding.default: _contiguous_first("indices"),
+    _aten.embedding_dense_backward.default: _contiguous_after("indices"),
+    _aten.upsample_nearest2d.default: _upsampled,
+    _aten.upsample_bilinear2d.default: _upsampled,
+    _aten.upsample_bicubic2d.default: _upsampled,
     _aten.huber_loss.default: _elementwise_loss,
     _aten.soft_margin_loss.default: _elementwise_loss,
     _aten.binary_cross_entropy.default: _elementwise_loss,

@@ -34,4 +34,25 @@ def _grouped_mm(
     return torch.empty_strided(shape, strides, dtype=dtype)
 
 
-FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {_aten._grouped_mm.default: _grouped_mm}
+def _layer_norm_backward(
+    grad_out: torch.Tensor,
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    output_mask: list[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """layer_norm.cpp and layer_norm_kernel.cu make contiguous gradients whatever the input's strides."""
+    likes = (input, weight, bias)
+    return tuple(
+        torch.empty(like.shape, dtype=like.dtype) if wanted and like is not None else None
+        for like, wanted in zip(likes, output_mask, strict=True)
+    )
+
+
+FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+}

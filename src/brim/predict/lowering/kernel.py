@@ -23,6 +23,7 @@ class Kernel:
     outputs: list[torch.Tensor]
     result: Any
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
+    library: str = ""
     _handles: int = 0
     _emitted: set[int] = field(default_factory=set)
 
@@ -32,6 +33,11 @@ class Kernel:
         if bytes > 0:
             self.script.append(("alloc", self._handles, int(bytes)))
         return self._handles
+
+    def keep(self, bytes: int, library: str) -> None:
+        """Take a library's workspace, which is never given back."""
+        self.library = library
+        self.script.append(("keep", 0, bytes))
 
     def free(self, handle: int) -> None:
         self.script.append(("free", handle, 0))
