@@ -22,6 +22,7 @@ class ModuleTracker:
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.on_cache: Callable[[Any], None] = lambda cache: None  # told of every KV cache that a module returns
+        self.on_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # before each of its steps
         self.in_optimizer = False
         self._index: dict[int, int] = {}
         self._stack: list[int] = []
@@ -54,10 +55,14 @@ class ModuleTracker:
             for handle in handles:
                 handle.remove()
 
+    def roots(self) -> list[nn.Module]:
+        """Modules that lie in no other one. Containers are seen through: they register nothing and are never called."""
+        below = {id(child) for module in self.modules for child in module.modules() if child is not module}
+        return [module for module in self.modules if id(module) not in below]
+
     def paths(self) -> list[str]:
         """The qualified name of every module seen, in their order, then "" for code outside of any module."""
-        children = {id(child) for module in self.modules for child in module.children()}
-        roots = [module for module in self.modules if id(module) not in children]
+        roots = self.roots()
         names: dict[int, str] = {}
         for root in roots:
             prefix = "" if len(roots) == 1 else type(root).__name__
@@ -88,6 +93,7 @@ class ModuleTracker:
         self.in_optimizer = True
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
+        self.on_optimizer(optimizer)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.in_optimizer = False

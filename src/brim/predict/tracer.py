@@ -51,6 +51,7 @@ def trace(
     recorder, modules = Recorder(), ModuleTracker()
     mode = RecordingMode(recorder, modules, KnownValues(), rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
+    modules.on_optimizer = lambda optimizer: _mark_gradients(mode, optimizer)
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(modules.watching())
@@ -83,8 +84,7 @@ def trace(
 
 
 def _name(modules: ModuleTracker, build: Callable[[], Any]) -> str:
-    children = {id(child) for module in modules.modules for child in module.children()}
-    roots = [type(m).__name__ for m in modules.modules if id(m) not in children]
+    roots = [type(module).__name__ for module in modules.roots()]
     return roots[0] if roots else getattr(build, "__name__", "step")
 
 
@@ -107,16 +107,34 @@ def _mark_cache(mode: RecordingMode, cache: Any) -> None:
             mode.mark(getattr(layer, name, None), Category.KV_CACHE)
 
 
-def _categorize(mode: RecordingMode) -> None:
-    mark = mode.mark
-    for module in mode.modules.modules:
+def _mark_gradients(mode: RecordingMode, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients as an optimizer finds them: most programs have let go of them by the end of the step."""
+    owners = _owners(mode)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mode.mark(parameter.grad, Category.GRADIENT, owners.get(id(parameter), -1))
+
+
+def _owners(mode: RecordingMode) -> dict[int, int]:
+    """The first module that holds each parameter, by the parameter's identity."""
+    found: dict[int, int] = {}
+    for index, module in enumerate(mode.modules.modules):
         for parameter in module._parameters.values():
-            mark(parameter, Category.PARAMETER)
             if parameter is not None:
-                mark(parameter.grad, Category.GRADIENT)
+                found.setdefault(id(parameter), index)
+    return found
+
+
+def _categorize(mode: RecordingMode) -> None:
+    mark, owners = mode.mark, _owners(mode)
+    for index, module in enumerate(mode.modules.modules):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                mark(parameter, Category.PARAMETER, owners[id(parameter)])
+                mark(parameter.grad, Category.GRADIENT, owners[id(parameter)])
         for buffer in module._buffers.values():
-            mark(buffer, Category.BUFFER)
+            mark(buffer, Category.BUFFER, index)
     for optimizer in mode.modules.optimizers:
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
             for value in state.values():
-                mark(value, Category.OPTIMIZER_STATE)
+                mark(value, Category.OPTIMIZER_STATE, owners.get(id(parameter), -1))
