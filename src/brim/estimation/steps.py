@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +14,7 @@ from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation import inputs as making
 from brim.estimation.models import Source, short, transformers_config
 from brim.estimation.optimizers import make_optimizer
-from brim.estimation.workload import Workload
+from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 
 Step = Callable[[], Any]
 
@@ -34,6 +32,7 @@ class Job:
 
     def __init__(self, source: Source, workload: Workload) -> None:
         self.source, self.workload = source, workload
+        self.ignored: list[str] = []  # settings that mean nothing to this model
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
 
     def build(self) -> Step:
@@ -57,13 +56,14 @@ class Job:
             model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
         tokens = making.takes_tokens(model)
         if self.workload.seq and not tokens:
-            warnings.warn(f"seq is ignored: {self.source.name} does not take tokens.", stacklevel=2)
+            self.ignored.append(f"seq is ignored: {self.source.name} does not take tokens.")
         generates = self.workload.task == "generate" and model.can_generate()  # type: ignore[operator]
         if self.workload.new_tokens and not generates:
-            warnings.warn(f"new_tokens is ignored: {self.source.name} does not generate text.", stacklevel=2)
-        room = (self.workload.new_tokens or 128) if generates and not config.is_encoder_decoder else 0
+            self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
+        new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
+        room = 0 if config.is_encoder_decoder else new  # of the table of positions that the prompt is in
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
-        self.workload = self.workload.resolved(seq=default or None, precision="fp32")
+        self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
             making.check_positions(model, (self.workload.seq or 0) + room)
         return model
@@ -80,7 +80,7 @@ class Job:
         self._set_precision("float32")
         dtype = _weights_dtype(self.workload)
         model: nn.Module = kind.from_config(dict(self.source.config)).to(dtype)
-        self.workload = self.workload.resolved(seq=None, precision="fp32")
+        self.workload = self.workload.resolved(seq=None, precision="fp32", new_tokens=None)
         return model
 
     def _set_precision(self, of_config: str) -> None:
@@ -233,7 +233,7 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if checkpointing == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts)
+        options["context_fn"] = _selective_contexts
     if source.library == "diffusers":
         if checkpointing == "selective" or not getattr(model, "_supports_gradient_checkpointing", False):
             raise UnsupportedError(
@@ -247,7 +247,10 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
         raise UnsupportedError(
             f"checkpointing={checkpointing} was asked for {source.name}.", "Its class does not support it."
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.20 on
+        model.activation_checkpointing_enable(options)  # type: ignore[operator]
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
 
 
 def _selective_contexts() -> Any:
@@ -288,13 +291,20 @@ def _forward_only(model: nn.Module, inputs: dict[str, Any]) -> Step:
 
 
 def _generation(model: nn.Module, inputs: dict[str, Any], workload: Workload) -> Step:
-    """Greedy ``model.generate`` to the last token."""
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+    """Greedy generation to the last token, by transformers' own loop."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    config: Any = model.config
+    start = getattr(config, "decoder_start_token_id", None)
+    model.generation_config = GenerationConfig(  # type: ignore[assignment]
+        do_sample=False, use_cache=True, pad_token_id=0, bos_token_id=0, decoder_start_token_id=start,
+        max_new_tokens=workload.new_tokens, eos_token_id=None,
+    )  # fmt: skip
     if "input_ids" in inputs:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 
     def step() -> None:
-        model.generate(**inputs, max_new_tokens=workload.new_tokens, **settings)  # type: ignore[operator]
+        GenerationMixin.generate(model, **inputs)  # type: ignore[arg-type]
 
     return step
 

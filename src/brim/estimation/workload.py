@@ -24,6 +24,7 @@ _CHOICES = {
     "method": METHODS,
     "checkpointing": CHECKPOINTING,
 }
+DEFAULT_NEW_TOKENS = 128
 _TRAINING_ONLY = ("optimizer", "method", "checkpointing")
 _LARGEST = 1 << 40  # more tokens or sequences than that are a slip of the hand
 
@@ -77,8 +78,8 @@ class Workload:
         fields = dataclasses.fields(self)
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
-    def resolved(self, *, seq: int | None, precision: str) -> Workload:
-        """With every setting that the task has; ``seq`` and ``precision`` where none was given."""
+    def resolved(self, *, seq: int | None, precision: str, new_tokens: int | None) -> Workload:
+        """With every setting that the task has. ``seq`` and ``precision`` are for where none was given."""
         training = self.task == "train"
         return dataclasses.replace(
             self,
@@ -87,7 +88,7 @@ class Workload:
             optimizer=(self.optimizer or "adamw") if training else None,
             method=(self.method or "full") if training else None,
             checkpointing=(self.checkpointing or "none") if training else None,
-            new_tokens=None if training else self.new_tokens or 128,
+            new_tokens=new_tokens,
         )
 
     def describe(self) -> str:

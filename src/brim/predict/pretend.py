@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import cuda_attention
@@ -71,6 +72,17 @@ class PretendCuda(TorchFunctionMode):
             elif isinstance(arg, (tuple, list)) and arg and isinstance(arg[0], FakeTensor) and self.on_device(arg[0]):
                 return True
         return False
+
+    def in_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` with this mode on: autograd calls Python in the backward pass with all function modes off."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(mode is self for mode in _get_current_function_mode_stack()):
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return call
 
     def _cuda(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.recording.recorder.uses_device = True
@@ -146,8 +158,23 @@ def pretending(recording: RecordingMode, capability: tuple[int, int]) -> Iterato
         stack.enter_context(_autocast_state())
         supported = [*optimizer._foreach_supported_types, FakeTensor]
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", supported))
+        stack.enter_context(_in_backward_too(mode))
         stack.enter_context(mode)
         yield mode
+
+
+@contextmanager
+def _in_backward_too(mode: PretendCuda) -> Iterator[None]:
+    """Checkpointing computes forward again in the backward pass: in a hook of saved tensors, or in its own backward."""
+    hooks, reentrant = torch.autograd.graph.saved_tensors_hooks, checkpoint.CheckpointFunction
+    plain = hooks.__init__
+
+    def init(self: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        plain(self, pack, mode.in_backward(unpack))
+
+    backward = staticmethod(mode.in_backward(reentrant.backward))
+    with mock.patch.object(hooks, "__init__", init), mock.patch.object(reentrant, "backward", backward):
+        yield
 
 
 def _device_property(mode: PretendCuda, recording: RecordingMode) -> property:
