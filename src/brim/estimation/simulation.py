@@ -26,7 +26,7 @@ _SEGMENT_KINDS = {
 
 def simulate(
     trace: Trace,
-    gpu: str | catalog.Gpu | Hardware | None = None,
+    gpu: str | catalog.Gpu | Hardware | Place | None = None,
     alloc_conf: str = "",
     *,
     device: DeviceMemory | None = None,
@@ -67,10 +67,12 @@ class Place:
         return None if self.total_bytes is None else max(self.total_bytes - self.context.bytes, 0)
 
 
-def place_of(gpu: str | catalog.Gpu | Hardware | None) -> Place:
+def place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:
     """The GPU by its name in the catalog, or as a Hardware (whose VRAM tier counts as what torch can hand out)."""
     if gpu is None:
         return Place(name="", total_bytes=None, context=catalog.general_context())
+    if isinstance(gpu, Place):
+        return gpu
     if isinstance(gpu, Hardware):
         named = next((name for name in catalog.gpu_names() if name == gpu.name), None)
         context = catalog.gpu(named).context() if named else catalog.general_context()
