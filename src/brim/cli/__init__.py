@@ -20,6 +20,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 # name -> (module:function, first line of its docstring). A command is imported when it is called or asked for help,
 # never for `brim --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "estimate": ("brim.cli.estimate:estimate", "Predict what a step of training or generation takes, without a GPU."),
     "explain": ("brim.cli.explain:explain", "Explain what memory did, and what it would have done under other settings."),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),

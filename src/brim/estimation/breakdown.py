@@ -25,10 +25,14 @@ OUTSIDE = "(outside of modules)"
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Bytes that are allocated at the peak. Both tables sum to ``peak_bytes.allocated``: blocks, as rounded."""
+    """Bytes of tensors at the peak of what is allocated. Both tables have the same sum.
+
+    ``rounding_bytes`` is what their blocks are larger: ``peak_bytes.allocated`` is the sum and it.
+    """
 
     by_category: dict[str, int]
     by_module: dict[str, int]
+    rounding_bytes: int
 
 
 def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
@@ -36,12 +40,16 @@ def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
     categories: dict[str, int] = dict.fromkeys(NAMES.values(), 0)
     modules: dict[str, int] = defaultdict(int)
     storages = {storage.id: storage for storage in trace.storages}
-    for storage_id, bytes in _held(timeline).items():
+    rounding = 0
+    for storage_id, block_bytes in _held(timeline).items():
         storage = storages[storage_id]
+        # The simulated GPU may have another workspace than the traced one; it is never rounded.
+        bytes = block_bytes if storage.category is Category.WORKSPACE else storage.bytes
         categories[NAMES[storage.category]] += bytes
         modules[storage.module or OUTSIDE] += bytes
+        rounding += block_bytes - bytes
     largest_first = sorted(modules.items(), key=lambda entry: (-entry[1], entry[0]))
-    return Breakdown(by_category=categories, by_module=dict(largest_first))
+    return Breakdown(by_category=categories, by_module=dict(largest_first), rounding_bytes=rounding)
 
 
 def _held(timeline: Timeline) -> dict[int, int]:

@@ -41,8 +41,9 @@ class PeakBytes:
 class Estimate:
     """What a step takes.
 
-    ``at_peak_bytes`` has what is allocated at the peak, by category; its entries but ``context`` sum to
-    ``peak_bytes.allocated``, as does ``per_module`` (module path -> bytes). Weights' buffers count as parameters.
+    ``at_peak_bytes`` has the bytes of tensors at the peak, by category; its entries but ``context`` have the sum of
+    ``per_module`` (module path -> bytes). With ``rounding_bytes``, what the allocator's blocks are larger, that is
+    ``peak_bytes.allocated``. Weights' buffers count as parameters.
     ``upper_bound_bytes`` is ``peak_bytes.process`` and the ``margins``. ``step_s`` is None without a GPU, ``fits``
     too; a step that does not fit is described as if it did. ``flops`` counts the last step. ``not_modelled`` names
     operations whose inner allocations are unknown. ``notes`` says what was assumed.
@@ -56,6 +57,7 @@ class Estimate:
     margins: tuple[Margin, ...]
     at_peak_bytes: dict[str, int]
     per_module: dict[str, int]
+    rounding_bytes: int
     step_s: float | None
     flops: int
     not_modelled: tuple[str, ...]
@@ -141,6 +143,7 @@ class Study:
             margins=added,
             at_peak_bytes=found.by_category | {"context": self.place.context.bytes},
             per_module=found.by_module,
+            rounding_bytes=found.rounding_bytes,
             step_s=time.step_s if time is not None else None,
             flops=sum(op.flops for op in self.trace.ops if op.step == last),
             not_modelled=self.trace.not_modelled,
@@ -164,7 +167,11 @@ class Study:
 
     def growth(self) -> growth.Growth:
         """How the peak grows with batch and sequence, from traces at other sizes."""
-        return growth.solve(self.source, self.workload, self.place, self.capability, self.alloc_conf, traced)
+        setting = growth.Setting(
+            source=self.source, workload=self.workload, place=self.place, capability=self.capability,
+            alloc_conf=self.alloc_conf, known=self.trace,
+        )  # fmt: skip
+        return growth.solve(setting, traced)
 
 
 def traced(job: Job, capability: tuple[int, int]) -> Trace:

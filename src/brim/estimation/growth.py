@@ -82,27 +82,29 @@ def _structure(trace: Trace) -> list[tuple[int, int | None]]:
     return [(storage.born, storage.died) for storage in trace.storages]
 
 
-def solve(
-    source: Source, workload: Workload, place: Place, capability: tuple[int, int], alloc_conf: str, traced: Traced
-) -> Growth:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where and how the workload runs; ``known`` is its trace."""
+
+    source: Source
+    workload: Workload
+    place: Place
+    capability: tuple[int, int]
+    alloc_conf: str
+    known: Trace
+
+
+def solve(setting: Setting, traced: Traced) -> Growth:
     """Trace at a few sizes, and solve for the rest. A user's own step has its sizes inside: nothing to vary."""
-    if source.library == "python":
+    if setting.source.library == "python":
         return Growth(batches=(), lengths=(), largest_batch=None)
-    return _Solver(source, workload, place, capability, alloc_conf, traced).solve()
+    return _Solver(setting, traced).solve()
 
 
 class _Solver:
-    def __init__(
-        self,
-        source: Source,
-        workload: Workload,
-        place: Place,
-        capability: tuple[int, int],
-        alloc_conf: str,
-        traced: Traced,
-    ) -> None:
-        self.source, self.workload, self.place = source, workload, place
-        self.capability, self.alloc_conf, self.traced = capability, alloc_conf, traced
+    def __init__(self, setting: Setting, traced: Traced) -> None:
+        self.setting, self.workload, self.place = setting, setting.workload, setting.place
+        self.traced = traced
 
     def solve(self) -> Growth:
         batch, seq = self.workload.batch, self.workload.seq
@@ -128,10 +130,13 @@ class _Solver:
         return tuple(self._point(solved.at(length), seq=length) for length in (*lengths, 8 * unit, 16 * unit))
 
     def _trace(self, **sizes: int) -> Trace:
-        return self.traced(Job(self.source, replace(self.workload, **sizes)), self.capability)  # type: ignore[arg-type]
+        workload = replace(self.workload, **sizes)  # type: ignore[arg-type]
+        if workload == self.workload:
+            return self.setting.known
+        return self.traced(Job(self.setting.source, workload), self.setting.capability)
 
     def _point(self, trace: Trace, *, batch: int | None = None, seq: int | None = None) -> Point:
-        peaks = simulate(trace, replace(self.place, total_bytes=None), self.alloc_conf).peak_bytes
+        peaks = simulate(trace, replace(self.place, total_bytes=None), self.setting.alloc_conf).peak_bytes
         return Point(
             batch=batch or self.workload.batch,
             seq=seq or self.workload.seq or 0,
@@ -141,15 +146,15 @@ class _Solver:
         )
 
     def _fits(self, trace: Trace) -> bool:
-        return simulate(trace, self.place, self.alloc_conf).out_of_memory is None
+        return simulate(trace, self.place, self.setting.alloc_conf).out_of_memory is None
 
     def _largest(self, batches: Solved) -> int | None:
         """Solved by halving between what fits and what does not; the answer is traced itself before it is given."""
         if self.place.total_bytes is None:
             return None
-        if not self._fits(self._trace(batch=1)):
-            return 0
         fits, fails = 1, 2
+        if not self._fits(batches.at(2)) and not self._fits(self._trace(batch=1)):
+            return 0
         while self._fits(batches.at(fails)):
             fits, fails = fails, 2 * fails
             if fails > _LARGEST_BATCH:

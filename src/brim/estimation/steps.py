@@ -38,11 +38,15 @@ class Job:
     def build(self) -> Step:
         if self.source.library == "python":
             return self._of_factory()
-        model = self._diffusers() if self.source.library == "diffusers" else self._transformers()
+        model = self.module()
         if self.workload.method == "lora":
             model = _with_lora(model, self.source)
         model = model.cuda()
         return self._step(model)
+
+    def module(self) -> nn.Module:
+        """The model as its configuration says, on the host and in the workload's weight type."""
+        return self._diffusers() if self.source.library == "diffusers" else self._transformers()
 
     # -- models --------------------------------------------------------------------------------------------------
 
@@ -54,6 +58,7 @@ class Job:
         self._set_precision(str(getattr(config, "dtype", None) or "float32"))
         with no_init_weights():
             model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
+        model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
         tokens = making.takes_tokens(model)
         if self.workload.seq and not tokens:
             self.ignored.append(f"seq is ignored: {self.source.name} does not take tokens.")
