@@ -18,9 +18,10 @@ from brim.estimation import growth
 from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
 from brim.estimation.models import Source, find_model, short
+from brim.estimation.repetition import TRACED_TOKENS, stretched
 from brim.estimation.simulation import Place, place_of, simulate
 from brim.estimation.steps import Job
-from brim.estimation.workload import Workload
+from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 from brim.memory.allocator_config import AllocatorConfig
 from brim.predict import cost
 from brim.predict.tracer import trace
@@ -175,7 +176,26 @@ class Study:
 
 
 def traced(job: Job, capability: tuple[int, int]) -> Trace:
-    """The trace of a job. Whatever goes wrong in building or running the model is one clear error."""
+    """The trace of a job; of a long generation, a few tokens are traced and repeated where that is exact."""
+    asked = job.workload
+    new = asked.new_tokens or DEFAULT_NEW_TOKENS
+    if asked.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
+        return _traced(job, capability)
+    brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS))
+    brief.room = new
+    few = _traced(brief, capability)
+    job.ignored, job.workload = brief.ignored, brief.workload
+    if brief.workload.new_tokens is None:  # it does not generate text
+        return few
+    job.workload = replace(brief.workload, new_tokens=new)
+    prompt = brief.workload.seq or 1
+    longer = Job(job.source, replace(brief.workload, seq=prompt + new - TRACED_TOKENS))
+    found = stretched(few, new, _traced(longer, capability))
+    return found if found is not None else _traced(Job(job.source, job.workload), capability)
+
+
+def _traced(job: Job, capability: tuple[int, int]) -> Trace:
+    """Whatever goes wrong in building or running the model is one clear error."""
     try:
         with quiet():
             return trace(

@@ -32,6 +32,7 @@ class Job:
 
     def __init__(self, source: Source, workload: Workload) -> None:
         self.source, self.workload = source, workload
+        self.room = 0  # of the model's positions, for tokens to come: as many as are asked for, if that is more
         self.ignored: list[str] = []  # settings that mean nothing to this model
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
 
@@ -66,7 +67,7 @@ class Job:
         if self.workload.new_tokens and not generates:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
-        room = 0 if config.is_encoder_decoder else new  # of the table of positions that the prompt is in
+        room = 0 if config.is_encoder_decoder else max(new, self.room)
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
