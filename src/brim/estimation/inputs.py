@@ -28,7 +28,7 @@ def default_tokens(model: nn.Module) -> int:
     names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
     sizes = [getattr(config, name, None) for name in names]
     limits = [size for size in sizes if isinstance(size, int) and size > 0]
-    return min(DEFAULT_TOKENS, *limits, *(limit for _, limit in position_tables(model)))
+    return min([DEFAULT_TOKENS, *limits, *(limit for _, limit in position_tables(model))])
 
 
 def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
@@ -53,7 +53,7 @@ def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
         )
     inputs = makers[kind]()
     if contrastive:
-        inputs["input_ids"] = _tokens(batch, workload.seq or 1)
+        inputs = makers["input_ids"]() | makers["pixel_values"]()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
 
