@@ -181,8 +181,7 @@ def traced(job: Job, capability: tuple[int, int]) -> Trace:
     new = asked.new_tokens or DEFAULT_NEW_TOKENS
     if asked.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
         return _traced(job, capability)
-    brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS))
-    brief.room = new
+    brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS), asked=asked)
     few = _traced(brief, capability)
     job.ignored, job.workload = brief.ignored, brief.workload
     if brief.workload.new_tokens is None:  # it does not generate text

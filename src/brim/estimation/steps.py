@@ -30,9 +30,9 @@ _KEPT = (
 class Job:
     """A model and what is asked of it. ``build`` is for ``trace``; after it ``workload`` has every setting."""
 
-    def __init__(self, source: Source, workload: Workload) -> None:
+    def __init__(self, source: Source, workload: Workload, *, asked: Workload | None = None) -> None:
         self.source, self.workload = source, workload
-        self.room = 0  # of the model's positions, for tokens to come: as many as are asked for, if that is more
+        self._asked = asked or workload  # of which this job traces a part
         self.ignored: list[str] = []  # settings that mean nothing to this model
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
 
@@ -64,10 +64,12 @@ class Job:
         if self.workload.seq and not tokens:
             self.ignored.append(f"seq is ignored: {self.source.name} does not take tokens.")
         generates = self.workload.task == "generate" and model.can_generate()  # type: ignore[operator]
-        if self.workload.new_tokens and not generates:
+        if self._asked.new_tokens and not generates:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
-        room = 0 if config.is_encoder_decoder else max(new, self.room)
+        room = 0  # of the model's positions, for tokens to come
+        if generates and not config.is_encoder_decoder:
+            room = self._asked.new_tokens or DEFAULT_NEW_TOKENS
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:

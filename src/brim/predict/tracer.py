@@ -102,6 +102,9 @@ def _quiet() -> Iterator[None]:
 
 def _mark_cache(mode: RecordingMode, cache: Any) -> None:
     """Keys and values that a Hugging Face cache holds, layer by layer."""
+    for part in ("self_attention_cache", "cross_attention_cache"):  # of an encoder-decoder
+        if (inner := getattr(cache, part, None)) is not None:
+            _mark_cache(mode, inner)
     for layer in getattr(cache, "layers", ()):
         for name in ("keys", "values"):
             mode.mark(getattr(layer, name, None), Category.KV_CACHE)
