@@ -15,7 +15,7 @@ CONFIGS = {
     "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 500, "max_position_embeddings": 64},
     "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "d_ff": 128, "d_kv": 16,
-           "num_layers": 2, "num_heads": 4, "vocab_size": 500},
+           "num_layers": 2, "num_heads": 4, "vocab_size": 500, "decoder_start_token_id": 0, "pad_token_id": 0},
     "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64,
             "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
             "patch_size": 8},

@@ -3,8 +3,12 @@
 import pytest
 
 import brim
+from brim.core import Category
 from brim.errors import ModelError, UnsupportedError, UsageError
-from brim.estimation.workload import OPTIMIZERS
+from brim.estimation.estimate import Study
+from brim.estimation.models import find_model
+from brim.estimation.simulation import place_of
+from brim.estimation.workload import OPTIMIZERS, Workload
 
 CATEGORIES = {
     "parameters", "gradients", "optimizer_state", "activations", "temporary", "kv_cache", "inputs", "workspaces",
@@ -44,12 +48,20 @@ def test_every_kind_of_model_trains(folder, name):
     assert 0 < found.at_peak_bytes["optimizer_state"] <= 2 * found.at_peak_bytes["parameters"]
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "whisper"])
-def test_text_is_generated_with_a_cache(folder, name):
-    found = brim.estimate(folder(name), task="generate", new_tokens=3, **({} if name == "whisper" else {"seq": 24}))
+def test_text_is_generated_with_a_cache(folder):
+    found = brim.estimate(folder("llama"), task="generate", seq=24, new_tokens=3)
     assert adds_up(found)
     assert found.at_peak_bytes["kv_cache"] > 0
     assert found.at_peak_bytes["gradients"] == found.at_peak_bytes["optimizer_state"] == 0
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_an_encoder_decoder_has_its_two_caches(folder, name):
+    study = Study(find_model(folder(name)), Workload(task="generate", new_tokens=3), place_of(None), None, "")
+    assert adds_up(study.estimate())
+    caches = [storage for storage in study.trace.storages if storage.category is Category.KV_CACHE]
+    assert any("encoder_attn" in s.module or "EncDecAttention" in s.module for s in caches)
+    assert any("self_attn" in s.module or "SelfAttention" in s.module for s in caches)
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "unet"])
