@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from brim.core import Decision, Hardware, Plan, Promise
@@ -11,17 +11,25 @@ from brim.errors import BudgetError
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
 from brim.units import format_bytes
 
-_RING_SLOTS = 2  # one in use, one under way: more would only take residents away while the link is the limit
+_CHOICES = (RESIDENT, FROM_RAM, FROM_DISK)
+# One slot in use and one under way is the least. More even out blocks of unequal size; each takes residents away.
+_RING_SLOTS = (2, 3, 4)
+
+_STAGING_SLOTS = 2  # in RAM, between disk and VRAM: one being read into, one being copied from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
-    """A block as the planner sees it. ``uses`` per step; 0: its rows are looked up where it rests."""
+    """A block as the planner sees it. ``uses`` per step; 0: its rows are looked up where it rests.
+
+    ``overhead_s`` is what streaming it costs beside the bytes: hooks and requests.
+    """
 
     name: str
     bytes: int  # of its buffer in the compute tier
     uses: int = 1
     compute_s: float = 0.0
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +38,8 @@ class Job:
 
     ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
     peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
-    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place.
+    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
+    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time.
     """
 
     model: str
@@ -41,42 +50,63 @@ class Job:
     fixed_compute_s: float = 0.0
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     bounce_bytes: int = 0
+    passage_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placement:
+    """One way to place the blocks: block -> choice, and the ring that the streamed ones need."""
+
+    choices: Mapping[str, str]
+    slot_bytes: int
+    slots: int
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.slot_bytes * self.slots
 
 
 def plan_streaming(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int]) -> Plan:
-    """The placement with the fewest streamed bytes that fits ``budget_bytes`` (per tier).
+    """The fastest placement that fits ``budget_bytes`` (per tier), over slot sizes and ring depths.
 
     Raises BudgetError with the smallest budget that would do when nothing fits.
     """
     compute = hardware.compute
     room = budget_bytes[compute] - _overhead(job, compute) - job.fixed_bytes - job.step_bytes
-    placed = _best_residents(job.blocks, room)
-    if placed is None:
-        raise _too_small(job, compute, budget_bytes)
-    residents, slot_bytes = placed
-    homes = _homes(job, residents, hardware, budget_bytes)
-    choices = {b.name: RESIDENT if b.name in residents else homes[b.name] for b in job.blocks}
-    settings = {RING_SLOTS: _RING_SLOTS if slot_bytes else 0}
-    if compute != RAM and FROM_DISK in choices.values():
-        settings[STAGING_SLOTS] = 2
-    decisions = [Decision(technique=NAME, block=b.name, choice=choices[b.name], bytes=b.bytes) for b in job.blocks]
-    peak = _peak_bytes(job, compute, choices, slot_bytes)
-    promise = replace(_seconds(job, hardware, choices), peak_bytes=peak)
+    found: list[tuple[Promise, _Placement]] = []
+    refusals: list[BudgetError] = []
+    for residents, slot_bytes, slots in _resident_sets(job.blocks, room):
+        try:
+            placement = _place(job, residents, slot_bytes, slots, hardware, budget_bytes)
+        except BudgetError as error:  # too little RAM for this one
+            refusals.append(error)
+            continue
+        found.append((_seconds(job, hardware, placement), placement))
+    if not found:
+        least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
+        raise least or _too_small(job, compute, budget_bytes)
+    promise, placement = min(found, key=lambda pair: (pair[0].step_s, pair[1].ring_bytes))
+    settings = {RING_SLOTS: placement.slots}
+    if compute != RAM and FROM_DISK in placement.choices.values():
+        settings[STAGING_SLOTS] = _STAGING_SLOTS
     return Plan(
         model=job.model,
         hardware=hardware.name,
         task=job.task,
         budget_bytes=dict(budget_bytes),
-        decisions=tuple(decisions),
-        promise=promise,
+        decisions=tuple(
+            Decision(technique=NAME, block=b.name, choice=placement.choices[b.name], bytes=b.bytes)
+            for b in job.blocks
+        ),
+        promise=replace(promise, peak_bytes=_peak_bytes(job, compute, placement)),
         settings=settings,
     )
 
 
 def smallest_budget(job: Job, compute: str) -> int:
     """The least bytes of the compute tier under which any placement exists."""
-    slots = [_RING_SLOTS * size + _mandatory(job.blocks, size) for size in _slot_sizes(job.blocks)]
-    return _overhead(job, compute) + job.fixed_bytes + job.step_bytes + min(slots)
+    held = [min(_RING_SLOTS) * size + _mandatory(job.blocks, size) for size in _slot_sizes(job.blocks)]
+    return _overhead(job, compute) + job.fixed_bytes + job.step_bytes + min(held)
 
 
 def _overhead(job: Job, tier: str) -> int:
@@ -94,42 +124,48 @@ def _mandatory(blocks: Sequence[BlockCost], slot_bytes: int) -> int:
     return sum(b.bytes for b in blocks if b.uses and b.bytes > slot_bytes)
 
 
-def _best_residents(blocks: Sequence[BlockCost], room: int) -> tuple[set[str], int] | None:
-    """The residents that leave the fewest bytes to stream, and the slot size; None when nothing fits."""
-    best: tuple[int, set[str], int] | None = None
+def _resident_sets(blocks: Sequence[BlockCost], room: int) -> Iterator[tuple[set[str], int, int]]:
+    """Residents, slot size and number of slots that fit into ``room``: one for each size and number worth trying."""
+    used = [b for b in blocks if b.uses]
     for size in _slot_sizes(blocks):
-        left = room - _RING_SLOTS * size - _mandatory(blocks, size)
-        if left < 0:
-            continue
-        residents = {b.name for b in blocks if b.uses and b.bytes > size}
-        residents |= _spread([b for b in blocks if b.uses and b.bytes <= size], left)
-        held = sum(b.bytes for b in blocks if b.name in residents)
-        residents |= {b.name for b in blocks if not b.uses and held + b.bytes + _RING_SLOTS * size <= room}
-        streamed = sum(b.bytes * b.uses for b in blocks if b.name not in residents)
-        if best is None or streamed < best[0]:
-            best = streamed, residents, size
-    return None if best is None else (best[1], best[2] if best[0] else 0)
+        for slots in _RING_SLOTS if size else (0,):
+            left = room - slots * size - _mandatory(blocks, size)
+            if left < 0:
+                continue
+            residents = {b.name for b in used if b.bytes > size}
+            residents |= _spread([b for b in used if b.bytes <= size], left)
+            left = room - slots * size - sum(b.bytes for b in used if b.name in residents)
+            residents |= _spread([b for b in blocks if not b.uses], left)
+            yield residents, size, slots
 
 
 def _spread(blocks: Sequence[BlockCost], room: int) -> set[str]:
-    """As many of ``blocks`` as ``room`` holds, evenly spread, so that every stretch of compute hides a load."""
-    fits = 0
-    used = 0
-    for block in sorted(blocks, key=lambda b: b.bytes):
-        if used + block.bytes > room:
-            break
-        used, fits = used + block.bytes, fits + 1
-    if fits == 0:
-        return set()
-    # Evenly spaced positions; where blocks differ in size these may not all fit, so the total is watched.
-    positions = sorted({int((i + 0.5) * len(blocks) / fits) for i in range(fits)})
-    order = positions + [i for i in range(len(blocks)) if i not in set(positions)]
+    """About ``room`` bytes of ``blocks``, evenly spread, so that every stretch of compute hides a load."""
+    total = sum(block.bytes for block in blocks)
+    if total <= room:
+        return {block.name for block in blocks}
     chosen: set[str] = set()
-    for index in order:
-        if blocks[index].bytes <= room:
-            room -= blocks[index].bytes
-            chosen.add(blocks[index].name)
+    credit, left = 0.0, room
+    for block in blocks:
+        credit += block.bytes * room / total
+        if credit >= block.bytes / 2 and block.bytes <= left:
+            chosen.add(block.name)
+            credit -= block.bytes
+            left -= block.bytes
+    for block in sorted(blocks, key=lambda b: -b.bytes):
+        if block.name not in chosen and block.bytes <= left:
+            chosen.add(block.name)
+            left -= block.bytes
     return chosen
+
+
+def _place(
+    job: Job, residents: set[str], slot_bytes: int, slots: int, hardware: Hardware, budget_bytes: Mapping[str, int]
+) -> _Placement:
+    homes = _homes(job, residents, hardware, budget_bytes)
+    choices = {b.name: RESIDENT if b.name in residents else homes[b.name] for b in job.blocks}
+    streams = any(b.uses and b.name not in residents for b in job.blocks)
+    return _Placement(choices=choices, slot_bytes=slot_bytes if streams else 0, slots=slots if streams else 0)
 
 
 def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapping[str, int]) -> dict[str, str]:
@@ -138,30 +174,35 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
     if hardware.compute == RAM:
         return {b.name: FROM_DISK for b in streamed}
     room = budget_bytes[RAM] - _overhead(job, RAM)
-    if sum(b.bytes for b in streamed) > room:
-        room -= 2 * max(b.bytes for b in streamed)  # the staging slots
-    in_ram = _spread(streamed, max(room, 0))
-    on_disk = [b for b in streamed if b.name not in in_ram]
-    if on_disk and room < 0:
+    used = [b for b in streamed if b.uses]
+    whole, staging = sum(b.bytes for b in used), _STAGING_SLOTS * max((b.bytes for b in used), default=0)
+    if max(whole, job.passage_bytes) <= room:
+        in_ram = {b.name for b in used} | _spread([b for b in streamed if not b.uses], room - whole)
+    elif staging + job.passage_bytes <= room:
+        in_ram = _spread(used, room - staging)
+    else:
+        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + _overhead(job, RAM)
         raise BudgetError(
             f"{job.model} was to run with {format_bytes(budget_bytes[RAM])} of RAM.",
-            f"Two blocks on their way from disk alone need {format_bytes(-room)} more.",
-            smallest_bytes={RAM: budget_bytes[RAM] - room},
+            f"It needs {format_bytes(smallest)} at least for blocks on their way to {hardware.compute.upper()}.",
+            f"Give --ram {-(-smallest // (1 << 20))}MiB or more.",
+            smallest_bytes={RAM: smallest},
         )
     return {b.name: FROM_RAM if b.name in in_ram else FROM_DISK for b in streamed}
 
 
-def _peak_bytes(job: Job, compute: str, choices: Mapping[str, str], slot_bytes: int) -> dict[str, int]:
-    held = sum(b.bytes for b in job.blocks if choices[b.name] == RESIDENT)
-    peak = {compute: _overhead(job, compute) + job.fixed_bytes + job.step_bytes + held + _RING_SLOTS * slot_bytes}
+def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]:
+    by_choice = {choice: [b.bytes for b in job.blocks if placement.choices[b.name] == choice] for choice in _CHOICES}
+    held = sum(by_choice[RESIDENT]) + placement.ring_bytes
+    peak = {compute: _overhead(job, compute) + job.fixed_bytes + job.step_bytes + held}
     if compute != RAM:
-        on_disk = [b.bytes for b in job.blocks if choices[b.name] == FROM_DISK]
-        in_ram = sum(b.bytes for b in job.blocks if choices[b.name] == FROM_RAM)
-        peak[RAM] = _overhead(job, RAM) + in_ram + 2 * max(on_disk, default=0)
+        on_disk = [b.bytes for b in job.blocks if placement.choices[b.name] == FROM_DISK and b.uses]
+        staging = _STAGING_SLOTS * max(on_disk, default=0)
+        peak[RAM] = _overhead(job, RAM) + staging + max(sum(by_choice[FROM_RAM]), job.passage_bytes)
     return peak
 
 
-def _seconds(job: Job, hardware: Hardware, choices: Mapping[str, str]) -> Promise:
+def _seconds(job: Job, hardware: Hardware, placement: _Placement) -> Promise:
     """Steady-state seconds per step, the least that the hardware allows, and what sets it."""
     compute_s = job.fixed_compute_s + sum(b.compute_s for b in job.blocks)
     lanes: dict[str, float] = {"compute": compute_s}
@@ -170,16 +211,15 @@ def _seconds(job: Job, hardware: Hardware, choices: Mapping[str, str]) -> Promis
         loads[block.name] = 0.0
         if not block.uses:
             continue
-        for source, target in _ways(choices[block.name], hardware.compute):
+        for source, target in _ways(placement.choices[block.name], hardware.compute):
             took_s = block.bytes / hardware.link(source, target).bytes_per_s
             lane = f"{source} -> {target}"
             lanes[lane] = lanes.get(lane, 0.0) + took_s * block.uses
             loads[block.name] = max(loads[block.name], took_s)
     limited_by = max(lanes, key=lambda lane: lanes[lane])
-    step_s = job.fixed_compute_s + _pipeline_s(job.blocks, loads)
-    return Promise(
-        peak_bytes={}, step_s=max(step_s, lanes[limited_by]), bound_s=lanes[limited_by], limited_by=limited_by
-    )
+    step_s = job.fixed_compute_s + _pipeline_s(job.blocks, loads, placement.slots)
+    bound_s = lanes[limited_by]
+    return Promise(peak_bytes={}, step_s=max(step_s, bound_s), bound_s=bound_s, limited_by=limited_by)
 
 
 def _ways(choice: str, compute: str) -> list[tuple[str, str]]:
@@ -189,10 +229,10 @@ def _ways(choice: str, compute: str) -> list[tuple[str, str]]:
     return [(DISK, RAM), *last] if choice == FROM_DISK else last
 
 
-def _pipeline_s(blocks: Sequence[BlockCost], loads: Mapping[str, float]) -> float:
-    """Seconds of one step in the steady state: two cyclic steps of loads into a ring of slots, beside compute."""
+def _pipeline_s(blocks: Sequence[BlockCost], loads: Mapping[str, float], slots: int) -> float:
+    """Seconds of one step in the steady state: cyclic loads into a ring of slots, beside compute."""
     link_free = now = first_end = 0.0
-    freed = [0.0] * _RING_SLOTS  # when each slot was last let go, oldest first
+    freed = [0.0] * slots  # when each slot was last let go, oldest first
     for step in range(3):
         for block in blocks:
             load_s = loads[block.name]
@@ -201,6 +241,7 @@ def _pipeline_s(blocks: Sequence[BlockCost], loads: Mapping[str, float]) -> floa
                 now = max(now, link_free)
             now += block.compute_s
             if load_s:
+                now += block.overhead_s
                 freed.append(now)
         if step == 1:
             first_end = now

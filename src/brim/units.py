@@ -24,7 +24,7 @@ _FACTORS = {
     "tib": TIB,
     "tb": 10**12,
 }
-_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+_PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -36,7 +36,7 @@ def parse_bytes(text: str | int) -> int:
         if text < 0:
             raise UsageError(f"{text} was given as a number of bytes.", "It is negative.")
         return text
-    match = _PATTERN.fullmatch(text)
+    match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UsageError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +17,16 @@ import click
 from brim import __version__
 from brim.errors import BrimError
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM, as shells have it
 
 # name -> (module:function, first line of its docstring). A command is imported when it is called or asked for help,
 # never for `brim --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
     "estimate": ("brim.cli.estimate:estimate", "Predict what a step of training or generation takes, without a GPU."),
-    "explain": ("brim.cli.explain:explain", "Explain what memory did, and what it would have done under other settings."),
+    "explain": (
+        "brim.cli.explain:explain",
+        "Explain what memory did, and what it would have done under other settings.",
+    ),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
 }
@@ -62,12 +67,13 @@ def brim() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code: 0, a BrimError's own, 2 for wrong usage, 130 after Ctrl-C.
+    """Run one command and give its exit code: 0, a BrimError's own, 2 for wrong usage, 130 after Ctrl-C, 143 after
+    SIGTERM. (Where nobody reads the output any more, click ends the program with 1.)
 
     Expected failures are told on stderr without a traceback; any other exception is a bug and keeps its own.
     """
     try:
-        with _warnings_in_one_line():
+        with _warnings_in_one_line(), _termination_as_exception():
             outcome: Any = brim.main(args=arguments, prog_name="brim", standalone_mode=False)
     except BrimError as error:
         click.echo(f"Error: {error}", err=True)
@@ -78,7 +84,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         return INTERRUPTED
+    except _Terminated:
+        click.echo("Terminated.", err=True)
+        return TERMINATED
     return outcome if isinstance(outcome, int) else 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM: by default a process ends where it stands and leaves its temporary files."""
+
+
+@contextmanager
+def _termination_as_exception() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread hears signals
+        return
+
+    def raise_it(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -36,10 +36,14 @@ _MOST_MODULES = 12
 )
 @click.option("--method", help="full or lora (PEFT's defaults). [default: full]")
 @click.option("--checkpointing", help="none, selective or full. [default: none]")
-@click.option("--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.')
+@click.option(
+    "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
+)
 @click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".')
 @click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]")
-@click.option("--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced.")
+@click.option(
+    "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
+)
 @json_option
 def estimate(
     model: str,
@@ -124,7 +128,9 @@ def _print(found: Estimate, growth: Growth) -> None:
 def _peaks(found: Estimate) -> Table:
     table = _table("peak", "bytes", "", title="")
     peak = found.peak_bytes
-    table.add_row("allocated", format_bytes(peak.allocated), "tensors, as torch.cuda.max_memory_allocated counts them")
+    table.add_row(
+        "allocated", format_bytes(peak.allocated), "tensors, as torch.cuda.max_memory_allocated counts them"
+    )
     table.add_row("reserved", format_bytes(peak.reserved), "what the allocator holds for them")
     table.add_row("process", format_bytes(peak.process), "and the CUDA context, as nvidia-smi counts")
     for margin in found.margins:

@@ -126,7 +126,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> PeakBytes:
-        """The peaks: ``.allocated``, ``.reserved``, ``.process`` of the compute tier, or called with a tier's name."""
+        """``.allocated``, ``.reserved`` and ``.process`` of the compute tier; called with a tier's name, that tier's."""
         return PeakBytes(self)
 
     @property

@@ -19,7 +19,9 @@ _DTYPES = {"bf16": "bfloat16"}
 def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
     """What a person would work out on paper, by name. Raises UsageError where there is nothing to work out."""
     if source.library == "python":
-        raise UsageError(f"The closed forms of {source.name} were asked for.", "It is a program, not a configuration.")
+        raise UsageError(
+            f"The closed forms of {source.name} were asked for.", "It is a program, not a configuration."
+        )
     if workload.method == "lora":
         raise UsageError("The closed forms of LoRA were asked for.", "They are of full training.")
     job = Job(source, workload)

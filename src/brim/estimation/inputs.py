@@ -140,7 +140,7 @@ def position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
         if not isinstance(module, nn.Embedding) or "relative" in leaf or "vision" in name:
             continue
         if leaf == "wpe" or leaf in ("position_embeddings", "embed_positions", "position_embedding"):
-            if "encoder.embed_positions" == name.removeprefix("model.") and model.main_input_name == "input_features":
+            if model.main_input_name == "input_features" and name.endswith("encoder.embed_positions"):
                 continue  # the audio's positions
             padding = 0 if module.padding_idx is None else module.padding_idx + 1
             yield name, module.num_embeddings - int(getattr(module, "offset", padding))

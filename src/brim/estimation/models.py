@@ -113,7 +113,9 @@ def transformers_config(source: Source) -> Any:
             "Correct it.",
         ) from error
     if layers > _MOST_LAYERS:
-        raise ModelError(f"{source.name} was to be built.", f"Its configuration has {layers:,} layers.", "Correct it.")
+        raise ModelError(
+            f"{source.name} was to be built.", f"Its configuration has {layers:,} layers.", "Correct it."
+        )
     return config
 
 

@@ -61,7 +61,9 @@ class AdamW8bit(Optimizer):
                     continue
                 if not self.state[parameter]:
                     self._allocate(parameter)
-                parameter.add_(parameter.grad, alpha=-group["lr"])  # stands for the fused kernel: nothing is allocated
+                parameter.add_(
+                    parameter.grad, alpha=-group["lr"]
+                )  # stands for the fused kernel: nothing is allocated
 
     def _allocate(self, parameter: nn.Parameter) -> None:
         state, quantized = self.state[parameter], parameter.numel() >= _SMALLEST_QUANTIZED

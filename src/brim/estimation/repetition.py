@@ -6,6 +6,7 @@ structure and sizes that grow evenly, those between are copies. Anything else is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,7 @@ def periods_of(trace: Trace, tokens: int) -> Periods | None:
     if not candidates:
         return None
     starts = [op.at for op in lookups if op.module == candidates[0]][-tokens:]  # one more: an encoder's own
-    lengths = {after - before for before, after in zip(starts[2:], starts[3:], strict=False)}
+    lengths = {after - before for before, after in itertools.pairwise(starts[2:])}
     return Periods(starts=tuple(starts), length=lengths.pop()) if len(lengths) == 1 else None
 
 

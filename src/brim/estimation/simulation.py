@@ -1,4 +1,4 @@
-"""Memory that a trace will take: its allocations and frees, in order, through the simulated CUDA caching allocator."""
+"""Memory that a trace will take: its allocations and frees, in order, through the caching allocator."""
 
 from __future__ import annotations
 

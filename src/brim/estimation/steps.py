@@ -251,7 +251,9 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
         return
     inner: Any = getattr(model, "base_model", model)
-    if not getattr(inner, "supports_gradient_checkpointing", getattr(model, "supports_gradient_checkpointing", False)):
+    if not getattr(
+        inner, "supports_gradient_checkpointing", getattr(model, "supports_gradient_checkpointing", False)
+    ):
         raise UnsupportedError(
             f"checkpointing={checkpointing} was asked for {source.name}.", "Its class does not support it."
         )

@@ -20,6 +20,7 @@ MAX_MARKS = 64  # nesting
 MAX_STACK = 200_000  # values that wait for their container; CPython writes batches of 1,000
 BYTES_PER_OBJECT = 24  # a file may keep one object for so many bytes, ...
 SPARE_OBJECTS = 20_000  # ... and these
+BATCH = 1_000  # CPython writes longer lists in parts of so many items
 _GETS = re.compile(rb"(?:j.{4}){1,64}|(?:h.)+", re.DOTALL)  # references into the memo
 _REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.)+)e", re.DOTALL)  # a remembered list of them
 _NAMES = {"c": "GLOBAL", "\x93": "STACK_GLOBAL", "R": "REDUCE", "b": "BUILD", "\x81": "NEWOBJ", "i": "INST"}
@@ -63,6 +64,7 @@ class _Reader:
         self.marks: list[tuple[int, int]] = []  # stack length and `kept` when each was set
         self.memo: list[Any] = []
         self.texts: dict[bytes, str] = {}
+        self.lists: dict[bytes, list[Any]] = {}
 
     def run(self) -> Any:
         """The common instructions are read here, in one loop; the others by the table of steps."""
@@ -112,18 +114,29 @@ class _Reader:
         return self.stack[0]
 
     def references(self, start: int, end: int) -> list[Any]:
-        """The list whose items are the references between two bytes: most of a snapshot is such lists."""
+        """The list whose items are the references between two bytes: most of a snapshot is such lists.
+
+        Lists of the same references are one list. (Longer ones are written in batches: what follows may differ.)
+        """
+        raw = self.data[start:end]
+        found = self.lists.get(raw)
+        if found is None or len(found) >= BATCH:
+            found = self.lists[raw] = self.resolved(raw)
+            self.kept += 2 + (len(found) >> 3)  # a slot is an eighth of a small object
+        return found
+
+    def resolved(self, raw: bytes) -> list[Any]:
         found: list[Any] = []
-        while start < end:
-            match = _GETS.match(self.data, start)
+        start = 0
+        while start < len(raw):
+            match = _GETS.match(raw, start)
             assert match is not None, "the outer pattern consists of the inner one"
             stop = match.end()
-            if self.data[start] == 106:
-                found += map(self.memo.__getitem__, _get_run((stop - start) // 5).unpack_from(self.data, start))
+            if raw[start] == 106:
+                found += map(self.memo.__getitem__, _get_run((stop - start) // 5).unpack_from(raw, start))
             else:
-                found += map(self.memo.__getitem__, self.data[start + 1 : stop : 2])
+                found += map(self.memo.__getitem__, raw[start + 1 : stop : 2])
             start = stop
-        self.kept += 1 + (len(found) >> 3)  # a slot is an eighth of a small object
         return found
 
     def refuse(self, why: str) -> NoReturn:
@@ -217,7 +230,10 @@ class _Reader:
 
     def append(self) -> None:
         value = self.stack.pop()
-        self.stack[-1].append(value)
+        holder = self.stack[-1]
+        if type(holder) is not list:
+            self.refuse(f"at byte {self.at} it appends to something else than a list")
+        holder.append(value)
         self.at += 1
 
     def appends(self) -> None:

@@ -44,13 +44,17 @@ def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | N
     if not place.is_dir():
         raise UsageError(f"The disk under {place} was to be measured.", "There is no such directory.")
     facts = _fingerprint(compute, place)
-    path = cache_folder() / f"hardware-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+    path = _remembered_at(facts)
     remembered = None if refresh else _remembered(path)
     if remembered is not None:
         return _with_capacities(remembered, place)
     hardware = _measured(compute, place, facts)
     _remember(hardware, path)
     return hardware
+
+
+def _remembered_at(facts: dict[str, Any]) -> Path:
+    return cache_folder() / f"hardware-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 
 def _compute_tier(device: str) -> str:

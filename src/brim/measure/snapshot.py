@@ -164,15 +164,15 @@ class _Reader:
             return -1
         if type(frames) is not list:
             raise self.refuse(f"A stack is {_short(frames)}.")
-        if type(frames[0]) is int:
-            return frames[0]
+        if type(frames[0]) is _StackNumber:
+            return int(frames[0])
         known = self.frames
         try:
             numbers = array("I", [known[id(frame)] for frame in frames])
         except KeyError:
             numbers = array("I", [self.frame(frame) for frame in frames])
         made = self.stacks.setdefault(numbers.tobytes(), len(self.stacks))
-        frames[:] = [made]
+        frames[:] = [_StackNumber(made)]
         return made
 
     def frame(self, frame: Any) -> int:
@@ -288,9 +288,15 @@ class _Reader:
         return [tuple(self.frame_texts[number] for number in array("I", key)) for key in self.stacks]
 
 
+class _StackNumber(int):
+    """Takes the place of a stack's frames once they are known."""
+
+    __slots__ = ()
+
+
 def _short(value: Any) -> str:
-    return (
-        f"a {type(value).__name__} ({str(value)[:80]})"
-        if not isinstance(value, (dict, list))
-        else (f"a {type(value).__name__} with {[str(key)[:20] for key in list(value)[:8] if isinstance(key, str)]}")
-    )
+    """What a value is, without following it inside."""
+    if isinstance(value, dict):
+        return f"a dictionary with {[key[:20] for key in list(value)[:8] if isinstance(key, str)]}"
+    shown = f" ({str(value)[:80]})" if isinstance(value, (str, int, float)) else ""
+    return f"a {type(value).__name__}{shown}"

@@ -23,7 +23,7 @@ from brim.memory.blocks import (
     Stats,
 )
 from brim.memory.device_memory import DeviceMemory, SimulatedDevice
-from brim.memory.expandable import ExpandableSegments, OnSegment
+from brim.memory.expandable import ExpandableSegments, OnSegment, expandable_choice
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.stream_events import StreamEvents
 
@@ -225,7 +225,7 @@ class CachingAllocator:
         if index == len(keys):
             return None
         if pool.unmapped:
-            index = self._expandable_choice(pool, keys, index)
+            index = expandable_choice(pool, keys, index, wanted=self.config.expandable_segments)
             if index == len(keys):
                 return None
         found = keys[index] >> ADDRESS_BITS
@@ -233,24 +233,6 @@ class CachingAllocator:
         if (size < limit <= found) or (size >= limit and found >= size + self.config.max_non_split_rounding_bytes):
             return None
         return keys, index
-
-    def _expandable_choice(self, pool: BlockPool, keys: list[int], index: int) -> int:
-        """A block at the end of what is mapped counts as large as it can grow; the other kind is skipped."""
-        block = pool.blocks[keys[index] & ADDRESS_MASK]
-        if block.segment is None:
-            return index
-        if not self.config.expandable_segments:
-            index += 1
-            while index < len(keys) and pool.blocks[keys[index] & ADDRESS_MASK].segment is not None:
-                index += 1
-            return index
-        while block.segment is not None and index + 1 < len(keys):
-            after = pool.blocks[keys[index + 1] & ADDRESS_MASK]
-            if _expandable_size(after) >= _expandable_size(block):
-                break
-            block = after
-            index += 1
-        return index
 
     def _find_new(self, pool: BlockPool, size: int, stream: int, nbytes: int) -> Block:
         """A block from the device, releasing cached memory if it must. Raises OutOfMemory."""
@@ -397,8 +379,3 @@ class CachingAllocator:
             reserved_bytes=self.stats.reserved_bytes,
             private_free_bytes=sum(block.size for pool in pools for block in pool.blocks.values()),
         )
-
-
-def _expandable_size(block: Block) -> int:
-    after = block.next
-    return block.size + (after.size if after is not None and not after.mapped else 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -47,7 +46,7 @@ class DirectReader:
             lead = run.offset % PAGE_BYTES
             self._fill(run, run.offset - lead, run.bytes + lead, target, run.at - lead, stopped)
             return
-        bounce, done = self._bounce_for(run).tensor, 0
+        bounce, done = self.bounce_for(run).tensor, 0
         while done < run.bytes and not stopped():
             lead = (run.offset + done) % PAGE_BYTES
             take = min(run.bytes - done, bounce.numel() - lead)
@@ -55,7 +54,8 @@ class DirectReader:
             target[run.at + done : run.at + done + take].copy_(bounce[lead : lead + take])
             done += take
 
-    def _bounce_for(self, run: ReadRun) -> Buffer:
+    def bounce_for(self, run: ReadRun) -> Buffer:
+        """The buffer that an indirect ``run`` passes through, made or made larger where that is needed."""
         size = bounce_bytes([run])
         if self._bounce is None or self._bounce.bytes < size:
             if self._bounce is not None:
@@ -155,9 +155,3 @@ class OpenFiles:
             return _Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC), direct=False)
         except OSError as error:
             raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
-
-
-def map_file(fd: int, *, shared: bool) -> mmap.mmap:
-    """A file as memory. Nothing is read until it is touched; writes go to the file only when ``shared``."""
-    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-    return mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

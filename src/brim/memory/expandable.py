@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from brim.memory.allocator_config import AllocatorConfig
-from brim.memory.blocks import AddressRange, Block, BlockPool, Stats
+from brim.memory.blocks import ADDRESS_MASK, AddressRange, Block, BlockPool, Stats
 from brim.memory.device_memory import DeviceMemory
 from brim.units import MIB, TIB
 
@@ -138,3 +138,31 @@ def _has_room(block: Block | None, size: int) -> bool:
         room += block.size
         block = block.next
     return room >= size
+
+
+def expandable_choice(pool: BlockPool, keys: list[int], index: int, *, wanted: bool) -> int:
+    """The free block to take instead of ``keys[index]``.
+
+    A block at the end of what is mapped counts as large as it can grow; the other kind is
+    skipped. ``wanted``: whether expandable segments are in force.
+    """
+    block = pool.blocks[keys[index] & ADDRESS_MASK]
+    if block.segment is None:
+        return index
+    if not wanted:
+        index += 1
+        while index < len(keys) and pool.blocks[keys[index] & ADDRESS_MASK].segment is not None:
+            index += 1
+        return index
+    while block.segment is not None and index + 1 < len(keys):
+        after = pool.blocks[keys[index + 1] & ADDRESS_MASK]
+        if _size_it_can_have(after) >= _size_it_can_have(block):
+            break
+        block = after
+        index += 1
+    return index
+
+
+def _size_it_can_have(block: Block) -> int:
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+from brim.errors import FormatError
 from brim.memory.blocks import PoolId
 
 
@@ -49,6 +51,7 @@ class History(Protocol):
     ``actions`` are PyTorch's: ``alloc``, ``free_requested``, ``free_completed``, ``segment_alloc``,
     ``segment_free``, ``segment_map``, ``segment_unmap``, ``oom``; others are passed over. ``addresses`` holds the
     free bytes of the device for ``oom``. ``pools`` is empty when the events do not say which pool they are of.
+    ``stacks`` numbers the Python stacks, -1: not recorded.
     """
 
     @property
@@ -62,8 +65,25 @@ class History(Protocol):
     @property
     def streams(self) -> Sequence[int]: ...
     @property
+    def times_us(self) -> Sequence[int]: ...
+    @property
+    def stacks(self) -> Sequence[int]: ...
+    @property
     def pools(self) -> Sequence[PoolId]: ...
     @property
     def segments(self) -> Sequence[SegmentRecord]: ...
     @property
     def settings(self) -> Mapping[str, Any]: ...
+
+
+@contextmanager
+def contradictions(history: History) -> Iterator[None]:
+    """Events that no allocator can have written break its invariants: say so, as FormatError."""
+    try:
+        yield
+    except (AssertionError, KeyError, IndexError) as error:
+        raise FormatError(
+            f"The {len(history.actions)} events of device {history.device} were to be replayed.",
+            "They contradict each other: no caching allocator can have written them.",
+            "Dump the snapshot again.",
+        ) from error

@@ -127,8 +127,13 @@ def _adjacent(sources: Sequence[TensorSource]) -> list[list[TensorSource]]:
     for source in sorted(sources, key=lambda s: (s.extents[0].path, s.extents[0].offset)):
         extent = source.extents[0]
         last = groups[-1][-1].extents[0] if groups else None
-        if last and last.path == extent.path and extent.offset - last.offset - last.bytes <= _LARGEST_GAP_BYTES:
+        if last and last.path == extent.path and extent.offset - last.offset - last.bytes <= _bridged(groups[-1]):
             groups[-1].append(source)
         else:
             groups.append([source])
     return groups
+
+
+def _bridged(group: Sequence[TensorSource]) -> int:
+    """The largest gap to what follows: it takes memory too, so no more than there is of use, or than a page."""
+    return min(_LARGEST_GAP_BYTES, max(PAGE_BYTES, sum(source.bytes for source in group)))

@@ -43,7 +43,8 @@ class HostSource:
             # A first touch by 4 KiB pages takes longer than the disk takes to fill them, and so does pinning them.
             with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
                 mapped.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1))[:bytes]
+        with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
+            return torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1))[:bytes]
 
     def release(self, tensor: torch.Tensor) -> None:
         """Nothing to do: the mapping goes when its last view does."""
@@ -56,7 +57,8 @@ class TorchSource:
         self.device = device
 
     def make(self, bytes: int) -> torch.Tensor:
-        return torch.empty(bytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):
+            return torch.empty(bytes, dtype=torch.uint8, device=self.device)
 
     def release(self, tensor: torch.Tensor) -> None:
         """Nothing to do: the allocator takes it back when its last view goes."""

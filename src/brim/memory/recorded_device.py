@@ -26,7 +26,8 @@ class RecordedDevice:
         self.lenient = True
         self.matched = 0
         self.unexpected = 0
-        self._next_invented = 1 << 62
+        self.held: set[int] = set()  # where segments and address space begin that were given out
+        self._next_invented = 1 << 63  # no device has addresses so high
 
     def _invent(self, size: int) -> int:
         self.unexpected += 1
@@ -38,17 +39,23 @@ class RecordedDevice:
 
     def allocate(self, size: int) -> int | None:
         if self.expected and self.expected[0][0] == "segment_alloc" and self.expected[0][2] == size:
-            self.matched += 1
-            return self.expected.popleft()[1]
+            address = self.expected[0][1]
+            if address not in self.held:
+                self.held.add(address)
+                self.matched += 1
+                self.expected.popleft()
+                return address
         return self._invent(size) if self.lenient and not self._releases_first() else None
 
     def release(self, address: int, size: int) -> None:
+        self.held.discard(address)
         self._match(("segment_free", address, size))
 
     def reserve(self, size: int) -> int:
         """New address space begins where the record maps next; something else may have to be given back before."""
         for action, address, _ in self.expected:
-            if action == "segment_map":
+            if action == "segment_map" and address not in self.held:
+                self.held.add(address)
                 return address
         return self._invent(size + TIB)
 

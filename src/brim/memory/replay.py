@@ -7,13 +7,15 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import AllocatorConfig
-from brim.memory.blocks import DEFAULT_POOL, Block, PoolId
-from brim.memory.history import History
+from brim.memory.allocator_config import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorConfig
+from brim.memory.blocks import DEFAULT_POOL, Block, BlockPool, PoolId
+from brim.memory.history import History, contradictions
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.recorded_device import RELEASES, RecordedDevice, SegmentEvent
 from brim.memory.restore import pieces, restore
 from brim.memory.starting_state import State, final_state, starting_state
+
+MOST_EVENTS = 4_000_000  # how much is replayed again to find out sizes that no event tells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,27 +55,66 @@ class Replay:
 def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
     """Rebuild the start of ``history``, replay it, and compare every address, segment and peak.
 
-    ``config`` None: the settings in the history.
+    ``config`` None: the settings in the history. Raises FormatError for events that no allocator can have written.
     """
     config = AllocatorConfig.from_snapshot(history.settings) if config is None else config
-    config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
+    with contradictions(history):
+        start = settled_start(history, config)
+        run = Run(history, config, start)
+        run.all_events()
+        return run.result()
+
+
+def settled_start(history: History, config: AllocatorConfig) -> State:
+    """The starting state; sizes that no event tells are corrected until the record's choices follow from them."""
     start = starting_state(history, config)
-    run = _Run(history, config, start)
-    run.all_events()
-    return run.result(start)
+    for _ in range(max(MOST_EVENTS // max(len(history.actions), 1), 4) if start.guessed else 0):
+        run = Run(history, config, start, stop_at_wrong_guess=True)
+        run.all_events()
+        if run.wrong_guess is None:
+            break
+        start.enlarge(*run.wrong_guess)
+    return start
 
 
-class _Run:
-    """One pass over a history."""
+class _Replaying(CachingAllocator):
+    """Passes its cache over when the record shows that a request found nothing there.
 
-    def __init__(self, history: History, config: AllocatorConfig, start: State) -> None:
-        self.history = history
+    A request that fails waits for other streams in between; the record tells only that their blocks became free.
+    """
+
+    passes_over = False
+    keeps_cache = False  # during a capture, a request that fails gives nothing back
+
+    def empty_cache(self, pool: PoolId | None = None) -> None:
+        if not self.keeps_cache:
+            super().empty_cache(pool)
+
+    def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        return None if self.passes_over else super()._find_free(pool, size, stream)
+
+
+class Run:
+    """One pass over a history. Subclasses may take note of its events."""
+
+    def __init__(
+        self, history: History, config: AllocatorConfig, start: State, *, stop_at_wrong_guess: bool = False
+    ) -> None:
+        config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
+        self.history, self.start, self.config = history, start, config
         self.device = RecordedDevice()
-        self.allocator = CachingAllocator(config, device=self.device)
+        self.allocator = _Replaying(config, device=self.device)
         self.handles = restore(self.allocator, start)  # by recorded address
+        self.device.held.update(start.ranges, start.lowest.values())
         self.pools = _PoolOf(history)
+        self.released_pools: set[PoolId] = set()  # of the releases that are pending
         self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
         self.inconsistent = start.inconsistent
+        self.stops = stop_at_wrong_guess
+        self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
+
+    def note(self, index: int, block: Block | None) -> None:
+        """Event ``index`` is happening, to this block if it is about one."""
 
     def all_events(self) -> None:
         history = self.history
@@ -85,46 +126,67 @@ class _Run:
             elif action == "alloc":
                 self._alloc(index, address, size, stream, pending)
                 pending = []
+                if self.wrong_guess is not None:
+                    return
+                self.note(index, self.handles[address])
             elif action == "free_requested":
                 pending = self._give_back(pending)
+                self.note(index, self.handles.get(address))
                 self._request(address)
             elif action == "free_completed":
-                pending = self._give_back(pending)
+                pending = self._give_back(pending, midway=True)
+                self.note(index, self.handles.get(address))
                 self._complete(address)
             elif action.startswith("segment_"):
                 self.segments += 1
+                self.note(index, None)
                 pending.append((action, address, size))
+                if action in RELEASES:
+                    self.released_pools.add(self.pools.at(index, address))
             elif action == "oom":
-                self._oom(size, stream, pending)
+                self.note(index, None)
+                self._oom(index, size, stream, pending)
                 pending = []
         self._give_back(pending)
 
     def _alloc(self, index: int, address: int, size: int, stream: int, pending: list[SegmentEvent]) -> None:
         pool = self.pools.at(index, address)
-        if pending and pending[0][0] in RELEASES:
-            if self.allocator.config.garbage_collection_threshold:
-                self._collect(pending)
-            elif self._released_before(size, stream, pool, pending):
-                pending = self._give_back(pending)
+        released = any(event[0] in RELEASES for event in pending)
+        taken = any(event[0] not in RELEASES for event in pending)
+        if released and self.config.garbage_collection_threshold and taken:
+            self._collect(pending)
+        elif released and (self.config.max_split_bytes is None or not taken):
+            pending = self._give_back(pending)
+        self._free_pools()
+        self.released_pools.clear()
         self.device.expected.extend(pending)
-        block = self.allocator.malloc(size, stream, pool)
+        self.allocator.passes_over = released and taken
+        try:
+            block = self.allocator.malloc(size, stream, pool)
+        except OutOfMemory:  # the record gives back what the replay does not have: go on without it
+            self.device.expected.clear()
+            block = self.allocator.malloc(size, stream, pool)
+        self.allocator.passes_over = False
         self.device.expected.clear()
         self.allocations += 1
-        self.matched += block.address == address
+        if block.address == address:
+            self.matched += 1
+        elif self.stops:
+            self._question(index, block, size)
         self.handles[address] = block
 
-    def _released_before(self, size: int, stream: int, pool: PoolId, pending: list[SegmentEvent]) -> bool:
-        """Whether memory was given back before this request (``empty_cache``) and not because of it.
-
-        A request that a cached block serves gives nothing back. One that finds none may, when the device is full;
-        the outcome is the same either way, unless only a part of what is free was given back.
-        """
-        if self.allocator.would_hit(size, stream, pool):
-            return True
-        return pending[-1][0] in RELEASES
+    def _question(self, index: int, block: Block, nbytes: int) -> None:
+        """The record did not take this block: it was smaller, if the size of the block before it was guessed."""
+        before = self.start.live.get(self.start.guessed.get(block.address, -1))
+        if before is None or before.freed_at <= index:
+            return
+        rest = block.size + (block.next.size if block.next is not None and block.next.is_free else 0)
+        by = rest - self.config.round_size(nbytes) + MIN_BLOCK_BYTES
+        if before.size + by <= self.config.round_size(before.requested) + SMALL_BYTES:
+            self.wrong_guess = before.address, by
 
     def _collect(self, pending: list[SegmentEvent]) -> None:
-        """Give back the whole segments that the record gave back: its memory fraction, hence its threshold, is unknown.
+        """Give back the whole segments that the record gave back: its memory fraction is not known.
 
         Takes them out of ``pending``.
         """
@@ -155,34 +217,46 @@ class _Run:
         block.event_count = 0
         self.allocator.complete_free(block)
 
-    def _give_back(self, pending: list[SegmentEvent]) -> list[SegmentEvent]:
+    def _give_back(self, pending: list[SegmentEvent], *, midway: bool = False) -> list[SegmentEvent]:
         """Empty the cache if memory was given back; returns what is left to happen."""
         if not pending or pending[0][0] not in RELEASES:
             return pending
+        if midway and (self.config.max_split_bytes is not None or self.config.garbage_collection_threshold):
+            self._collect(pending)  # the rest of the cache is given back after the waiting
+            return pending
         self.device.expected.extend(event for event in pending if event[0] in RELEASES)
-        given_back = {self.pools.of_segment(address) for action, address, _ in pending if action in RELEASES}
-        private = given_back - {DEFAULT_POOL}
-        for pool in private & self.allocator.private_pools.keys():
-            self.allocator.private_pools[pool].use_count = 0
-        self.allocator.empty_cache(private.pop() if len(given_back) == 1 and private else None)
+        self._free_pools()
+        for pool in [None] if DEFAULT_POOL in self.released_pools else sorted(self.released_pools):
+            self.allocator.empty_cache(pool)
+        self.released_pools.clear()
         self.device.expected.clear()
         return [event for event in pending if event[0] not in RELEASES]
 
-    def _oom(self, size: int, stream: int, pending: list[SegmentEvent]) -> None:
+    def _free_pools(self) -> None:
+        """Private pools that gave memory back were in use by no graph any more."""
+        for pool in self.released_pools & self.allocator.private_pools.keys():
+            self.allocator.private_pools[pool].use_count = 0
+
+    def _oom(self, index: int, size: int, stream: int, pending: list[SegmentEvent]) -> None:
         """The failing request gave back what it could and may have mapped pages first."""
         self.ooms += 1
+        self._free_pools()
+        self.released_pools.clear()
         self.device.expected.extend(pending)
         self.device.lenient = False
+        self.allocator.passes_over = True
+        self.allocator.keeps_cache = not any(event[0] in RELEASES for event in pending)
         try:
-            block = self.allocator.malloc(size, stream, DEFAULT_POOL)
+            block = self.allocator.malloc(size, stream, self.pools.at(index, -1))
         except OutOfMemory:
             self.ooms_matched += not self.device.expected
         else:
             self.allocator.free(block)
+        self.allocator.passes_over = self.allocator.keeps_cache = False
         self.device.lenient = True
         self.device.expected.clear()
 
-    def result(self, start: State) -> Replay:
+    def result(self) -> Replay:
         expected = final_state(self.history)
         blocks, matched = _compare(expected, self.allocator, self.handles)
         stats = self.allocator.stats
@@ -196,7 +270,7 @@ class _Run:
             final_blocks_matched=matched,
             ooms=self.ooms,
             ooms_matched=self.ooms_matched,
-            peak_reserved_measured_bytes=measured_peak_bytes(self.history, start),
+            peak_reserved_measured_bytes=measured_peak_bytes(self.history, self.start),
             peak_reserved_replayed_bytes=stats.reserved_peak_bytes,
             peak_allocated_replayed_bytes=stats.allocated_peak_bytes,
             inconsistent_events=self.inconsistent,

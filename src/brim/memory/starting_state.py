@@ -47,6 +47,14 @@ class State:
     live: dict[int, Live] = field(default_factory=dict)
     lowest: dict[Group, int] = field(default_factory=dict)
     inconsistent: int = 0  # events that do not fit the state that follows them
+    guessed: dict[int, int] = field(default_factory=dict)  # end -> address of blocks that may be up to 1 MiB larger
+
+    def enlarge(self, address: int, by: int) -> None:
+        """Give the block at ``address`` more of the free memory behind it."""
+        live = self.live[address]
+        del self.guessed[live.address + live.size]
+        self.live[address] = made = replace(live, size=live.size + by)
+        self.guessed[made.address + made.size] = address
 
     @property
     def reserved_bytes(self) -> int:
@@ -134,8 +142,21 @@ class _Undo:
         for address, size in self._mapped.ranges(groups):
             group = groups.expandable(address)
             state.ranges[address] = Range(address=address, size=size, group=group, expandable=True)
+        self._drop_impossible()
         state.lowest = groups.lowest(state.ranges)
         return state
+
+    def _drop_impossible(self) -> None:
+        """Leave out what is empty or lies on another segment: the events were not all of one run."""
+        state = self._state
+        end = 0
+        for address in sorted(state.ranges):
+            found = state.ranges[address]
+            if found.size <= 0 or address < end:
+                del state.ranges[address]
+                state.inconsistent += 1
+            else:
+                end = address + found.size
 
 
 class _Mapped:
@@ -257,7 +278,7 @@ class _Groups:
             if action == "segment_map" and mapped.get(group):
                 mapped[group] += size
                 found[group] = min(found[group], address)
-            elif group in mapped and mapped[group]:
+            elif mapped.get(group):
                 mapped[group] -= size
         return found
 
@@ -279,6 +300,8 @@ def _settle(state: State, history: History, config: AllocatorConfig) -> None:
         if not live.size and not found.expandable and not found.group[1] and address + size < end:
             allocs = allocs or _alloc_addresses(history)
             size = _unsplit_size(live, size, end, allocs, config)
+            if address + size < end:
+                state.guessed[address + size] = address
         if size != live.size:
             state.live[address] = replace(live, size=size)
 

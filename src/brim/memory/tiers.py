@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import TransferError
-from brim.memory.checkpoint_files import Extent, TensorSource
-from brim.memory.direct_io import OpenFiles, map_file
-from brim.memory.layout import PACKED_ALIGNMENT_BYTES, BlockLayout, file_layout, packed_layout
-from brim.memory.pool import PAGE_BYTES, Buffer, HostSource, Pool, Source, TorchSource, round_up
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.direct_io import OpenFiles
+from brim.memory.layout import BlockLayout, file_layout, packed_layout
+from brim.memory.mapped import FileMap, MappedFile, written
+from brim.memory.pool import Buffer, HostSource, Pool, Source, TorchSource
 from brim.memory.recorder import Recorder
-from brim.memory.transfer import Engine, NullEngine, ThreadEngine, Waitable
-from brim.units import format_bytes
+from brim.memory.scratch import SCRATCH_PATH, PlannedScratch, Scratch
+from brim.memory.transfer import Engine, NullEngine, Settled, ThreadEngine, Waitable
+
+# Of a block that rests in RAM, compared to tell whether it was written to: some microseconds' worth.
+_SAMPLED_WORDS = 509  # a prime, so that it does not keep meeting the same columns
 
 _CPU = torch.device("cpu")
 
@@ -45,9 +43,10 @@ class Memory:
     ) -> None:
         self.compute, self.host, self.recorder, self.device, self.fake = compute, host, recorder, device, fake
         self.files = OpenFiles()
-        self.engine: Engine = NullEngine(recorder) if fake else ThreadEngine(recorder, self.files, self._bounce)
-        self._maps: dict[str, mmap.mmap] = {}
-        self._scratch: Scratch | None = None
+        engine = NullEngine if fake else ThreadEngine
+        self.engine: Engine = engine(recorder, self.files, self._bounce)
+        self._mapped: dict[str, MappedFile] = {}
+        self._scratch: PlannedScratch | None = None
         self.staging: Staging | None = None
 
     @property
@@ -57,22 +56,19 @@ class Memory:
     def _bounce(self, bytes: int) -> Buffer:
         return self.ram.allocate(bytes, "bounce buffer")
 
-    def map(self, path: str) -> mmap.mmap:
-        """A checkpoint file as memory: copy on write, so that nobody changes the user's file."""
-        if path not in self._maps:
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
-            try:
-                self._maps[path] = map_file(fd, shared=False)
-            finally:
-                os.close(fd)
-        return self._maps[path]
+    def file(self, path: str) -> MappedFile:
+        """A checkpoint file, or the scratch file, as memory."""
+        if path == SCRATCH_PATH:
+            file = self.scratch().file
+            assert file is not None, "a prediction has no values"
+            return file
+        if path not in self._mapped:
+            self._mapped[path] = MappedFile.open(path)
+        return self._mapped[path]
 
-    def scratch(self) -> Scratch:
+    def scratch(self) -> PlannedScratch:
         if self._scratch is None:
-            self._scratch = Scratch(self.files)
+            self._scratch = PlannedScratch() if self.fake else Scratch(self.files)
         return self._scratch
 
     def close(self) -> None:
@@ -82,7 +78,14 @@ class Memory:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
-        self._maps.clear()
+        for file in self._mapped.values():
+            file.close()
+        self._mapped.clear()
+
+    def __del__(self) -> None:
+        # A module that is dropped without remove() takes its threads and files with it.
+        if hasattr(self, "staging"):
+            self.close()
 
 
 def cpu_memory(timeline: Timeline, *, ram_bytes: int) -> Memory:
@@ -137,8 +140,14 @@ class Home(Protocol):
         None where the file has no such contiguous run; ``values`` has those too.
         """
 
+    def value(self, index: int) -> torch.Tensor:
+        """One of the block's tensors on the CPU, in memory of its own."""
+
     def values(self) -> list[torch.Tensor]:
-        """The block's tensors on the CPU, read now."""
+        """All of them."""
+
+    def written(self) -> list[bool]:
+        """For each tensor, whether someone wrote to where it rests, as far as that shows there."""
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make ``tensors`` the block's values from now on."""
@@ -149,9 +158,10 @@ class DiskHome:
 
     tier = DISK
 
-    def __init__(self, memory: Memory, sources: Sequence[TensorSource]) -> None:
-        self._memory, self._sources = memory, tuple(sources)
+    def __init__(self, memory: Memory, sources: Sequence[TensorSource], label: str) -> None:
+        self._memory, self._sources, self._label = memory, tuple(sources), label
         self._staged: tuple[Buffer, Waitable] | None = None
+        self._resting: list[torch.Tensor | None] | None = None
         self._make_layout()
 
     def _make_layout(self) -> None:
@@ -166,7 +176,7 @@ class DiskHome:
         if taken is None:
             return False
         buffer, after = taken
-        self._staged = buffer, self._memory.engine.read(self.layout.runs, buffer, self._label(), after)
+        self._staged = buffer, self._memory.engine.read(self.layout.runs, buffer, self._label, after)
         return True
 
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
@@ -189,51 +199,66 @@ class DiskHome:
             (buffer, read), self._staged = self._staged, None
             self._memory.staging.give(buffer, read)
 
-    def _label(self) -> str:
-        return self._sources[0].name.rpartition(".")[0]
-
     def rest(self) -> list[torch.Tensor | None]:
-        return [self._view(source) for source in self._sources]
+        if self._resting is None:
+            maps = self._maps()
+            self._resting = [_view(source, maps) for source in self._sources]
+        return list(self._resting)
 
-    def _view(self, source: TensorSource) -> torch.Tensor | None:
-        if len(source.extents) != 1 or source.extents[0].offset % source.dtype.itemsize:
-            return None
-        extent = source.extents[0]
-        mapped = self._map(extent.path)
-        with torch.inference_mode(False):
-            count = source.bytes // source.dtype.itemsize
-            flat = torch.frombuffer(mapped, dtype=source.dtype, count=count, offset=extent.offset)
-            return flat.view(source.shape)
-
-    def _map(self, path: str) -> mmap.mmap:
-        scratch = self._memory._scratch
-        return scratch.map() if scratch is not None and scratch.path == path else self._memory.map(path)
+    def _maps(self) -> dict[str, FileMap]:
+        """The block's range of each file that it lies in."""
+        spans: dict[str, tuple[int, int]] = {}
+        for extent in (extent for source in self._sources for extent in source.extents if extent.bytes):
+            begin, end = spans.get(extent.path, (extent.offset, 0))
+            spans[extent.path] = min(begin, extent.offset), max(end, extent.offset + extent.bytes)
+        return {path: self._memory.file(path).map(begin, end - begin) for path, (begin, end) in spans.items()}
 
     def values(self) -> list[torch.Tensor]:
-        return [_assemble(source, self._map) for source in self._sources]
+        return [self.value(index) for index in range(len(self._sources))]
+
+    def value(self, index: int) -> torch.Tensor:
+        source = self._sources[index]
+        whole = torch.empty(source.bytes, dtype=torch.uint8)
+        at = 0
+        for extent in source.extents:
+            self._memory.file(extent.path).read(extent.offset, whole[at : at + extent.bytes])
+            at += extent.bytes
+        return whole.view(source.dtype).view(source.shape)
+
+    def check_rows(self, index: int, rows: Iterable[int]) -> None:
+        """Raise TransferError unless these rows of the block's tensor ``index`` can be read.
+
+        They are about to be read through ``rest()``, where a disk error or a file that was cut short would end the
+        process (SIGBUS).
+        """
+        source = self._sources[index]
+        into = torch.empty(source.bytes // source.shape[0], dtype=torch.uint8)
+        for row in rows:
+            for extent in source.extents:
+                if extent.path != SCRATCH_PATH:
+                    self._memory.file(extent.path).read(extent.offset + row * into.numel(), into)
+
+    def written(self) -> list[bool]:
+        return written([torch.empty(0) if view is None else view for view in self.rest()])
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         self.drop_staged()
         scratch = self._memory.scratch()
-        if any(extent.path != scratch.path for source in self._sources for extent in source.extents):
+        if all(extent.path == SCRATCH_PATH for source in self._sources for extent in source.extents):
+            scratch.overwrite(self._sources, tensors)
+        else:
             self._sources = scratch.store(self._sources, tensors)
             self._make_layout()
-            return
-        for view, tensor in zip(self.rest(), tensors, strict=True):
-            assert view is not None
-            view.copy_(tensor)
+        self._resting = None  # pages of its own go with the mapping
 
 
-def _assemble(source: TensorSource, mapped: Callable[[str], mmap.mmap]) -> torch.Tensor:
-    """A tensor out of its extents, as a copy."""
-    whole = torch.empty(source.bytes, dtype=torch.uint8)
-    at = 0
-    for extent in source.extents:
-        view = memoryview(mapped(extent.path))[extent.offset : extent.offset + extent.bytes]
-        if extent.bytes:
-            whole[at : at + extent.bytes].copy_(torch.frombuffer(view, dtype=torch.uint8))
-        at += extent.bytes
-    return whole.view(source.dtype).view(source.shape)
+def _view(source: TensorSource, maps: Mapping[str, FileMap]) -> torch.Tensor | None:
+    if not source.bytes:
+        return torch.empty(source.shape, dtype=source.dtype)
+    if len(source.extents) != 1 or source.extents[0].offset % source.dtype.itemsize:
+        return None
+    (extent,) = source.extents
+    return maps[extent.path].view(extent.offset, source.dtype, source.shape)
 
 
 class RamHome:
@@ -246,6 +271,7 @@ class RamHome:
         self.layout = packed_layout(sources)
         self._buffer = memory.ram.allocate(self.layout.bytes, label)
         self._views = self.layout.views(self._buffer.tensor)
+        self._sample = torch.empty(0)
 
     def fill_from_files(self, label: str) -> Waitable:
         return self._memory.engine.read(self.layout.runs, self._buffer, label, [])
@@ -255,13 +281,27 @@ class RamHome:
 
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
         way = (RAM, self._memory.compute.tier)
+        if not self._memory.fake:
+            self._sample = self._sampled()
         return self._memory.engine.copy(self._buffer.tensor, slot, label, after, way)
 
     def rest(self) -> list[torch.Tensor | None]:
         return list(self._views)
 
+    def value(self, index: int) -> torch.Tensor:
+        return self._views[index].clone()
+
     def values(self) -> list[torch.Tensor]:
         return [view.clone() for view in self._views]
+
+    def written(self) -> list[bool]:
+        """By a sample, compared with what was last loaded from here."""
+        changed = self._sample.numel() > 0 and not torch.equal(self._sample, self._sampled())
+        return [changed] * len(self._views)
+
+    def _sampled(self) -> torch.Tensor:
+        words = self._buffer.tensor.view(torch.int64)
+        return words[:: max(1, words.numel() // _SAMPLED_WORDS)].clone()
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         for view, tensor in zip(self._views, tensors, strict=True):
@@ -284,7 +324,7 @@ class Staging:
         return self._free.pop(0) if self._free else None
 
     def give(self, buffer: Buffer, after: Waitable) -> None:
-        self._free.append((buffer, [after]))
+        self._free.append((buffer, [Settled(after)]))
 
     def attach(self, homes: Sequence[DiskHome]) -> None:
         self._homes = list(homes)
@@ -293,66 +333,3 @@ class Staging:
         """Take back what was staged for blocks that did not come."""
         for home in self._homes:
             home.drop_staged()
-
-
-class Scratch:
-    """One unlinked file for blocks that have no file of their own: gone with the process, however it ends."""
-
-    path = "(scratch file)"
-
-    def __init__(self, files: OpenFiles) -> None:
-        directory = Path(os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
-        try:
-            self._fd, name = tempfile.mkstemp(prefix="brim-", dir=directory)
-            Path(name).unlink()
-        except OSError as error:
-            raise TransferError(
-                f"A scratch file was to be made in {directory}.",
-                f"{error.strerror}.",
-                "Set BRIM_SCRATCH to a folder with room.",
-            ) from error
-        self._end = 0
-        self._mapped: mmap.mmap | None = None
-        self._files = files
-        files.adopt(self.path, self._fd)
-
-    def store(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> tuple[TensorSource, ...]:
-        """Append ``tensors`` in the form that a block has in memory; returns where they are now."""
-        stored = []
-        for source, tensor in zip(sources, tensors, strict=True):
-            self._end = round_up(self._end, PACKED_ALIGNMENT_BYTES)
-            flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            self._write(flat, self._end)
-            extent = Extent(path=self.path, offset=self._end, bytes=flat.numel())
-            stored.append(
-                TensorSource(name=source.name, dtype=tensor.dtype, shape=tuple(tensor.shape), extents=(extent,))
-            )
-            self._end += flat.numel()
-        self._end = round_up(self._end, PAGE_BYTES)
-        os.ftruncate(self._fd, self._end)  # whole pages, for the mapping and for direct reads
-        self._mapped = None
-        return tuple(stored)
-
-    def _write(self, flat: torch.Tensor, offset: int) -> None:
-        view, done = memoryview(flat.numpy().data), 0
-        while done < len(view):
-            try:
-                done += os.pwrite(self._fd, view[done : done + (16 << 20)], offset + done)
-            except OSError as error:
-                raise TransferError(
-                    f"{format_bytes(len(view))} were to be written to a scratch file.",
-                    f"{error.strerror} after {format_bytes(done)}.",
-                    "Set BRIM_SCRATCH to a folder with room, or give a larger budget.",
-                ) from error
-        os.fdatasync(self._fd)  # dirty pages could not be dropped
-        os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
-
-    def map(self) -> mmap.mmap:
-        if self._mapped is None:
-            self._mapped = map_file(self._fd, shared=True)
-        return self._mapped
-
-    def close(self) -> None:
-        self._mapped = None
-        with contextlib.suppress(OSError):
-            os.close(self._fd)

@@ -64,6 +64,17 @@ class Done:
         """It is done."""
 
 
+class Settled:
+    """Waits for a move whose failure does not matter to the next one: a buffer is free however it went."""
+
+    def __init__(self, condition: Waitable) -> None:
+        self._condition = condition
+
+    def wait(self) -> None:
+        with contextlib.suppress(BrimError):
+            self._condition.wait()
+
+
 class Engine(Protocol):
     recorder: Recorder
 
@@ -106,22 +117,31 @@ class _Lane:
         self.stopped.set()
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # garbage collection may run anywhere
+                self._thread.join()
             self._thread = None
 
     def _work(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            job, ticket = entry
-            error: BrimError | None = _closed() if self.stopped.is_set() else None
-            if error is None:
-                try:
-                    job()
-                except BrimError as failure:
-                    error = failure
-                except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
-                    error = TransferError("Bytes were to be moved between tiers.", repr(failure))
-                    error.__cause__ = failure
-            ticket.finish(error)
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        # In a call of its own: while a lane waits for work, it must not keep the last job's memory alive.
+        entry = self._jobs.get()
+        if entry is None:
+            return False
+        job, ticket = entry
+        error: BrimError | None = _closed() if self.stopped.is_set() else None
+        if error is None:
+            try:
+                job()
+            except BrimError as failure:
+                error = failure
+            except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
+                error = TransferError("Bytes were to be moved between tiers.", repr(failure))
+                error.__cause__ = failure
+        ticket.finish(error)
+        return True
 
 
 def _closed() -> TransferError:
@@ -150,7 +170,7 @@ class ThreadEngine:
             try:
                 self._fill(mine, target)
             finally:
-                _settle(help_)  # it writes into the target: nobody may have it before
+                Settled(help_).wait()  # it writes into the target: nobody may have it before
             help_.wait()
             self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), begin_s, label)
 
@@ -207,19 +227,17 @@ def _cut(run: ReadRun) -> list[ReadRun]:
     return pieces
 
 
-def _settle(ticket: Waitable) -> None:
-    """Wait until it is over, however it ends."""
-    with contextlib.suppress(BrimError):
-        ticket.wait()
-
-
 class NullEngine:
     """Moves nothing: the same calls on fake tensors become a predicted Timeline."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer]) -> None:
         self.recorder = recorder
+        self._reader = DirectReader(make_bounce, files)
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Done:
+        for run in runs:
+            if not run.direct:
+                self._reader.bounce_for(run)
         self.recorder.copied(DISK, RAM, sum(run.bytes for run in runs), self.recorder.now_s(), label)
         return Done()
 

@@ -9,7 +9,7 @@ from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
 from brim.memory.blocks import Block
 from brim.memory.device_memory import SimulatedDevice
-from brim.memory.history import History
+from brim.memory.history import History, contradictions
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.recorded_device import RELEASES
 from brim.memory.restore import restore
@@ -49,22 +49,23 @@ def what_if(history: History, config: AllocatorConfig, *, recorded: AllocatorCon
     """Replay ``history`` under ``config`` from its first event on.
 
     The segments of then are kept, so that the run's own settings give exactly what was measured. If ``config`` wants
-    the other kind of segment, what was in use is laid out anew by its requests, without what was cached. Cached memory
-    is given back where the record did so. ``recorded`` None: the settings in the history.
+    the other kind of segment, what was in use is laid out anew by its requests, without what was cached. Cached
+    memory is given back where the record did so. ``recorded`` None: the settings in the history.
+    Raises FormatError for events that no allocator can have written.
     """
     recorded = AllocatorConfig.from_snapshot(history.settings) if recorded is None else recorded
-    start = starting_state(history, recorded)
-    capacity = capacity_bytes(history, start)
-    device = SimulatedDevice(capacity)
-    allocator = CachingAllocator(config, device=device)
-    if config.expandable_segments == recorded.expandable_segments:
-        device.used_bytes = start.reserved_bytes
-        handles = restore(allocator, start)
-    else:
-        device.capacity_bytes = None  # what was in use did fit
-        handles = _lay_out(allocator, start)
-        device.capacity_bytes = capacity
-    failed = _run(history, allocator, handles)
+    with contradictions(history):
+        start = starting_state(history, recorded)
+        capacity = capacity_bytes(history, start)
+        device = SimulatedDevice()
+        allocator = CachingAllocator(config, device=device)
+        if config.expandable_segments == recorded.expandable_segments:
+            device.used_bytes = start.reserved_bytes
+            handles = restore(allocator, start)
+        else:
+            handles = _lay_out(allocator, start)
+        device.capacity_bytes = capacity  # only now: what was in use did fit
+        failed = _run(history, allocator, handles)
     return WhatIf(
         settings=config.describe(),
         peak_reserved_bytes=allocator.stats.reserved_peak_bytes,
@@ -77,7 +78,8 @@ def what_if(history: History, config: AllocatorConfig, *, recorded: AllocatorCon
 
 def _lay_out(allocator: CachingAllocator, start: State) -> dict[int, Block]:
     """Request everything that was in use, in the order of its addresses."""
-    return {at: allocator.malloc(start.live[at].requested, start.live[at].stream) for at in sorted(start.live)}
+    in_order = (start.live[address] for address in sorted(start.live))
+    return {live.address: allocator.malloc(live.requested or live.size, live.stream) for live in in_order}
 
 
 def best(history: History, candidates: Iterable[str] = CANDIDATES) -> list[WhatIf]:
@@ -111,6 +113,8 @@ def _run(history: History, allocator: CachingAllocator, handles: dict[int, Block
             continue
         released = False
         if action in ("alloc", "oom"):
+            if size <= 0:
+                continue
             try:
                 handles[address] = allocator.malloc(size, stream)
             except OutOfMemory:

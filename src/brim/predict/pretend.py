@@ -112,7 +112,9 @@ class PretendCuda(TorchFunctionMode):
         with self.recording.placed(cuda):
             return torch.Tensor.to(tensor, dtype, copy=moves or bool(kwargs.pop("copy", False)), **kwargs)
 
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         options = dict(zip(names, args, strict=False)) | kwargs
         with self.recording.factories(self._any_on_device((query,))):
@@ -143,7 +145,9 @@ def _is_dtype(value: object) -> bool:
 
 def _copies(func: Any) -> bool:
     """Functions that take a tensor and a device: the result lies on that device, not on the tensor's."""
-    return getattr(func, "__name__", "").endswith(("_like", "as_tensor")) or getattr(func, "__name__", "").startswith("new_")
+    return getattr(func, "__name__", "").endswith(("_like", "as_tensor")) or getattr(func, "__name__", "").startswith(
+        "new_"
+    )
 
 
 @contextmanager
@@ -202,7 +206,9 @@ def _torch_cuda(mode: PretendCuda, recording: RecordingMode) -> dict[str, Any]:
             return torch.empty(16, dtype=torch.uint8)
 
     major, minor = mode.capability
-    properties = SimpleNamespace(name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128)
+    properties = SimpleNamespace(
+        name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128
+    )
     silent = ("set_device", "synchronize", "empty_cache", "ipc_collect", "init", "_lazy_init", "manual_seed",
               "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated", "set_rng_state")  # fmt: skip
     numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,28 +11,33 @@ from torch import nn
 
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.errors import BrimError, UsageError
+from brim.errors import BudgetError, UsageError
 from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
-from brim.memory.layout import file_layout, packed_layout
+from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.tiers import Memory, cpu_memory, cuda_memory, emulated_memory, fake_memory
 from brim.planner import BlockCost, Job, plan_streaming
-from brim.run.step_memory import step_bytes
-from brim.techniques.blocks import Partition, find_blocks
+from brim.run.step_memory import Observation, watch_example
+from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
 Device = Literal["auto", "cuda", "cpu", "emulated"]
+_HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request on a two-core machine, measured
 _FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a step takes beside the blocks, and how much it computes."""
+    """What a step takes beside the blocks, and how much it computes.
+
+    Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
+    """
 
     step_bytes: int
+    observation: Observation | None = None
     tokens: int = 1
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -66,7 +71,8 @@ def fit(
     if activations is not None:
         need = Need(step_bytes=parse_bytes(activations))
     elif example is not None:
-        need = Need(step_bytes=step_bytes(model, example), tokens=_tokens(example))
+        seen = watch_example(model, example)
+        need = Need(step_bytes=seen.step_bytes, observation=seen, tokens=_tokens(example))
     else:
         need = Need(step_bytes=budget[hardware.compute] // 8)
     partition, plan = make_plan(model, hardware, budget, need, Weights(), task="forward")
@@ -128,23 +134,46 @@ def budgets(
 def make_plan(
     model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, weights: Weights, *, task: str
 ) -> tuple[Partition, Plan]:
-    """The plan and the partition it speaks of: as coarse as the budget allows, proved by applying it to fakes.
+    """The fastest plan over partitions from coarse to fine, and the partition it speaks of.
 
-    Raises BudgetError when even the finest partition does not fit.
+    Finer blocks need smaller slots, so more of the model stays; each has its cost in hooks, which is counted.
+    Raises BudgetError when no partition fits.
     """
-    partition = find_blocks(model)
-    while True:
-        job = make_job(model, partition, hardware, need, weights, task)
+    best: tuple[Partition, Plan] | None = None
+    refusal: BudgetError | None = None
+    for partition in _partitions(model, need):
         try:
-            plan = plan_streaming(job, hardware, budget)
-            break
-        except BrimError:
-            largest = max((block.bytes for block in partition.blocks), default=0)
-            finer = find_blocks(model, largest_bytes=largest - 1)
-            if len(finer.blocks) <= len(partition.blocks):
-                raise
-            partition = finer
-    return partition, plan
+            plan = plan_streaming(make_job(model, partition, hardware, need, weights, task), hardware, budget)
+        except BudgetError as error:
+            refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
+            continue
+        if best is None or plan.promise.step_s < best[1].promise.step_s:
+            best = partition, plan
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _need(error: BudgetError) -> int:
+    return sum(error.smallest_bytes.values())
+
+
+def _partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
+    """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
+    partition: Partition | None = find_blocks(model)
+    while partition is not None:
+        yield partition
+        partition = _finer(model, partition, need)
+
+
+def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
+    """The next finer partition: the largest blocks that can be cut at all, cut."""
+    for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
+        finer = find_blocks(model, largest_bytes=size - 1, cut_parts=need.observation is not None)
+        if len(finer.blocks) > len(partition.blocks):
+            return finer if need.observation is None or need.observation.allows(finer) else None
+    return None
 
 
 def make_job(
@@ -165,16 +194,37 @@ def make_job(
             2 * need.tokens * sum(p.numel() for p in (parameters[n] for n in block.tensors)) / rate,
             block.bytes / hardware.tier(hardware.compute).bytes_per_s,
         )
-        blocks.append(BlockCost(name=block.name, bytes=layout.bytes, uses=uses, compute_s=compute_s * bool(uses)))
+        blocks.append(
+            BlockCost(
+                name=block.name,
+                bytes=layout.bytes,
+                uses=uses,
+                compute_s=compute_s * bool(uses),
+                overhead_s=_HOOKS_S * uses,
+            )
+        )
+    fixed = _fixed_layouts([_source(name, parameters[name], weights) for name in partition.loose], in_ram)
+    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
     return Job(
         model=type(model).__name__,
         task=task,
         blocks=blocks,
-        fixed_bytes=partition.loose_bytes,
+        fixed_bytes=sum(layout.bytes for layout in fixed) + buffers,
         step_bytes=need.step_bytes,
         spent_bytes=need.spent_bytes,
-        bounce_bytes=bounce,
+        bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
+        passage_bytes=0
+        if in_ram or not weights.sources
+        else max([b.bytes for b in blocks] + [f.bytes for f in fixed]),
     )
+
+
+def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:
+    """The form that loose parameters take in the compute tier: those in files, and those in the module already."""
+    stored = [source for source in loose if source.extents]
+    present = [source for source in loose if not source.extents]
+    layouts = [(file_layout if in_ram else packed_layout)(stored)] if stored else []
+    return layouts + ([packed_layout(present)] if present else [])
 
 
 def put_in_force(

@@ -84,10 +84,13 @@ def generate(
         opened = open_model(directory, trust_remote_code=request.trust_remote_code)
         if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
             raise ModelError(
-                f"{opened.name} was to generate text.", f"{type(opened.module).__name__} does not generate."
+                f"{opened.name} was to generate text.",
+                f"{type(opened.module).__name__} does not generate.",
+                "Give a model that does (a causal or an encoder-decoder one), or use brim.load for this one.",
             )
         tokenizer = open_tokenizer(opened)
         ids = _encode(tokenizer, request)
+        _check_vocabulary(opened.module, opened.name, ids)
         inputs = Inputs(prompt=ids.shape[1], total=ids.shape[1] + request.max_new_tokens)
         _check_length(opened.module, opened.name, inputs)
         on_stage("loading weights")
@@ -120,18 +123,44 @@ def _encode(tokenizer: Any, request: Request) -> torch.Tensor:
     """The prompt as token ids, shape (1, tokens)."""
     chat = bool(tokenizer.chat_template) if request.chat is None else request.chat
     if chat and not tokenizer.chat_template:
-        raise UsageError("The prompt was to be put into a chat template.", "This model's tokenizer has none.")
+        raise UsageError(
+            "The prompt was to be put into a chat template.", "This model's tokenizer has none.", "Use --no-chat."
+        )
     if chat:
         messages = [{"role": "user", "content": request.prompt}]
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        ids = ids["input_ids"]
+        ids = _apply_template(tokenizer, messages)
     else:
         ids = tokenizer(request.prompt, return_tensors="pt").input_ids
     if ids.numel() == 0:
         raise UsageError("The prompt was to be generated from.", "It is empty.", "Give at least one token.")
-    return ids.long()  # type: ignore[no-any-return]
+    return ids.long()
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    from jinja2 import TemplateError
+
+    try:
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except TemplateError as error:
+        raise ModelError(
+            "The prompt was to be put into the model's chat template.",
+            f"The template fails: {error}.",
+            "Correct it (chat_template.jinja or tokenizer_config.json), or use --no-chat.",
+        ) from error
+    made: torch.Tensor = ids["input_ids"]
+    return made
+
+
+def _check_vocabulary(module: Any, name: str, ids: torch.Tensor) -> None:
+    rows = module.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= rows:
+        raise ModelError(
+            f"The prompt was to be given to {name}.",
+            f"Its tokenizer makes token {int(ids.max())} of it, and the model knows {rows} tokens.",
+            "Tokenizer and weights are of different models: fetch them again.",
+        )
 
 
 def _check_length(module: Any, name: str, inputs: Inputs) -> None:

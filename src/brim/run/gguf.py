@@ -7,7 +7,11 @@ vocabulary alone takes more memory than some budgets have.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -48,7 +52,7 @@ def convert_gguf(path: Path) -> Path:
 
 
 def _run_child(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "brim.run.gguf", str(path.resolve()), str(folder)]
+    command = [sys.executable, "-m", "brim.run.gguf", str(path.resolve()), str(folder), str(os.getpid())]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode == _REFUSED:
         error = json.loads(child.stdout.splitlines()[-1])
@@ -73,6 +77,15 @@ def _refuse(error: BrimError) -> int:
     facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
     print(json.dumps(facts))
     return _REFUSED
+
+
+def _end_with(parent: int) -> None:
+    """However the parent ends, even killed, this process does too (prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
 
 
 def _parse_once() -> None:
@@ -228,4 +241,5 @@ def _damaged(path: Path, found: str) -> ModelError:
 
 
 if __name__ == "__main__":
+    _end_with(int(sys.argv[3]))
     sys.exit(_main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -19,9 +19,10 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import checksum
+from brim.run.file_tensor import FileTensor
 from brim.run.fitting import Device, Need, budgets, machine, make_plan, put_in_force
 from brim.run.models import OpenedModel, open_model
-from brim.run.step_memory import Inputs, forward_bytes
+from brim.run.step_memory import Inputs, watch_inference
 from brim.techniques.weight_streaming import Weights
 
 # What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
@@ -46,7 +47,7 @@ def load(
     to make room for; without it, room is made for up to 1,024 tokens, fewer where the budget is small.
 
     The module behaves as if all its weights were in memory; ``module.brim`` is the handle (``plan``, ``timeline()``,
-    ``remove()``). Parameters do not require gradients.
+    ``remove()``). Call it under ``torch.no_grad()``.
 
     Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
     nothing fits.
@@ -54,8 +55,9 @@ def load(
     hardware = machine(device)  # a first measurement takes RAM of its own for a moment
     start_bytes = _resident_bytes()
     budget = budgets(hardware, vram, ram, device)
-    opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    return load_opened(opened, hardware, budget, inputs, start_bytes, device)
+    with torch.inference_mode(False):  # what is made in that mode could never be changed outside of it
+        opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        return load_opened(opened, hardware, budget, inputs, start_bytes, device)
 
 
 def load_opened(
@@ -72,10 +74,10 @@ def load_opened(
     _materialize(module, opened)
     _warm_up(module, hardware)
     sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
-    step_bytes = [forward_bytes(module, size) for size in sizes]
+    seen = [watch_inference(module, size) for size in sizes]
     spent_bytes = _spent(start_bytes)
-    for size, step in zip(sizes, step_bytes, strict=True):
-        need = Need(step_bytes=step, tokens=size.batch, spent_bytes=spent_bytes)
+    for size, step in zip(sizes, seen, strict=True):
+        need = Need(step_bytes=step.step_bytes, observation=step, tokens=size.batch, spent_bytes=spent_bytes)
         try:
             partition, plan = make_plan(module, hardware, budget, need, weights, task="generate")
             break
@@ -127,7 +129,8 @@ def _materialize(module: nn.Module, opened: OpenedModel) -> None:
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=False)
+                # PyTorch chooses CPU kernels by this flag even under no_grad: another value gives other bits.
+                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
             owner._parameters[name] = made[id(parameter)]
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:
@@ -146,12 +149,9 @@ def _path_of(module: nn.Module, owner: nn.Module, name: str) -> str:
 
 
 def _read(source: TensorSource) -> torch.Tensor:
-    whole = bytearray()
-    for extent in source.extents:
-        with open(extent.path, "rb") as file:
-            file.seek(extent.offset)
-            whole += file.read(extent.bytes)
-    return torch.frombuffer(whole, dtype=source.dtype).view(source.shape)
+    tensor = FileTensor.open(source).materialize()
+    assert type(tensor) is torch.Tensor
+    return tensor
 
 
 def _warm_up(module: nn.Module, hardware: Hardware) -> None:

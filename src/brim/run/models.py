@@ -106,7 +106,7 @@ def open_tokenizer(opened: OpenedModel) -> Any:
     except Exception as error:  # transformers raises whatever its parsers do
         raise ModelError(
             f"The tokenizer of {opened.name} was to be read from {opened.path}.",
-            f"{str(error).strip() or type(error).__name__:.300}",
+            f"{' '.join(str(error).split()) or type(error).__name__:.300}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into that folder.",
         ) from error
 

@@ -1,9 +1,10 @@
-"""The peak of activations and temporaries of a forward pass, found on fake tensors."""
+"""What a forward pass does, seen on fake tensors: the peak of its activations, and who reads which parameter."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +15,52 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.errors import UnsupportedError, UsageError
+from brim.predict.lowering.fakes import FAKES
+from brim.techniques.blocks import Partition
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts bytes of storages that operations make, from their making until Python lets go of them."""
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What a step was seen to do. ``uses``: parameter -> the sets of modules that were active when it was read."""
 
-    def __init__(self) -> None:
+    step_bytes: int
+    uses: Mapping[str, frozenset[frozenset[str]]]
+
+    def allows(self, partition: Partition) -> bool:
+        """Whether every block is read only while one of its triggers is being called.
+
+        A module may read the weights of a child that it never calls (a fused path): that child cannot be moved alone.
+        """
+        return all(
+            any(trigger in active for trigger in block.triggers)
+            for block in partition.blocks
+            for name in block.tensors
+            for active in self.uses.get(name, ())
+        )
+
+
+class _Watch(TorchDispatchMode):
+    """Counts bytes of storages that operations make, while they live; notes who reads which parameter."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
+        self.active: list[str] = []
+        self.uses: dict[str, set[frozenset[str]]] = {}
         self._known: set[int] = set()
+        self._names = {t.untyped_storage()._cdata: name for name, t in parameters.items()}
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
         """These exist already and are not counted."""
         self._known |= {t.untyped_storage()._cdata for t in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                name = self._names.get(tensor.untyped_storage()._cdata)
+                if name is not None:
+                    self.uses.setdefault(name, set()).add(frozenset(self.active))
+        made = FAKES.get(func, func)(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
@@ -49,47 +80,67 @@ class _LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
 
-def peak_bytes(model: nn.Module, run: Callable[[Callable[..., Any]], None]) -> int:
-    """The peak over ``run(call)``, where ``call`` is the model on fake tensors under no_grad.
+def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], _Watch], None]) -> Observation:
+    """What ``run(call, watch)`` does, where ``call`` is the model on fake tensors under no_grad.
 
     Raises UnsupportedError when the forward needs values that only a real run has.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-        state = {
-            name: torch.empty(t.shape, dtype=t.dtype)
-            for name, t in [*model.named_parameters(), *model.named_buffers()]
-        }
-        counter = _LiveBytes()
-        counter.know(list(state.values()))
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), torch.inference_mode(False):
+        parameters = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+        buffers = {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
+        watch = _Watch(parameters)
+        watch.know([*parameters.values(), *buffers.values()])
 
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map(_faked(fake), (args, kwargs))
-            counter.know([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
-            with counter:
-                return torch.func.functional_call(model, state, args, kwargs)
+            watch.know([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
+            with watch, _following(model, watch.active):
+                return torch.func.functional_call(model, parameters | buffers, args, kwargs)
 
-        call.counter = counter  # type: ignore[attr-defined]  # for a run that looks at its parts
         try:
-            run(call)
-        except torch._subclasses.fake_tensor.UnsupportedFakeTensorException as error:
+            run(call, watch)
+        except RuntimeError as error:  # fake kernels raise that and its kin
             raise UnsupportedError(
                 f"The activations of {type(model).__name__} were to be predicted without running it.",
-                f"{error}.",
+                f"{next(iter(str(error).splitlines()), type(error).__name__)}",
                 "Give them with activations=..., for instance activations='512MiB'.",
             ) from error
-    return counter.peak_bytes
+    return Observation(step_bytes=watch.peak_bytes, uses={n: frozenset(u) for n, u in watch.uses.items()})
 
 
-def step_bytes(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> int:
-    """Peak bytes of one forward pass on an input like ``example``, the input itself left out."""
+@contextlib.contextmanager
+def _following(model: nn.Module, active: list[str]) -> Iterator[None]:
+    """Keep in ``active`` the paths of the modules that are being called."""
+    paths = {id(module): path for path, module in model.named_modules()}
 
-    def run(call: Callable[..., Any]) -> None:
+    def enter(module: nn.Module, args: object) -> None:
+        active.append(paths.get(id(module), ""))
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        active.pop()
+
+    hooks = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        active.clear()
+
+
+def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> Observation:
+    """One forward pass on an input like ``example``; the input itself is not counted."""
+
+    def run(call: Callable[..., Any], watch: _Watch) -> None:
         if isinstance(example, Mapping):
             call(**example)
         else:
             call(*example)
 
-    return peak_bytes(model, run)
+    return watch_step(model, run)
 
 
 def _faked(fake: FakeTensorMode) -> Callable[[Any], Any]:
@@ -110,28 +161,24 @@ class Inputs:
     total: int
 
 
-def forward_bytes(module: nn.Module, inputs: Inputs) -> int:
-    """Peak bytes of activations and KV cache of a transformers model over the prompt's pass and the last token's."""
+def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
+    """The prompt's pass and the last token's of a transformers model; its KV cache counts as activations."""
     config: Any = module.config
     generates = hasattr(module, "generate") and module.can_generate() and not config.is_encoder_decoder  # type: ignore[operator]
     if not generates:
-        return step_bytes(module, _dummy(module, inputs.batch, inputs.prompt))
-    peaks = []
+        return watch_example(module, _dummy(module, inputs.batch, inputs.prompt))
 
-    def run(call: Callable[..., Any]) -> None:
-        # The prompt's pass.
+    def run(call: Callable[..., Any], watch: _Watch) -> None:
         call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
-
-    def run_last(call: Callable[..., Any]) -> None:
+        prompt_bytes = watch.peak_bytes
         past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)
         cache = past.past_key_values
         del past
-        counter = call.counter  # type: ignore[attr-defined]
-        counter.peak_bytes = counter.live_bytes
+        watch.peak_bytes = watch.live_bytes  # filling the cache at once was only a way to get there
         call(**_dummy(module, inputs.batch, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        watch.peak_bytes = max(watch.peak_bytes, prompt_bytes)
 
-    peaks = [peak_bytes(module, run), peak_bytes(module, run_last)]
-    return max(peaks)
+    return watch_step(module, run)
 
 
 def _dummy(module: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:

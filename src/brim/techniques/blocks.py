@@ -19,6 +19,7 @@ class Block:
     """Parameters that come and go together.
 
     ``triggers`` are the modules whose call needs them: one, or several where a tensor is tied between modules.
+    ``name`` is the first of them; all of them, joined by ``+``, where the first has a block of its own too.
     ``lookups`` are those of the triggers that only pick rows (``nn.Embedding``).
     """
 
@@ -46,11 +47,22 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partition:
-    """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module."""
+def unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """Stands for values that are not there: the right shape and device, no memory, and NaN to whoever reads it."""
+    with torch.inference_mode(False):
+        filler = float("nan") if parameter.dtype.is_floating_point else 0
+        return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def find_blocks(model: nn.Module, *, largest_bytes: int | None = None, cut_parts: bool = True) -> Partition:
+    """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module.
+
+    Without ``cut_parts`` the parts of a container stay whole: whether a module calls its children is not known.
+    """
     parameters = dict(model.named_parameters())
     total = sum(tensor_bytes(p) for p in parameters.values())
-    units = list(_units(model, "", False, total, total if largest_bytes is None else largest_bytes))
+    largest = total if largest_bytes is None or not cut_parts else largest_bytes
+    units = list(_units(model, "", False, min(total * _COARSEST_FRACTION, largest_bytes or total), largest))
     owners = _owners(model, parameters, units)
     groups = _groups(owners)
     sizes = {held: sum(tensor_bytes(parameters[name]) for name in names) for held, names in groups.items()}
@@ -60,15 +72,18 @@ def find_blocks(model: nn.Module, *, largest_bytes: int | None = None) -> Partit
     kept = {held for held, size in sizes.items() if held and size >= small}
     loose = tuple(name for held, names in groups.items() if held not in kept for name in names)
     return Partition(
-        blocks=tuple(_block(model, held, groups[held], sizes[held]) for held in groups if held in kept),
+        blocks=tuple(_block(model, held, groups, sizes[held]) for held in groups if held in kept),
         loose=loose,
         loose_bytes=sum(tensor_bytes(parameters[n]) for n in loose) + sum(tensor_bytes(b) for b in model.buffers()),
     )
 
 
-def _block(model: nn.Module, triggers: tuple[str, ...], names: list[str], size: int) -> Block:
+def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
     lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
-    return Block(name=triggers[0], triggers=triggers, lookups=lookups, tensors=tuple(names), bytes=size)
+    # What a unit shares with others is a block beside its own, and needs a name beside its own.
+    taken = len(triggers) > 1 and (triggers[0],) in groups
+    name = "+".join(triggers) if taken else triggers[0]
+    return Block(name=name, triggers=triggers, lookups=lookups, tensors=tuple(groups[triggers]), bytes=size)
 
 
 def _only_looks_up(module: nn.Module) -> bool:
@@ -76,11 +91,13 @@ def _only_looks_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
 
 
-def _units(module: nn.Module, path: str, in_container: bool, total: int, largest: int) -> Iterator[str]:
-    """Module paths that are moved as one: parts of repeated containers, and leaves outside of them."""
+def _units(module: nn.Module, path: str, in_container: bool, coarse: float, largest: int) -> Iterator[str]:
+    """Module paths that are moved as one: parts of repeated containers, and leaves outside of them.
+
+    A part above ``coarse`` bytes is opened where it holds a container itself, one above ``largest`` in any case.
+    """
     size = sum(tensor_bytes(p) for p in module.parameters())
     children = [(name, child) for name, child in module.named_children() if _holds_parameters(child)]
-    coarse = min(total * _COARSEST_FRACTION, largest)
     whole = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
     if whole or not children or _is_fused(module):
         if size:
@@ -88,7 +105,7 @@ def _units(module: nn.Module, path: str, in_container: bool, total: int, largest
         return
     repeated = in_container or is_container(module)
     for name, child in children:
-        yield from _units(child, f"{path}.{name}" if path else name, repeated, total, largest)
+        yield from _units(child, f"{path}.{name}" if path else name, repeated, coarse, largest)
 
 
 def is_container(module: nn.Module) -> bool:
@@ -117,7 +134,9 @@ def _is_fused(module: nn.Module) -> bool:
         nn.TransformerEncoder,
         nn.TransformerDecoder,
     )
-    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, opened)
+    # A bare nn.Module only holds others together, and whoever holds it calls them.
+    bare = type(module) is nn.Module
+    return type(module).__module__.startswith("torch.nn.") and not bare and not isinstance(module, opened)
 
 
 def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[str]) -> dict[str, tuple[str, ...]]:
@@ -131,7 +150,21 @@ def _owners(model: nn.Module, parameters: dict[str, nn.Parameter], units: list[s
 
 
 def _groups(owners: dict[str, tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
+    """Units that need them -> parameters. Tied groups that share a unit are one: no unit needs more than two blocks.
+
+    Its own, and one that it shares. A ring of two slots then holds whatever a call needs.
+    """
+    shared: list[set[str]] = []
+    for held in {held: None for held in owners.values() if len(held) > 1}:
+        touching = [other for other in shared if not other.isdisjoint(held)]
+        shared = [other for other in shared if other not in touching] + [set(held).union(*touching)]
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, held in owners.items():
-        groups.setdefault(held, []).append(name)
+        together = next((other for other in shared if len(held) > 1 and not other.isdisjoint(held)), None)
+        key = held if together is None else tuple(unit for unit in _order(owners) if unit in together)
+        groups.setdefault(key, []).append(name)
     return groups
+
+
+def _order(owners: dict[str, tuple[str, ...]]) -> dict[str, None]:
+    return {unit: None for held in owners.values() for unit in held}

@@ -13,6 +13,7 @@ from brim.memory.tiers import Home
 from brim.techniques.base import HANDLE_ATTRIBUTE
 
 if TYPE_CHECKING:
+    from brim.techniques.streamed import Streamed
     from brim.techniques.weight_streaming import WeightStreaming
 
 
@@ -34,13 +35,20 @@ class Guards:
             self._set(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
             self._set(module, "_apply", _guarded_apply(module))
         self._set(model, HANDLE_ATTRIBUTE, self._handle)
-        if triggers:
-            # PyTorch marks the hook it is given, which a bound method does not allow.
-            self._hooks.append(model.register_state_dict_post_hook(lambda *args: self._fill_state_dict(*args)))
-            for module in modules.values():
+        self._watch_states([model.get_submodule(trigger) for trigger in triggers])
+
+    def _watch_states(self, units: Sequence[nn.Module]) -> None:
+        """``state_dict`` and ``load_state_dict``, of the whole and of any part."""
+        held = {id(p): (s, i) for s in self._handle._streamed for i, p in enumerate(s.parameters)}
+        for module in self._handle.model.modules():
+            owned = {name: held[id(p)] for name, p in module._parameters.items() if id(p) in held}
+            if owned:
+                state = _OwnState(owned)
+                self._hooks.append(module.register_state_dict_post_hook(lambda *args, s=state: s.fill(*args)))
                 self._hooks.append(module.register_load_state_dict_pre_hook(_refuse_assign))
-                self._hooks.append(module.register_load_state_dict_pre_hook(self._make_readable))
-                self._hooks.append(module.register_load_state_dict_post_hook(lambda *_: self._after_load()))
+                self._hooks.append(module.register_load_state_dict_pre_hook(lambda *args, s=state: s.prepare(*args)))
+        for module in units:
+            self._hooks.append(module.register_load_state_dict_post_hook(lambda *_: self._after_load()))
 
     def restore_later(self, parameter: nn.Parameter) -> None:
         """Remember where a parameter was before it is copied to the compute tier."""
@@ -80,34 +88,30 @@ class Guards:
         vars(module)[name] = value
         self._marked.append((module, name))
 
-    def _make_readable(self, *unused: object) -> None:
-        """Before values are loaded, parameters must be something that can be written to."""
-        for streamed in self._handle._streamed:
-            for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
-                if view is not None and parameter.device.type != "cpu":
-                    parameter.data = view
-
-    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Serve what parameters do not point to while at rest; the others are views of their resting place."""
-        on_device = self._handle.memory.device.type != "cpu"
-        for streamed in self._handle._streamed:
-            if on_device or any(view is None for view in streamed.home.rest()):
-                values = dict(zip(streamed.block.tensors, streamed.home.values(), strict=True))
-                aliases = _aliases(module, streamed.parameters, streamed.block.tensors)
-                for key, name in aliases.items():
-                    if prefix + key in state:
-                        state[prefix + key] = values[name]
-
     def _after_load(self) -> None:
         for streamed in self._handle._streamed:
             self._handle._adopt_changes(streamed)
 
 
-def _aliases(module: nn.Module, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> dict[str, str]:
-    """Every name under which the module knows these parameters -> the first one."""
-    wanted = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: wanted[id(parameter)] for name, parameter in named if id(parameter) in wanted}
+class _OwnState:
+    """The streamed parameters of one module, as ``state_dict`` gives them and ``load_state_dict`` takes them.
+
+    Most rest in views that can be read and written to; the others point to nothing (see ``unreadable``).
+    """
+
+    def __init__(self, owned: dict[str, tuple[Streamed, int]]) -> None:
+        self._owned = owned
+
+    def fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        for name, (streamed, index) in self._owned.items():
+            parameter = streamed.parameters[index]
+            if prefix + name in state and module._parameters.get(name) is parameter and streamed.is_hollow(index):
+                state[prefix + name] = streamed.home.value(index)
+
+    def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:
+        for streamed, index in self._owned.values():
+            if streamed.is_hollow(index):
+                streamed.parameters[index].data = streamed.home.value(index)
 
 
 def _refusal(what: str) -> Callable[..., NoReturn]:

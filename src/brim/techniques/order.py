@@ -28,6 +28,10 @@ class OrderPredictor:
             self._after_two[before, last] = block
         self._last = last, block
 
+    def restart(self) -> None:
+        """The sequence was broken off: what comes next does not follow from what came last."""
+        self._last = (None, None)
+
     def upcoming(self, count: int) -> Iterator[int]:
         """The next ``count`` blocks as far as is known."""
         before, last = self._last

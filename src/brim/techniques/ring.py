@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from brim.errors import BrimError
+from brim.errors import BrimError, UnsupportedError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Home, Memory
-from brim.memory.transfer import Done, Waitable
+from brim.memory.transfer import Done, Settled, Waitable
 from brim.techniques.order import OrderPredictor
 
 # How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
@@ -24,17 +23,6 @@ class _Slot:
     users: int = 0
     ready: Waitable = field(default_factory=Done)
     idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
-
-
-class _Settled:
-    """Waits for something whose failure is no longer of interest."""
-
-    def __init__(self, condition: Waitable) -> None:
-        self._condition = condition
-
-    def wait(self) -> None:
-        with contextlib.suppress(BrimError):
-            self._condition.wait()
 
 
 class Ring:
@@ -53,6 +41,7 @@ class Ring:
         """Fill every free slot with the blocks that come next."""
         known = {slot.holds for slot in self._slots if slot.users}
         expected = list(self._order.upcoming(len(self._slots)))
+        self._ahead = [slot for slot in self._ahead if slot.holds in expected]  # the others will not come after all
         for block in expected:
             if block in known or any(slot.holds == block for slot in self._ahead):
                 continue
@@ -72,18 +61,36 @@ class Ring:
                 return
 
     def acquire(self, block: int) -> Buffer:
-        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``."""
+        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``.
+
+        Raises UnsupportedError when every slot is in use.
+        """
         self._order.observe(block)
+        misses = self.misses
         slot = self._take(block)
         slot.users += 1
         try:
             self.prefetch()
-            slot.ready.wait()
+            self._await(slot, block, prefetched=misses == self.misses)
         except BaseException:
             slot.users -= 1
             slot.holds = None
+            self.forget()  # what was prefetched may have met the same error
+            self._order.restart()
+            if self._memory.staging is not None:
+                self._memory.staging.reclaim()
             raise
         return slot.buffer
+
+    def _await(self, slot: _Slot, block: int, *, prefetched: bool) -> None:
+        try:
+            slot.ready.wait()
+        except BrimError:
+            if not prefetched:
+                raise
+            slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
+            self._load(slot, block)
+            slot.ready.wait()
 
     def release(self, block: int) -> None:
         slot = next(slot for slot in self._slots if slot.holds == block and slot.users)
@@ -93,10 +100,19 @@ class Ring:
             self.prefetch()
 
     def forget(self) -> None:
-        """Drop what is prefetched or kept: the values changed, or an error broke the sequence."""
+        """Drop what is prefetched or kept, but not in use: the values changed, or an error broke the sequence."""
         for slot in self._slots:
-            slot.users, slot.holds = 0, None
+            if not slot.users:
+                slot.holds = None
         self._ahead.clear()
+
+    def let_go(self) -> None:
+        """What counts as in use was interrupted, and so perhaps was our own accounting: begin anew."""
+        if any(slot.users for slot in self._slots):
+            for slot in self._slots:
+                slot.users, slot.idle = 0, self._memory.engine.mark()
+            self.forget()
+            self._order.restart()
 
     def _take(self, block: int) -> _Slot:
         for slot in self._slots:
@@ -111,7 +127,13 @@ class Ring:
                 return slot
         self.misses += 1
         chosen = self._free_slot(block) or (self._ahead.pop() if self._ahead else None)
-        assert chosen is not None, f"more blocks are in use at once than the ring has slots: {self._names[block]}"
+        if chosen is None:
+            used = ", ".join(self._names[slot.holds] for slot in self._slots if slot.holds is not None)
+            raise UnsupportedError(
+                f"{self._names[block]} was called while {used} were running.",
+                f"The ring has {len(self._slots)} slots, so no more blocks than that can be in use at once.",
+                "Give a budget that holds one of them.",
+            )
         self._load(chosen, block)
         return chosen
 
@@ -123,6 +145,6 @@ class Ring:
     def _load(self, slot: _Slot, block: int) -> None:
         if slot.holds == block:
             return
-        after = [slot.idle, _Settled(slot.ready)]
+        after = [slot.idle, Settled(slot.ready)]
         slot.holds = block
         slot.ready = self._homes[block].load(slot.buffer, self._names[block], after)

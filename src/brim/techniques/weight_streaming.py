@@ -6,7 +6,7 @@ Under a cyclic access pattern a pager (LRU) misses every block; the optimum keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 
 from brim.core import Plan, Timeline
 from brim.core.hardware import RAM
-from brim.errors import UnsupportedError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.layout import file_layout, packed_layout
 from brim.memory.pool import Buffer
@@ -22,7 +21,9 @@ from brim.memory.tiers import DiskHome, Home, Memory, RamHome, Staging
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition, tensor_bytes
 from brim.techniques.guards import Guards
+from brim.techniques.hooks import Recover, Visit, check_rows
 from brim.techniques.ring import Ring
+from brim.techniques.streamed import Streamed
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
@@ -50,24 +51,9 @@ def apply(model: nn.Module, partition: Partition, plan: Plan, memory: Memory, we
     try:
         handle._place(partition)
     except BaseException:
-        handle.remove()
+        handle._undo()
         raise
     return handle
-
-
-@dataclass
-class _Streamed:
-    """A block that comes and goes."""
-
-    index: int
-    block: Block
-    parameters: list[nn.Parameter]
-    home: Home
-    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by slot address
-    versions: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    uses: int = 0
-    verified: bool = False
 
 
 class WeightStreaming:
@@ -78,10 +64,12 @@ class WeightStreaming:
         self._weights = weights
         self._parameters = dict(model.named_parameters())
         self._names = {id(p): name for name, p in self._parameters.items()}
-        self._originals = {name: p.data for name, p in self._parameters.items()} if memory.fake else {}
-        self._streamed: list[_Streamed] = []
+        # Where nothing has been moved out of the module, its own tensors are what it gets back.
+        self._hollow = memory.fake or bool(weights.sources)
+        self._originals = {name: p.data for name, p in self._parameters.items()} if self._hollow else {}
+        self._streamed: list[Streamed] = []
         self._buffers: list[Buffer] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[Visit | torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
         self._ring: Ring | None = None
         self._passing: Buffer | None = None
@@ -95,41 +83,68 @@ class WeightStreaming:
         return self._ring.misses if self._ring is not None else 0
 
     def timeline(self) -> Timeline:
-        """What memory did since the module was fitted."""
-        return self.memory.recorder.timeline
+        """What memory did since the module was fitted.
+
+        Its facts have, per tier, ``budget_bytes``, ``promised_bytes`` (the program's share and activations included)
+        and ``held_bytes`` (the pool's peak); per way ``copied_bytes``; and ``misses``.
+        """
+        made, recorder = self.memory.recorder.timeline, self.memory.recorder
+        made.facts |= {f"budget_bytes.{tier}": count for tier, count in self.plan.budget_bytes.items()}
+        made.facts |= {f"promised_bytes.{tier}": count for tier, count in self.plan.promise.peak_bytes.items()}
+        pools = [self.memory.compute, *([self.memory.host] if self.memory.host else [])]
+        made.facts |= {f"held_bytes.{pool.tier}": pool.peak_bytes for pool in pools}
+        made.facts |= {f"copied_bytes.{way[0]}.{way[1]}": count for way, count in recorder.copied_bytes.items()}
+        made.facts["misses"] = self.misses
+        return made
 
     def close(self) -> None:
-        """Stop moving and end every thread. The module cannot be called any more; ``remove`` still works."""
+        """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
         self.memory.engine.close()
+        self.memory.files.close()
 
     def remove(self) -> None:
         """Give the module back with all its parameters in memory, as it was before. A second call does nothing.
 
-        Raises nothing for want of budget: the parameters come back whether they fit or not.
+        Raises nothing for want of budget: the parameters come back whether they fit or not. Raises TransferError
+        when the disk does not give them: then nothing has changed, and it can be called again.
         """
         if self._removed:
             return
+        self._let_go()
+        with torch.inference_mode(False):
+            read = {s.index: self._values(s) for s in self._streamed if isinstance(s.home, DiskHome)}
+            self._end(lambda s: read.pop(s.index, None) or self._values(s))
+
+    def _undo(self) -> None:
+        """Leave the module as ``apply`` found it."""
+        if not self._hollow:
+            self.remove()
+            return
+        self._end(lambda streamed: [self._originals[name] for name in streamed.block.tensors])
+        for name, parameter in self._parameters.items():
+            parameter.data = self._originals[name]
+
+    def _end(self, values_of: Callable[[Streamed], Sequence[torch.Tensor]]) -> None:
         self._removed = True
         for hook in self._hooks:
             hook.remove()
         self._guards.remove()
         self.memory.engine.close()
-        self._bring_back()
-        for buffer in self._buffers:
-            buffer.free()
-        self.memory.close()
-
-    def _bring_back(self) -> None:
         for streamed in self._streamed:
-            self._adopt_changes(streamed)
-            values: Iterable[torch.Tensor] = streamed.home.values()
-            if self.memory.fake:
-                values = [self._originals[name] for name in streamed.block.tensors]
-            for parameter, value in zip(streamed.parameters, values, strict=True):
+            for parameter, value in zip(streamed.parameters, values_of(streamed), strict=True):
                 parameter.data = value
             if isinstance(streamed.home, RamHome):
                 streamed.home.free()
         self._streamed.clear()
+        for buffer in self._buffers:
+            buffer.free()
+        self.memory.close()
+
+    def _values(self, streamed: Streamed) -> list[torch.Tensor]:
+        """The block's tensors as they are now, in memory of their own."""
+        if self.memory.fake:
+            return [self._originals[name] for name in streamed.block.tensors]
+        return streamed.values()
 
     # -- placing
 
@@ -138,13 +153,13 @@ class WeightStreaming:
         staging = self._staging(partition, choices)
         self._keep_loose(partition)
         pending = [self._keep(b) for b in partition.blocks if choices[b.name] == RESIDENT]
+        if self._passing is not None:
+            self._passing.free()
         for block in partition.blocks:
             if choices[block.name] != RESIDENT:
                 self._stream(block, choices[block.name])
         for finish in pending:
             finish()
-        if self._passing is not None:
-            self._passing.free()
         if self._streamed:
             self._make_ring()
             self._install()
@@ -154,15 +169,11 @@ class WeightStreaming:
 
     def _staging(self, partition: Partition, choices: Mapping[str, str]) -> Staging | None:
         """RAM slots between disk and VRAM; none where RAM itself is the compute tier."""
-        host = self.memory.host
-        if host is None or not any(choice == FROM_DISK for choice in choices.values()):
+        host, sources = self.memory.host, self._weights.sources
+        passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._loads_for(b)]
+        if host is None or not passing:
             return None
-        sources = self._weights.sources
-        size = max(
-            packed_layout([self._source(n, sources) for n in b.tensors]).bytes
-            for b in partition.blocks
-            if choices[b.name] == FROM_DISK
-        )
+        size = max(packed_layout([self._source(n, sources) for n in b.tensors]).bytes for b in passing)
         slots = [host.allocate(size, f"staging {i}") for i in range(self.plan.settings.get(STAGING_SLOTS, 2))]
         self._buffers += slots
         self.memory.staging = Staging(slots)
@@ -182,6 +193,9 @@ class WeightStreaming:
             self._place_resident("outside blocks", stored)()
         if present:
             self._adopt_resident("outside blocks", [self._parameters[name] for name in present])
+        buffers = sum(tensor_bytes(buffer) for buffer in self.model.buffers())
+        if buffers:
+            self._buffers.append(self.memory.compute.account(buffers, "buffers"))
         self._guards.move_buffers()
 
     def _keep(self, block: Block) -> Callable[[], None]:
@@ -198,10 +212,10 @@ class WeightStreaming:
 
     def _adopt_resident(self, label: str, parameters: list[nn.Parameter]) -> None:
         """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
-        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
-            self._buffers.append(self.memory.compute.account(sum(tensor_bytes(p) for p in parameters), label))
-            return
         layout = packed_layout([self._source(self._names[id(p)], {}) for p in parameters])
+        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
+            self._buffers.append(self.memory.compute.account(layout.bytes, label))
+            return
         buffer = self.memory.compute.allocate(layout.bytes, label)
         self._buffers.append(buffer)
         for parameter, view in zip(parameters, layout.views(buffer.tensor), strict=True):
@@ -262,10 +276,10 @@ class WeightStreaming:
             else:
                 home.write_back([p.data for p in parameters])
         else:
-            if not self._weights.sources and not self.memory.fake:
+            if not self._weights.sources:
                 sources = list(self.memory.scratch().store(sources, [p.data for p in parameters]))
-            home = DiskHome(self.memory, sources)
-        streamed = _Streamed(index=len(self._streamed), block=block, parameters=parameters, home=home)
+            home = DiskHome(self.memory, sources, block.name)
+        streamed = Streamed(len(self._streamed), block, parameters, home, self.memory.device)
         self._streamed.append(streamed)
         self._rest(streamed)
 
@@ -287,7 +301,7 @@ class WeightStreaming:
         return [trigger for trigger in block.triggers if trigger not in block.lookups]
 
     def _install(self) -> None:
-        by_trigger: dict[str, list[_Streamed]] = {}
+        by_trigger: dict[str, list[Streamed]] = {}
         for streamed in self._streamed:
             for trigger in self._loads_for(streamed.block):
                 by_trigger.setdefault(trigger, []).append(streamed)
@@ -295,124 +309,70 @@ class WeightStreaming:
                 for trigger in streamed.block.lookups:
                     self._guards.look_up(self.model.get_submodule(trigger), streamed.home, self.memory.device)
         for trigger, held in by_trigger.items():
-            module = self.model.get_submodule(trigger)
-            enter = torch.compiler.disable(_Enter(self, held))
-            leave = torch.compiler.disable(_Leave(self, held))
-            # Ours first and last, so that the user's own hooks see the weights in place.
-            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(leave, always_call=True))
+            self._hooks.append(Visit(self, held, self.model.get_submodule(trigger)))
+        for streamed in self._streamed:
+            if isinstance(streamed.home, DiskHome) and not self.memory.fake:
+                for trigger in streamed.block.lookups:
+                    self._hooks.append(check_rows(self.model.get_submodule(trigger), streamed.home, streamed))
+        if "" not in by_trigger:  # there the visit itself sees to it
+            recover = torch.compiler.disable(Recover(self))
+            self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
 
-    def _enter(self, streamed: _Streamed) -> None:
-        streamed.uses += 1
-        if streamed.uses > 1:
+    def _let_go(self) -> None:
+        """Nothing is running: what still counts as in use was interrupted."""
+        for streamed in self._streamed:
+            if streamed.uses:
+                streamed.uses = 0
+                self._rest(streamed)
+        if self._ring is not None:
+            self._ring.let_go()
+
+    def _enter(self, streamed: Streamed) -> None:
+        if streamed.uses:
+            streamed.uses += 1
             return
         assert self._ring is not None
+        self._adopt_changes(streamed)
+        streamed.uses = 1
         try:
-            self._adopt_changes(streamed)
             slot = self._ring.acquire(streamed.index)
+        except BaseException:
+            streamed.uses = 0
+            raise
+        try:
             views = streamed.views.get(id(slot))
             if views is None:
                 views = streamed.views[id(slot)] = streamed.home.layout.views(slot.tensor)
             if not streamed.verified:
                 self._verify(streamed.block.tensors, views)
                 streamed.verified = True
+            streamed.bind(views)
         except BaseException:
             streamed.uses = 0
+            self._ring.release(streamed.index)
             raise
-        self._bind(streamed, views)
 
-    def _leave(self, streamed: _Streamed) -> None:
+    def _leave(self, streamed: Streamed) -> None:
         if streamed.uses == 0:
             return  # entering failed
         streamed.uses -= 1
         if streamed.uses:
             return
         assert self._ring is not None
-        changed = [p._version for p in streamed.parameters] != streamed.versions
-        if changed:
-            streamed.home.write_back([p.data for p in streamed.parameters])
-        self._rest(streamed)
-        self._ring.release(streamed.index)
-        if changed:
+        changed = streamed.is_changed()
+        try:
+            if changed:
+                streamed.home.write_back([p.data for p in streamed.parameters])
+        finally:  # a full scratch disk loses the change, not the slot
+            self._rest(streamed)
+            self._ring.release(streamed.index)
+            if changed:
+                self._ring.forget()
+
+    def _rest(self, streamed: Streamed) -> None:
+        if not self.memory.fake:
+            streamed.rest()
+
+    def _adopt_changes(self, streamed: Streamed) -> None:
+        if not self.memory.fake and not streamed.uses and streamed.adopt_changes() and self._ring is not None:
             self._ring.forget()
-
-    def _bind(self, streamed: _Streamed, views: Sequence[torch.Tensor]) -> None:
-        for parameter, view in zip(streamed.parameters, views, strict=True):
-            parameter.data = view
-        streamed.versions = [p._version for p in streamed.parameters]
-
-    def _rest(self, streamed: _Streamed) -> None:
-        """Point the parameters to where the block rests."""
-        if self.memory.fake:
-            return
-        on_device = self.memory.device.type != "cpu"
-        for parameter, view in zip(streamed.parameters, streamed.home.rest(), strict=True):
-            # On another device a view of RAM would make the module look as if it were on the CPU.
-            parameter.data = _unreadable(parameter, self.memory.device) if view is None or on_device else view
-        streamed.versions = [p._version for p in streamed.parameters]
-        streamed.addresses = [p.data_ptr() for p in streamed.parameters]
-
-    def _adopt_changes(self, streamed: _Streamed) -> None:
-        """The user wrote to parameters at rest (an in-place change, ``p.data = ...``): make it the block's value."""
-        if self.memory.fake or streamed.uses > 1:
-            return
-        versions = [p._version for p in streamed.parameters]
-        addresses = [p.data_ptr() for p in streamed.parameters]
-        if versions == streamed.versions and addresses == streamed.addresses:
-            return
-        held = streamed.home.values()
-        same = [
-            v == w and a == b
-            for v, w, a, b in zip(versions, streamed.versions, addresses, streamed.addresses, strict=True)
-        ]
-        streamed.home.write_back(
-            [value if kept else p.data for value, kept, p in zip(held, same, streamed.parameters, strict=True)]
-        )
-        streamed.views.clear()
-        self._rest(streamed)
-        if self._ring is not None:
-            self._ring.forget()
-
-
-def _unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Stands for values that are not there: the right shape and device, no memory, and NaN to whoever reads it."""
-    with torch.inference_mode(False):
-        filler = float("nan") if parameter.dtype.is_floating_point else 0
-        return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
-
-
-class _Enter:
-    """The forward pre-hook of a trigger."""
-
-    def __init__(self, handle: WeightStreaming, held: list[_Streamed]) -> None:
-        self._handle, self._held = handle, held
-
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch.is_grad_enabled():
-            _refuse_gradients(module, self._held, args, kwargs)
-        for streamed in self._held:
-            self._handle._enter(streamed)
-
-
-class _Leave:
-    """The forward hook of a trigger; also called when its forward raised."""
-
-    def __init__(self, handle: WeightStreaming, held: list[_Streamed]) -> None:
-        self._handle, self._held = handle, held
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        for streamed in reversed(self._held):
-            self._handle._leave(streamed)
-
-
-def _refuse_gradients(
-    module: nn.Module, held: list[_Streamed], args: tuple[object, ...], kwargs: dict[str, object]
-) -> None:
-    """Autograd would keep a slot's bytes for backward, and they are another block's by then."""
-    tensors = [*args, *kwargs.values(), *module.parameters()]
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-        raise UnsupportedError(
-            f"Gradients were to be computed through {held[0].block.name}, whose weights are streamed.",
-            "This handle streams for inference only.",
-            "Run the model under torch.no_grad(), or give a budget that holds it whole.",
-        )

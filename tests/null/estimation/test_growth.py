@@ -41,7 +41,9 @@ def test_the_largest_batch_fits_and_the_next_does_not(folder):
     largest = study.growth().largest_batch
     assert largest is not None
     assert largest > 1
-    fits = [simulate(trace_of(source, batch=size, seq=64), gpu).out_of_memory is None for size in (largest, largest + 1)]
+    fits = [
+        simulate(trace_of(source, batch=size, seq=64), gpu).out_of_memory is None for size in (largest, largest + 1)
+    ]
     assert fits == [True, False]
 
 

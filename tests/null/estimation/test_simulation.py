@@ -10,7 +10,9 @@ from brim.errors import UsageError
 MIB = 1 << 20
 
 
-def trace(*lives: tuple[int, int, int | None], target: str = "cuda", category=Category.ACTIVATION, module="") -> Trace:
+def trace(
+    *lives: tuple[int, int, int | None], target: str = "cuda", category=Category.ACTIVATION, module=""
+) -> Trace:
     """One operation at tick 0, then storages of (bytes, born, died)."""
     op = Op(name="aten.mm.default", module="layers.0", phase=Phase.FORWARD, step=0, at=0)
     storages = tuple(

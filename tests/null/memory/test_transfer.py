@@ -8,7 +8,7 @@ import torch
 
 from brim.core import EventKind, Timeline
 from brim.errors import BrimError, TransferError
-from brim.memory.direct_io import OpenFiles
+from brim.memory.direct_io import OpenFiles, bounce_bytes
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer, HostSource, Pool
 from brim.memory.recorder import Recorder
@@ -123,8 +123,9 @@ def test_without_direct_io_the_bytes_are_the_same(bench, data, monkeypatch):
 
 def test_the_null_engine_writes_down_the_same_copies_and_moves_nothing():
     recorder = Recorder(Timeline("test", measured=False))
-    engine = NullEngine(recorder)
     pool = Pool("vram", 1 << 20, HostSource(), recorder)
+    ram = Pool("ram", 1 << 20, HostSource(), recorder)
+    engine = NullEngine(recorder, OpenFiles(), lambda bytes: ram.allocate(bytes, "bounce buffer"))
     target = pool.allocate(100, "slot")
     runs = [ReadRun(path="nowhere", offset=0, bytes=60, at=0, direct=False)] * 2
     assert isinstance(engine.read(runs, target, "block", []), Done)
@@ -132,3 +133,4 @@ def test_the_null_engine_writes_down_the_same_copies_and_moves_nothing():
     copies = [(e.source, e.tier, e.bytes) for e in recorder.timeline if e.kind is EventKind.COPY]
     assert copies == [("disk", "ram", 120), ("ram", "vram", 50)]
     assert int(target.tensor.sum()) == 0
+    assert ram.held_bytes == bounce_bytes(runs) > 0

@@ -1,0 +1,110 @@
+"""Files seen as memory, and the same files for reads that can fail without ending the process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from brim.errors import TransferError
+from brim.memory.pool import PAGE_BYTES
+from brim.units import format_bytes
+
+_CHUNK_BYTES = 8 << 20
+# Linux, Documentation/admin-guide/mm/pagemap.rst: 64 bits per page.
+_PRESENT_OR_SWAPPED = np.uint64(3 << 62)
+_OF_FILE = np.uint64(1 << 61)
+
+
+class MappedFile:
+    """An open file. ``map`` gives ranges of it as private memory; nobody changes the file through them."""
+
+    def __init__(self, path: str, fd: int) -> None:
+        self._path, self._fd = path, fd
+
+    @classmethod
+    def open(cls, path: str) -> MappedFile:
+        try:
+            return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
+
+    def map(self, offset: int, bytes: int) -> FileMap:
+        try:
+            return FileMap(self._fd, offset, bytes)
+        except (OSError, ValueError) as error:  # ValueError: the file has become too short
+            raise TransferError(f"{self._path} was to be mapped.", f"{error}.", "Fetch it again.") from error
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """Fill ``into`` (uint8) from ``offset`` on, through the page cache. Raises TransferError."""
+        view, done = memoryview(into.numpy().data), 0
+        while done < len(view):
+            try:
+                got = os.preadv(self._fd, [view[done : done + _CHUNK_BYTES]], offset + done)
+            except OSError as error:
+                raise self._failed(offset, len(view), f"{error.strerror}.") from error
+            if got == 0:
+                raise self._failed(offset, len(view), f"The file ends {format_bytes(len(view) - done)} too early.")
+            done += got
+
+    def _failed(self, offset: int, bytes: int, found: str) -> TransferError:
+        return TransferError(
+            f"{format_bytes(bytes)} at offset {offset:,} of {self._path} were to be read.",
+            found,
+            "Check the disk and that nothing changes the file while it is in use.",
+        )
+
+    def close(self) -> None:
+        """Close the file; mapped memory goes with its last view."""
+        os.close(self._fd)
+
+
+class FileMap:
+    """A range of a file as memory. Nothing is read until it is touched, and no write reaches the file."""
+
+    def __init__(self, fd: int, offset: int, bytes: int) -> None:
+        self._start = offset // PAGE_BYTES * PAGE_BYTES
+        self._memory = mmap.mmap(
+            fd,
+            offset + bytes - self._start,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=self._start,
+        )
+
+    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor (not empty) that begins at ``offset`` of the file; the mapping lives as long as its views."""
+        count = 1
+        for size in shape:
+            count *= size
+        with torch.inference_mode(False):  # a view made in inference mode could not become a Parameter's data
+            flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset - self._start)
+            return flat.view(tuple(shape))
+
+
+def written(views: Sequence[torch.Tensor]) -> list[bool]:
+    """For each view of a FileMap, whether someone wrote to it: the kernel keeps a page of its own for each write.
+
+    ``tensor.data.add_()`` leaves no other trace: neither the version nor the address of a Parameter changes. Where
+    the kernel does not tell (not Linux), the answer is no.
+    """
+    try:
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return [False] * len(views)
+    try:
+        return [_has_own_page(pages, view) for view in views]
+    finally:
+        os.close(pages)
+
+
+def _has_own_page(pages: int, view: torch.Tensor) -> bool:
+    if not view.numel():
+        return False
+    first = view.data_ptr() // PAGE_BYTES
+    last = (view.data_ptr() + view.numel() * view.element_size() - 1) // PAGE_BYTES
+    entries = np.frombuffer(os.pread(pages, (last + 1 - first) * 8, first * 8), dtype=np.uint64)
+    return bool(((entries & _PRESENT_OR_SWAPPED != 0) & (entries & _OF_FILE == 0)).any())

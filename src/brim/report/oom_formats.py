@@ -1,0 +1,239 @@
+"""What out-of-memory messages look like: PyTorch 0.3 to 2.15 on every device, and the programs around it.
+
+Sources: ``c10/cuda/CUDACachingAllocator.cpp``, ``c10/cuda/CUDAMallocAsyncAllocator.cpp``, ``c10/xpu``,
+``aten/src/ATen/mps``, ``c10/core/impl/alloc_cpu.cpp`` of PyTorch; ``ggml-cuda.cu`` and ``ggml-alloc.c`` of llama.cpp;
+XLA's and TensorFlow's BFC allocators; vLLM's workers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# A size as printed. PyTorch's MB and GB are binary too; some locales write a decimal comma.
+SIZE = r"([0-9]+(?:[.,][0-9]+)?) ?(bytes|[KMGT]iB|[KMGT]B|[KMGT]|B)\b"
+_UNITS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One kind of message. ``start`` finds it, ``fields`` are searched for after it, each giving one number.
+
+    A field's pattern holds the groups of ``SIZE``; ``plain`` ones a bare number of bytes. ``device`` is the kind of
+    device; its number is looked for where ``_DEVICE`` says.
+    """
+
+    family: str
+    start: re.Pattern[str]
+    device: str
+    fields: tuple[tuple[str, re.Pattern[str]], ...] = ()
+    plain: tuple[tuple[str, re.Pattern[str]], ...] = ()
+
+
+def _format(
+    family: str, start: str, device: str, fields: dict[str, str] | None = None, plain: dict[str, str] | None = None
+) -> Format:
+    return Format(
+        family=family,
+        start=re.compile(start),
+        device=device,
+        fields=tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in (fields or {}).items()),
+        plain=tuple((name, re.compile(text)) for name, text in (plain or {}).items()),
+    )
+
+
+_OLD = {
+    "tried": r"Tried to allocate {}",
+    "total": r"{} total capacity",
+    "allocated": r"{} already allocated",
+    "free": r"{} free\b",
+    "active": r"{} current active",
+}
+_NEW = {
+    "tried": r"Tried to allocate {}",
+    "total": r"total capaci?ty of {}",
+    "free": r"of which {} is free",
+    "process": r"this process has {} memory in use",
+    "allowed": r"{} allowed",
+    "allocated": r"[Oo]f the allocated memory {} is allocated",
+    "private_pools": r"with {} allocated in private pools",
+    "unallocated": r"and {} is reserved by PyTorch but unallocated",
+    "segment_reserve": r"expandable-segment reserve of {}",
+}
+_TRIED = r"out of memory\. ?Tried to allocate"
+_REST = r"(?:(?!out of memory).){0,1500}?"  # of the same message
+
+# The first that matches at a place wins, so the particular come before the general.
+FORMATS = (
+    _format(
+        "torch-cuda-address-space",
+        r"\[ExpandableSegmentVA\] Failed to reserve",
+        "cuda",
+        {"tried": r"\({}\) of virtual address space"},
+        {
+            "tried_exact": r"Failed to reserve ([0-9]+) ",
+            "reserved_addresses": r"reserving ([0-9]+) bytes",
+        },
+    ),
+    _format(
+        "torch-cuda-segment-reserve",
+        r"This allocation exceeds the expandable-segment reserve of",
+        "cuda",
+        {"segment_reserve": r"expandable-segment reserve of {}", "needed": r"so that a segment is at least {}"},
+    ),
+    _format("torch-cuda-mempool", r"The custom allocator backing this MemPool returned nullptr", "cuda"),
+    _format("torch-cuda-impossible", r"(?:CUDA|HIP) out of memory\. ?Tried to allocate more than 1EB", "cuda"),
+    _format(
+        "torch-cuda-cached",
+        rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU [^)]{{0,200}} cached",
+        "cuda",
+        _OLD | {"cached": r"{} cached"},
+    ),
+    _format(
+        "torch-cuda-reserved-hint",
+        rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU [^)]{{0,250}}\) If reserved memory",
+        "cuda",
+        _OLD | {"reserved": r"{} reserved in total"},
+    ),
+    _format(
+        "torch-cuda-reserved",
+        rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU",
+        "cuda",
+        _OLD | {"reserved": r"{} reserved in total"},
+    ),
+    _format("torch-npu", rf"NPU {_TRIED}", "npu", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
+    _format("torch-hip", rf"HIP {_TRIED}", "hip", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
+    _format("torch-xpu", rf"XPU {_TRIED}", "xpu", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
+    _format("torch-cuda-2.1", rf"CUDA {_TRIED}(?={_REST}capacty)", "cuda", _NEW),
+    _format("torch-cuda-2.15", rf"CUDA {_TRIED}(?={_REST}expandable_segments is enabled)", "cuda", _NEW),
+    _format("torch-cuda-2.9", rf"CUDA {_TRIED}(?={_REST}PYTORCH_ALLOC_CONF)", "cuda", _NEW),
+    _format("torch-cuda-2.2", rf"torch\.cuda\.OutOfMemoryError: CUDA {_TRIED}", "cuda", _NEW),
+    _format("torch-cuda-2.5", rf"CUDA {_TRIED}", "cuda", _NEW),
+    _format(
+        "torch-cudaMallocAsync",
+        r"Allocation on device [^.]{0,12}would exceed allowed memory",
+        "cuda",
+        {
+            "allocated": r"Currently allocated ?: {}",
+            "tried": r"Requested ?: {}",
+            "total": r"Device limit ?: {}",
+            "free": r"Free \(according to CUDA\) ?: {}",
+            "allowed": r"user-supplied memory fraction\) ?: {}",
+        },
+    ),
+    _format(
+        "torch-mps",
+        r"MPS backend out of memory",
+        "mps",
+        {
+            "allocated": r"MPS allocated: {}",
+            "other_allocations": r"other allocations: {}",
+            "allowed": r"max allowed: {}",
+            "tried": r"Tried to allocate {}",
+        },
+    ),
+    _format("torch-mps", r"Invalid buffer size: [0-9.]+ ?[KMGT]i?B", "mps", {"tried": r"Invalid buffer size: {}"}),
+    _format(
+        "torch-cublas",
+        r"(?:CUBLAS|HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate",
+        "cuda",
+    ),
+    _format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", "cuda"),
+    _format(
+        "torch-nccl",
+        r"ncclUnhandledCudaError(?=.{0,600}out of memory)|NCCL WARN Cuda failure[^\n]{0,40}out of memory",
+        "cuda",
+        plain={"tried": r"Failed to CUDA (?:c|host )?[Aa]lloc (?:async )?([0-9]+) bytes"},
+    ),
+    _format(
+        "torch-cuda-thc",
+        r"cuda runtime error \(2\) ?: out of memory|THCudaCheck FAIL [^\n]{0,200}error=2 ?: out of memory",
+        "cuda",
+    ),
+    _format(
+        "torch-cpu",
+        r"DefaultCPUAllocator: (?:not enough memory|can't allocate memory)|Torch: not enough memory: you tried",
+        "cpu",
+        {"tried_rounded": r"you tried to allocate (?![0-9]+ bytes){}"},
+        {"tried": r"you tried to allocate ([0-9]+) bytes"},
+    ),
+    _format(
+        "dataloader",
+        r"DataLoader worker \(pid\(?s?\)? ?[0-9, ]+\) (?:is killed by signal|exited unexpectedly)"
+        r"|unable to (?:mmap [0-9]+ bytes from file|open shared memory object|resize file) [^\n]{0,120}memory",
+        "cpu",
+        plain={"tried": r"unable to mmap ([0-9]+) bytes"},
+    ),
+    _format(
+        "jax",
+        r"RESOURCE_EXHAUSTED: [^\n]{0,80}?(?:Out of memory|allocat)",
+        "gpu",
+        {"tried_rounded": r"(?:allocating|allocate) {}"},
+        {"tried": r"(?:allocate|allocating) ([0-9]+) bytes"},
+    ),
+    _format("tensorflow", r"OOM when allocating tensor with shape", "gpu"),
+    _format(
+        "tensorflow",
+        r"failed to allocate [^:]{0,60} from device: CUDA_ERROR_OUT_OF_MEMORY",
+        "gpu",
+        {"tried_rounded": r"failed to allocate {}"},
+        {"tried": r"\(([0-9]+) bytes\) from device"},
+    ),
+    _format(
+        "llama.cpp-pinned", r"ggml_cuda_host_malloc: failed to allocate", "cpu", {"tried": r"failed to allocate {}"}
+    ),
+    _format(
+        "llama.cpp",
+        r"ggml_backend_\w+_buffer_type_alloc_buffer: (?:allocating|failed to allocate)",
+        "cuda",
+        {"tried_rounded": r"allocating {} on device"},
+        {"tried": r"buffer of size ([0-9]+)"},
+    ),
+    _format(
+        "llama.cpp",
+        r"(?:alloc_tensor_range|ggml_gallocr_reserve_n\w*|ggml_metal\w*|ggml_vulkan): [^:]{0,40}"
+        r"(?:failed to allocate|allocation of size [0-9]+ failed)",
+        "cuda",
+        {"tried_rounded": r"size ?= ?{}"},
+        {"tried": r"(?:buffer|allocation) of size ([0-9]+)"},
+    ),
+    _format("vllm", r"No available memory for the cache blocks", "cuda"),
+    _format(
+        "vllm",
+        r"Free memory on device[^(]{0,12}\([0-9.]+/[0-9.]+ GiB\) on startup is less than",
+        "cuda",
+        {
+            "free": r"Free memory on device[^(]{0,12}\(([0-9.]+)/[0-9.]+ ([KMGT]iB)\)",
+            "total": r"Free memory on device[^(]{0,12}\([0-9.]+/{}\)",
+            "wanted": r"utilization \([0-9.]+, {}\)",
+        },
+    ),
+    _format(
+        "vllm",
+        r"larger than the maximum number of tokens that can be stored in KV cache"
+        r"|[Tt]o serve at least one request with the model'?s'? max seq len",
+        "cuda",
+        {"needed": r"\({} KV cache is needed", "available": r"available KV cache memory \({}\)"},
+    ),
+    _format(
+        "torch-cuda-runtime",
+        r"(?:CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory",
+        "cuda",
+    ),
+)
+
+_DEVICE = re.compile(r"\bGPU[ :]([0-9]+)|\b[NX]PU ([0-9]+)|\bon device:? ?(?:cuda:)?([0-9]+)|\bCUDA([0-9]+) buffer")
+PROCESS = re.compile(r"Process ([0-9]+) has " + SIZE + r" memory in use")
+
+
+def to_bytes(number: str, unit: str) -> int:
+    """A printed size in bytes, rounded."""
+    scale: int = 1024 ** _UNITS[unit[0].lower()]
+    return round(float(number.replace(",", ".")) * scale)
+
+
+def device_of(text: str, kind: str) -> str:
+    """``cuda:0``; without a number where the message gives none."""
+    match = None if kind in ("cpu", "mps") else _DEVICE.search(text)
+    number = next((group for group in match.groups() if group is not None), None) if match else None
+    return kind if number is None else f"{kind}:{number}"

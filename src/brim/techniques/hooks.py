@@ -1,0 +1,87 @@
+"""The forward hooks that bring a block's weights before its module runs and let them go after."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from brim.errors import UnsupportedError
+from brim.memory.tiers import DiskHome
+from brim.techniques.streamed import Streamed
+
+if TYPE_CHECKING:
+    from brim.techniques.weight_streaming import WeightStreaming
+
+
+class Visit:
+    """The hooks of one trigger: its blocks come before everything else in its call and go after everything else.
+
+    So the user's own hooks see the weights in place, whenever they were registered.
+    """
+
+    def __init__(self, handle: WeightStreaming, held: list[Streamed], module: nn.Module) -> None:
+        self._handle, self._held, self._module = handle, held, module
+        enter, leave = torch.compiler.disable(self.enter), torch.compiler.disable(self.leave)
+        self._first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        self._last = module.register_forward_hook(leave, always_call=True)  # also when the forward raised
+
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if torch.is_grad_enabled():
+            _refuse_gradients(module, self._held, args, kwargs)
+        if module is self._handle.model:
+            self._handle._let_go()
+        hooks = self._module._forward_hooks
+        if next(reversed(hooks)) != self._last.id:  # not walked through right now: those before the call are
+            hooks.move_to_end(self._last.id)  # type: ignore[attr-defined]  # an OrderedDict
+        for streamed in self._held:
+            self._handle._enter(streamed)
+
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        for streamed in reversed(self._held):
+            self._handle._leave(streamed)
+        hooks = self._module._forward_pre_hooks
+        if next(iter(hooks)) != self._first.id:
+            hooks.move_to_end(self._first.id, last=False)  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        self._first.remove()
+        self._last.remove()
+
+
+class Recover:
+    """The first pre-hook of the whole model: after Ctrl-C in a forward, PyTorch has called no hook of ours."""
+
+    def __init__(self, handle: WeightStreaming) -> None:
+        self._handle = handle
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._handle._let_go()
+
+
+def check_rows(table: nn.Module, home: DiskHome, streamed: Streamed) -> torch.utils.hooks.RemovableHandle:
+    """Before rows of ``table``, an embedding, are looked up in its file: make sure that they can be read."""
+    assert isinstance(table, nn.Embedding)
+    count = table.num_embeddings
+    index = next(i for i, parameter in enumerate(streamed.parameters) if parameter is table.weight)
+
+    def check(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        ids = args[0] if args else kwargs.get("input")
+        if isinstance(ids, torch.Tensor):
+            home.check_rows(index, [row for row in ids.unique().tolist() if 0 <= row < count])
+
+    return table.register_forward_pre_hook(torch.compiler.disable(check), with_kwargs=True)
+
+
+def _refuse_gradients(
+    module: nn.Module, held: list[Streamed], args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Autograd would keep a slot's bytes for backward, and they are another block's by then."""
+    tensors = [*args, *kwargs.values(), *module.parameters()]
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            f"Gradients were to be computed through {held[0].block.name}, whose weights are streamed.",
+            "This handle streams for inference only.",
+            "Run the model under torch.no_grad(), or give a budget that holds it whole.",
+        )

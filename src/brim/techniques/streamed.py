@@ -1,0 +1,87 @@
+"""One block that comes and goes: its parameters, its home, and whether somebody changed it meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from brim.errors import UnsupportedError
+from brim.memory.tiers import Home
+from brim.techniques.blocks import Block, unreadable
+
+
+@dataclass
+class Streamed:
+    """``device`` is where kernels work; ``uses`` counts the calls under way that need the block."""
+
+    index: int
+    block: Block
+    parameters: list[nn.Parameter]
+    home: Home
+    device: torch.device
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by slot
+    versions: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    uses: int = 0
+    verified: bool = False
+
+    def bind(self, views: Sequence[torch.Tensor]) -> None:
+        """Point the parameters to the block in a slot."""
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+        self.versions = [p._version for p in self.parameters]
+
+    def is_changed(self) -> bool:
+        """Whether the block was written to since ``bind``."""
+        return [p._version for p in self.parameters] != self.versions
+
+    def rest(self) -> None:
+        """Point the parameters to where the block rests."""
+        on_device = self.device.type != "cpu"
+        for parameter, view in zip(self.parameters, self.home.rest(), strict=True):
+            # On another device a view of RAM would make the module look as if it were on the CPU.
+            parameter.data = unreadable(parameter, self.device) if view is None or on_device else view
+        self.versions = [p._version for p in self.parameters]
+        self.addresses = [p.data_ptr() for p in self.parameters]
+
+    def is_hollow(self, index: int) -> bool:
+        """Whether a parameter points to nothing that could be read: it rests in pieces, or on another device."""
+        if self.uses or self.parameters[index].data_ptr() != self.addresses[index]:
+            return False
+        return self.device.type != "cpu" or self.home.rest()[index] is None
+
+    def untouched(self) -> list[bool]:
+        """Of each parameter at rest, whether it is where ``rest`` put it, with the values that it had."""
+        # Elsewhere than on the CPU they point to nothing that could be written to.
+        written = self.home.written() if self.device.type == "cpu" else [False] * len(self.parameters)
+        marks = zip(self.parameters, self.versions, self.addresses, written, strict=True)
+        return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
+
+    def values(self) -> list[torch.Tensor]:
+        """The block's tensors as they are now, at rest, in memory of their own."""
+        kept = self.untouched()
+        held = self.home.values() if any(kept) else self.parameters
+        pairs = zip(kept, held, self.parameters, strict=True)
+        return [value if same else p.data.clone() for same, value, p in pairs]
+
+    def adopt_changes(self) -> bool:
+        """Make what the user wrote to parameters at rest (in place, ``p.data = ...``) the block's values.
+
+        Returns whether there was anything. Raises UnsupportedError for values of another shape or dtype.
+        """
+        if all(self.untouched()):
+            return False
+        for parameter, placed in zip(self.parameters, self.home.layout.tensors, strict=True):
+            if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
+                raise UnsupportedError(
+                    f"{placed.name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
+                    f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
+                    "Call .brim.remove() first, change it, and fit the module again.",
+                )
+        self.home.write_back(self.values())
+        self.views.clear()
+        self.rest()
+        return True

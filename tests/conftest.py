@@ -1,0 +1,54 @@
+"""What all tests share: a cache folder of their own, and in it a machine that needs no measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from brim.core import Hardware, Link, Tier
+from brim.core.hardware import DISK, RAM
+from brim.measure import probe as probing
+
+
+@pytest.fixture(scope="session")
+def known_machine() -> Hardware:
+    """A small machine with round figures. Plans in tests do not depend on how fast the test machine is today."""
+    return Hardware(
+        name="a machine for tests",
+        compute=RAM,
+        tiers=(
+            Tier(name=RAM, capacity_bytes=psutil.virtual_memory().total, bytes_per_s=10e9),
+            Tier(name=DISK, capacity_bytes=1 << 40, bytes_per_s=1e9),
+        ),
+        links=(
+            Link(source=DISK, target=RAM, bytes_per_s=1e9),
+            Link(source=RAM, target=RAM, bytes_per_s=5e9),
+        ),
+        flops_per_s={"float32": 100e9, "bfloat16": 50e9},
+        source="made up",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products take longer to be shared among threads than to be done, the more so beside other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory, known_machine: Hardware, one_thread: None) -> Iterator[Path]:
+    """The user's cache folder for the whole session, where a probe finds ``known_machine`` and measures nothing."""
+    home = tmp_path_factory.mktemp("cache-home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        (home / "brim").mkdir()
+        facts = probing._fingerprint(RAM, home / "brim")
+        probing._remember(known_machine, probing._remembered_at(facts))
+        yield home
