@@ -6,10 +6,9 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from cpu_truth import memory_events, peak_bytes
-
 from brim.core import Trace
 from brim.predict.tracer import trace
+from cpu_truth import memory_events, peak_bytes
 
 
 def predicted_events(made: Trace) -> list[tuple[int, str]]:
@@ -28,7 +27,7 @@ def predicted_events(made: Trace) -> list[tuple[int, str]]:
 
 def compare(build: Callable[[], Callable[[], Any]], steps: int = 3, floor: int = 64) -> tuple[int, int, list[str]]:
     """Predicted and measured peak, and a diff of the two sequences of sizes of at least ``floor`` bytes."""
-    predicted = [e for e in predicted_events(trace(build, steps=steps, target="cpu"))]
+    predicted = predicted_events(trace(build, steps=steps, target="cpu"))
     measured = memory_events(build, steps)
     mine = [e for e in predicted if abs(e[0]) >= floor]
     real = [e for e in measured if abs(e[0]) >= floor]

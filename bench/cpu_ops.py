@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from cpu_compare import predicted_events
-from cpu_truth import memory_events, peak_bytes
 from torch.utils._pytree import tree_map_only
 
 from brim.errors import BrimError
 from brim.predict.tracer import trace
+from cpu_compare import predicted_events
+from cpu_truth import memory_events, peak_bytes
 
 
 def builds(name: str, dtype: torch.dtype, backward: bool) -> Iterator[Callable[[], Callable[[], Any]]]:
@@ -39,7 +39,11 @@ def _build(op: Callable[..., Any], sample: Any, backward: bool) -> Callable[[], 
         def step() -> None:
             out = op(value, *args, **kwargs)
             if backward:
-                outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if getattr(o, "requires_grad", False)]
+                outs = [
+                    o
+                    for o in (out if isinstance(out, (tuple, list)) else [out])
+                    if getattr(o, "requires_grad", False)
+                ]
                 if outs:
                     torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
 

@@ -40,7 +40,9 @@ def _llama_mlp(config: dict[str, Any], size: int, mode: str) -> Step:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     hidden, dtype = config["hidden_size"], _dtype(config)
-    source = torch.randn(config.get("bsz", config.get("B")), size, hidden, device="cuda", dtype=dtype, requires_grad=True)
+    source = torch.randn(
+        config.get("bsz", config.get("B")), size, hidden, device="cuda", dtype=dtype, requires_grad=True
+    )
     made = LlamaConfig(
         hidden_size=hidden, intermediate_size=config["intermediate_size"], hidden_act=config["hidden_act"]
     )
@@ -84,7 +86,8 @@ def rope(config: dict[str, Any], size: int, mode: str) -> Step:
     embedding = LlamaRotaryEmbedding(made).to("cuda")
     heads = (config["num_q_heads"], config["num_kv_heads"])
     query, key = (
-        torch.randn((1, tokens, n, head), device="cuda", requires_grad=True, dtype=dtype).transpose(1, 2) for n in heads
+        torch.randn((1, tokens, n, head), device="cuda", requires_grad=True, dtype=dtype).transpose(1, 2)
+        for n in heads
     )
     grads = torch.randn_like(query), torch.randn_like(key)
     cos, sin = embedding(key, torch.arange(tokens, device="cuda").unsqueeze(0))
@@ -168,11 +171,11 @@ class _JsdHead(nn.Module):
 
 def fused_linear_jsd(config: dict[str, Any], size: int, mode: str) -> Step:
     hidden, words, dtype = config["H"], config["V"], _dtype(config)
-    head, other = (_JsdHead(hidden, words, dtype) for _ in range(2))
+    head = _JsdHead(hidden, words, dtype)
     student = torch.rand(size, hidden, requires_grad=True, dtype=dtype, device="cuda")
     teacher = torch.rand(size, hidden, dtype=dtype, device="cuda")
 
-    def full(held: nn.Module = other) -> None:
+    def full() -> None:
         loss = head(student, teacher)
         loss.backward()
 
@@ -224,7 +227,9 @@ class _Neighbours(nn.Module):
     def __init__(self, hidden: int, heads: int, bias: bool) -> None:
         super().__init__()
         self.heads, self.scale = heads, (hidden // heads) ** -0.5
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(hidden, hidden, bias=bias) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(hidden, hidden, bias=bias) for _ in range(4)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         shape = (hidden.size(0), hidden.size(1), self.heads, hidden.size(2) // self.heads)
@@ -323,7 +328,11 @@ def build(row: Mapping[str, str]) -> Callable[[], Step] | None:
     builder = BUILDERS.get((row["kernel_name"], row["kernel_provider"]))
     if builder is None:
         return None
-    config, size, mode = json.loads(row["extra_benchmark_config_str"]), int(float(row["x_value"])), row["kernel_operation_mode"]
+    config, size, mode = (
+        json.loads(row["extra_benchmark_config_str"]),
+        int(float(row["x_value"])),
+        row["kernel_operation_mode"],
+    )
 
     def made() -> Step:
         if row["kernel_name"] in ("geglu", "swiglu", "tiled_swiglu", "fused_moe"):

@@ -14,7 +14,7 @@ import torch
 
 _aten = torch.ops.aten
 
-# A tensor that only the caller in C++ holds is counted this often while a dispatch mode looks at it, and so its storage.
+# How often a tensor that only the caller in C++ holds is counted while a dispatch mode looks at it; so its storage.
 _TENSOR_USES, _STORAGE_USES = 4, 2
 
 # Backward formulas that write into a tensor they have just made (torch/csrc/autograd/FunctionsManual.cpp,
@@ -69,7 +69,7 @@ _WRAPPERS = ("__torch_dispatch__", "_fn", "inner")  # PyTorch wraps the dispatch
 def _may_be_overwritten(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     return (
-        tensor._use_count() <= _TENSOR_USES
+        tensor._use_count() <= _TENSOR_USES  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
         and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
     )

@@ -22,7 +22,6 @@ class ModuleTracker:
         self.modules: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.on_cache: Callable[[Any], None] = lambda cache: None  # told of every KV cache that a module returns
-        self.on_optimizer: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None  # before each of its steps
         self.in_optimizer = False
         self._index: dict[int, int] = {}
         self._stack: list[int] = []
@@ -32,7 +31,7 @@ class ModuleTracker:
         """The innermost module; in the backward pass the one whose forward made the graph's node."""
         if self._stack:
             if torch._C._current_graph_task_id() == -1:
-                self._by_sequence[torch.autograd._get_sequence_nr() - 1] = self._stack[-1]
+                self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = self._stack[-1]
             return self._stack[-1]
         if torch._C._current_graph_task_id() == -1:
             return -1
@@ -93,7 +92,6 @@ class ModuleTracker:
         self.in_optimizer = True
         if all(optimizer is not other for other in self.optimizers):
             self.optimizers.append(optimizer)
-        self.on_optimizer(optimizer)
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.in_optimizer = False

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from brim.predict.values import UnknownNumber, known
 
@@ -23,13 +23,16 @@ class ValueMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.item and args[0].dtype.is_floating_point and known(args[0]) is None:
             return UnknownNumber()
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def while_tracing() -> Iterator[None]:
-    """All replacements, for the duration of one trace."""
-    with mock.patch.object(torch.utils, "swap_tensors", _set_data), \
+def while_tracing(mode: ValueMode) -> Iterator[None]:
+    """All replacements, and ``mode``, for the duration of one trace."""
+    with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
+         mock.patch.object(torch.utils, "swap_tensors", _set_data), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
@@ -37,8 +40,22 @@ def while_tracing() -> Iterator[None]:
          mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
          mock.patch.object(builtins, "max", _of_unknown(builtins.max)), \
          mock.patch.object(builtins, "min", _of_unknown(builtins.min)), \
-         _transformers_sees_plain_tensors(), ValueMode():  # fmt: skip
+         _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
+
+
+def _reentering(mode: ValueMode) -> Callable[..., Any]:
+    """``Tensor.backward`` is itself a call that the mode sees, and a mode is off while it handles a call; what runs
+    within the backward pass (recomputation, hooks) must be seen too."""
+    run: Callable[..., Any] = torch.autograd.graph._engine_run_backward
+
+    def _run_backward(*args: Any, **kwargs: Any) -> Any:
+        if any(other is mode for other in _get_current_function_mode_stack()):
+            return run(*args, **kwargs)
+        with mode:
+            return run(*args, **kwargs)
+
+    return _run_backward
 
 
 @contextmanager
@@ -47,19 +64,35 @@ def _transformers_sees_plain_tensors() -> Iterator[None]:
     module = sys.modules.get("transformers.utils.import_utils")
     if module is None:
         try:
-            import transformers.utils.import_utils as module  # noqa: PLC0415  # not needed to trace other models
+            import transformers.utils.import_utils as module  # not needed to trace other models
         except ImportError:
             module = None
     if not hasattr(module, "is_fake_tensor"):
         yield
         return
-    with mock.patch.object(module, "is_fake_tensor", lambda tensor: False):
+    import transformers  # loaded above
+
+    with (
+        mock.patch.object(module, "is_fake_tensor", lambda tensor: False),
+        # It only warns, but looks at the tokens to do so.
+        mock.patch.object(
+            transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args, **kwargs: None
+        ),
+    ):
         yield
 
 
 def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
     """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones."""
     first.data = second.data
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """aten/src/ATen/native/Onehot.cpp scatters into zeros; for fake tensors it would compare with every class."""
+    if num_classes <= 0 or tensor.dtype != torch.long:
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    shape = (*tensor.shape, num_classes)
+    return torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _rng_state() -> torch.Tensor:
@@ -79,7 +112,12 @@ def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:
             for arg in args:
                 if type(arg) is UnknownNumber:
                     return arg
-                if isinstance(arg, torch.Tensor) and arg.dim() == 0 and arg.dtype.is_floating_point and not known(arg):
+                if (
+                    isinstance(arg, torch.Tensor)
+                    and arg.dim() == 0
+                    and arg.dtype.is_floating_point
+                    and not known(arg)
+                ):
                     return arg
         return builtin(*args, **kwargs)
 

@@ -16,17 +16,17 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import checkpoint
 
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import cuda_attention
+from brim.predict.patches import ValueMode
 
 _CUDA = torch.device("cuda", 0)
-_KEYS = ("device", "device_type")
+_is_cuda: Any = torch.Tensor.is_cuda
+_is_cpu: Any = torch.Tensor.is_cpu
 
 
-class PretendCuda(TorchFunctionMode):
+class PretendCuda(ValueMode):
     """Sends calls that name a CUDA device to the fake CPU, and tells the recorder where the result lies."""
 
     def __init__(self, recording: RecordingMode, capability: tuple[int, int]) -> None:
@@ -40,10 +40,11 @@ class PretendCuda(TorchFunctionMode):
             torch.Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
             torch.Tensor.get_device: lambda tensor: 0 if self.on_device(tensor) else -1,
             torch.Tensor.record_stream: lambda tensor, stream: None,
-            torch.Tensor.is_cuda.__get__: self.on_device,
-            torch.Tensor.is_cpu.__get__: lambda tensor: not self.on_device(tensor),
-            torch.nn.functional.scaled_dot_product_attention: self._attention,
+            _is_cuda.__get__: self.on_device,
+            _is_cpu.__get__: lambda tensor: not self.on_device(tensor),
+            torch.nn.functional.scaled_dot_product_attention: self.attention,
             torch.dropout: self._dropout,
+            torch.nn.functional.dropout: self.dropout,
         }
 
     def on_device(self, tensor: torch.Tensor) -> bool:
@@ -58,7 +59,7 @@ class PretendCuda(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None:
             with self.recording.factories(self._any_on_device(args)):
-                return func(*args, **kwargs)
+                return super().__torch_function__(func, types, args, kwargs)
         cuda = is_cuda(device)
         self.recording.recorder.uses_device |= cuda
         with self.recording.factories(cuda), self.recording.placed(cuda if _copies(func) else None):
@@ -72,17 +73,6 @@ class PretendCuda(TorchFunctionMode):
             elif isinstance(arg, (tuple, list)) and arg and isinstance(arg[0], FakeTensor) and self.on_device(arg[0]):
                 return True
         return False
-
-    def in_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` with this mode on: autograd calls Python in the backward pass with all function modes off."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(mode is self for mode in _get_current_function_mode_stack()):
-                return function(*args, **kwargs)
-            with self:
-                return function(*args, **kwargs)
-
-        return call
 
     def _cuda(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.recording.recorder.uses_device = True
@@ -98,7 +88,7 @@ class PretendCuda(TorchFunctionMode):
         device = kwargs.pop("device", None)
         if args and isinstance(args[0], torch.Tensor):  # .to(other)
             device, args = _CUDA if self.on_device(args[0]) else torch.device("cpu"), (args[0].dtype, *args[1:])
-        elif args and (args[0] is None or isinstance(args[0], (str, torch.device, int)) and not _is_dtype(args[0])):
+        elif args and (args[0] is None or (isinstance(args[0], (str, torch.device, int)) and not _is_dtype(args[0]))):
             device, args = args[0], args[1:]
         if device is None:
             return torch.Tensor.to(tensor, *args, **kwargs) if args or kwargs else tensor
@@ -112,7 +102,7 @@ class PretendCuda(TorchFunctionMode):
         with self.recording.placed(cuda):
             return torch.Tensor.to(tensor, dtype, copy=moves or bool(kwargs.pop("copy", False)), **kwargs)
 
-    def _attention(
+    def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -125,6 +115,13 @@ class PretendCuda(TorchFunctionMode):
         if train and 0 < p < 1 and input.numel() > 0:
             return torch.native_dropout(input, p, train)[0]
         return torch.dropout(input, p, train)
+
+    def dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if inplace:
+            return torch.dropout_(input, p, training)
+        return self._dropout(input, p, training)
 
 
 def is_cuda(device: object) -> bool:
@@ -151,10 +148,11 @@ def _copies(func: Any) -> bool:
 
 
 @contextmanager
-def pretending(recording: RecordingMode, capability: tuple[int, int]) -> Iterator[PretendCuda]:
-    """Everything that makes CUDA seem present, for the duration of one trace."""
-    mode = PretendCuda(recording, capability)
+def pretending(mode: PretendCuda) -> Iterator[None]:
+    """Everything besides ``mode`` itself that makes CUDA seem present, for the duration of one trace."""
+    recording = mode.recording
     recording.on_device = False
+    functional = torch.nn.functional
     with contextlib.ExitStack() as stack:
         for name, value in _torch_cuda(mode, recording).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
@@ -162,22 +160,9 @@ def pretending(recording: RecordingMode, capability: tuple[int, int]) -> Iterato
         stack.enter_context(_autocast_state())
         supported = [*optimizer._foreach_supported_types, FakeTensor]
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", supported))
-        stack.enter_context(_in_backward_too(mode))
-        stack.enter_context(mode)
-        yield mode
-
-
-@contextmanager
-def _in_backward_too(mode: PretendCuda) -> Iterator[None]:
-    """Checkpointing computes forward again in the backward pass: in a hook of saved tensors, or in its own backward."""
-    hooks, reentrant = torch.autograd.graph.saved_tensors_hooks, checkpoint.CheckpointFunction
-    plain = hooks.__init__
-
-    def init(self: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        plain(self, pack, mode.in_backward(unpack))
-
-    backward = staticmethod(mode.in_backward(reentrant.backward))
-    with mock.patch.object(hooks, "__init__", init), mock.patch.object(reentrant, "backward", backward):
+        # Functions of torch.nn.functional that call one another do so with the mode off.
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", mode.attention))
+        stack.enter_context(mock.patch.object(functional, "dropout", mode.dropout))
         yield
 
 
@@ -210,7 +195,8 @@ def _torch_cuda(mode: PretendCuda, recording: RecordingMode) -> dict[str, Any]:
         name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128
     )
     silent = ("set_device", "synchronize", "empty_cache", "ipc_collect", "init", "_lazy_init", "manual_seed",
-              "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated", "set_rng_state")  # fmt: skip
+              "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated",
+              "set_rng_state")  # fmt: skip
     numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return {
         **dict.fromkeys(silent, nothing),

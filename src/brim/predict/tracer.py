@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brim.core import Category, Phase, Trace
+from brim.core import Category, Trace
 from brim.errors import UsageError
 from brim.predict import patches
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
 from brim.predict.lowering.cuda_autocast import cuda_lists
 from brim.predict.modules import ModuleTracker
-from brim.predict.pretend import pretending
+from brim.predict.pretend import PretendCuda, pretending
 from brim.predict.recorder import Recorder
 from brim.predict.values import KnownValues
 
@@ -41,8 +40,10 @@ def trace(
     ``build`` makes model, optimizer and inputs and returns ``step``, a function of no arguments; both may do what
     they like with tensors, and nothing is allocated. The first step creates optimizer state, so the peak is often
     in the second. For CUDA, ``capability`` is the GPU's (it decides between attention kernels), and only what the
-    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole. Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values
-    (naming the line) or an operation that has no fake kernel (naming it).
+    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole.
+
+    Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values (naming the line) or
+    an operation that has no fake kernel (naming it).
     """
     if target not in TARGETS:
         raise UsageError(f"target={target!r} was asked of trace().", f"Known targets are {', '.join(TARGETS)}.")
@@ -51,16 +52,17 @@ def trace(
     recorder, modules = Recorder(), ModuleTracker()
     mode = RecordingMode(recorder, modules, KnownValues(), rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
-    modules.on_optimizer = lambda optimizer: _mark_gradients(mode, optimizer)
+    mode.after_backward = lambda: _mark_gradients(mode)
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(modules.watching())
         stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
         stack.enter_context(mode)
-        stack.enter_context(patches.while_tracing())
-        if target == "cuda":
-            stack.enter_context(pretending(mode, capability))
+        functions = PretendCuda(mode, capability) if target == "cuda" else patches.ValueMode()
+        if isinstance(functions, PretendCuda):
+            stack.enter_context(pretending(functions))
             stack.enter_context(cuda_lists())
+        stack.enter_context(patches.while_tracing(functions))
         step = build()
         if not callable(step):
             raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
@@ -69,6 +71,8 @@ def trace(
             recorder.begin_step()
             step()
             _categorize(mode)
+        if mode.values.used_routing:
+            recorder.notes["routing"] = "balanced: each token's experts follow on the ones of the token before"
         paths = modules.paths()
         made = Trace(
             model=model or _name(modules, build),
@@ -110,14 +114,6 @@ def _mark_cache(mode: RecordingMode, cache: Any) -> None:
             mode.mark(getattr(layer, name, None), Category.KV_CACHE)
 
 
-def _mark_gradients(mode: RecordingMode, optimizer: torch.optim.Optimizer) -> None:
-    """Gradients as an optimizer finds them: most programs have let go of them by the end of the step."""
-    owners = _owners(mode)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            mode.mark(parameter.grad, Category.GRADIENT, owners.get(id(parameter), -1))
-
-
 def _owners(mode: RecordingMode) -> dict[int, int]:
     """The first module that holds each parameter, by the parameter's identity."""
     found: dict[int, int] = {}
@@ -129,15 +125,31 @@ def _owners(mode: RecordingMode) -> dict[int, int]:
 
 
 def _categorize(mode: RecordingMode) -> None:
-    mark, owners = mode.mark, _owners(mode)
+    """What is held now, by who holds it."""
+    owners = _owners(mode)
     for index, module in enumerate(mode.modules.modules):
         for parameter in module._parameters.values():
-            if parameter is not None:
-                mark(parameter, Category.PARAMETER, owners[id(parameter)])
-                mark(parameter.grad, Category.GRADIENT, owners[id(parameter)])
+            mode.mark(parameter, Category.PARAMETER, owners.get(id(parameter), -1))
         for buffer in module._buffers.values():
-            mark(buffer, Category.BUFFER, index)
+            mode.mark(buffer, Category.BUFFER, index)
     for optimizer in mode.modules.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                mode.mark(parameter, Category.PARAMETER)
         for parameter, state in optimizer.state.items():
             for value in state.values():
-                mark(value, Category.OPTIMIZER_STATE, owners.get(id(parameter), -1))
+                mode.mark(value, Category.OPTIMIZER_STATE, owners.get(id(parameter), -1))
+    _mark_gradients(mode)
+
+
+def _mark_gradients(mode: RecordingMode) -> None:
+    """Gradients are let go between steps, so they are marked as soon as a backward pass has made them."""
+    owners = _owners(mode)
+    for module in mode.modules.modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                mode.mark(parameter.grad, Category.GRADIENT, owners[id(parameter)])
+    for optimizer in mode.modules.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                mode.mark(parameter.grad, Category.GRADIENT)

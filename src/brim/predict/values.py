@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
 _MOST_ELEMENTS = {False: 1 << 20, True: 1 << 14}  # by whether the dtype is floating
+_MOST_ROUTED = 1 << 26  # tables of which token goes to which expert
 _FACTORIES = {
     _aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.ones.default, _aten.zeros.default,
     _aten.full.default, _aten.linspace.default, _aten.eye.default, _aten.eye.m, _aten.scalar_tensor.default,
@@ -91,14 +92,17 @@ class KnownValues:
         if not inputs:
             return
         real = None
-        if all(_small(t) for t in _leaves(result)):
+        routed = any(t._brim_known.state["routing"] for t in inputs)  # type: ignore[attr-defined]
+        if all(_small(t) or (routed and t.numel() <= _MOST_ROUTED) for t in _leaves(result)):
             real = self._compute(func, args, kwargs)
         if real is None:
             if func._schema.is_mutable and func is not _aten._amp_foreach_non_finite_check_and_unscale_.default:
                 _forget(func, args, kwargs)
             return
         for fake, value in zip(_leaves(result), _leaves(real), strict=False):
-            if getattr(fake, "_brim_known", None) is None:
+            if (found := getattr(fake, "_brim_known", None)) is not None:
+                found.state["routing"] |= routed
+            else:
                 self._attach(fake, value, args, kwargs)
 
     def _compute(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,7 +210,7 @@ class UnknownNumber(float):
 
         raise decision()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same  # type: ignore[assignment]
-    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _same  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __trunc__ = __round__ = _refuse  # type: ignore[assignment]
-    __floor__ = __ceil__ = __hash__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __trunc__ = __round__ = _refuse
+    __floor__ = __ceil__ = __hash__ = _refuse

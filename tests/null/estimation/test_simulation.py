@@ -1,7 +1,9 @@
 """A trace through the simulated allocator: peaks, limits, and the operation that does not fit."""
 
 import pytest
+import torch
 
+import brim
 from brim import simulate
 from brim.catalog import general_context, gpu
 from brim.core import Category, EventKind, Hardware, Op, Phase, Storage, Tier, Trace
@@ -85,3 +87,18 @@ def test_an_unknown_name_is_told_with_the_nearest(arguments, told):
 def test_a_cpu_trace_takes_no_gpu_settings(arguments):
     with pytest.raises(UsageError, match="CPU"):
         simulate(trace((1, 1, 2), target="cpu"), **arguments)
+
+
+def test_sizes_are_rounded_as_the_settings_say():
+    odd = trace((9 * MIB + 1, 1, None))
+    assert simulate(odd, alloc_conf="roundup_power2_divisions:2").peak_bytes.allocated == 12 * MIB
+
+
+def test_a_traced_workspace_is_the_one_of_the_gpu_that_is_simulated():
+    def build():
+        weight = torch.ones(8, 8, device="cuda")
+        return lambda: weight @ weight
+
+    made = brim.trace(build, steps=1, target="cuda")
+    ada, hopper = (simulate(made, name).peak_bytes.allocated for name in ("RTX 4090", "H200"))
+    assert hopper - ada == 32 * MIB - 8_519_680

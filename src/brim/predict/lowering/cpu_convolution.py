@@ -116,7 +116,11 @@ class _Convolution:
 def _last(tensor: torch.Tensor) -> bool:
     if tensor.dim() == 4:
         return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.dim() == 5 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    return (
+        tensor.dim() == 5
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )
 
 
 def _uses_onednn(conv: _Convolution) -> bool:

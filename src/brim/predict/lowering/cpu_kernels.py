@@ -62,7 +62,11 @@ def _layer_norm_backward(kernel: Kernel) -> None:
 def _channels_last(tensor: torch.Tensor) -> bool:
     if tensor.dim() == 4:
         return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.dim() == 5 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    return (
+        tensor.dim() == 5
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    )
 
 
 def _group_norm(kernel: Kernel) -> None:
@@ -230,6 +234,11 @@ def _upsampled(kernel: Kernel) -> None:
         kernel.temp(nbytes(kernel.result))
 
 
+def _recurrent(kernel: Kernel) -> None:
+    """mkldnn/RNN.cpp: oneDNN says how large a workspace it saves for the backward pass."""
+    kernel.unknown = f"{kernel.func.overloadpacket}: oneDNN's workspace"
+
+
 def _indexed(kernel: Kernel) -> None:
     """TensorAdvancedIndexing.cpp: 32-bit indices are widened."""
     kernel.emit()
@@ -299,6 +308,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.roll.default: _roll,
     _aten.isinf.default: _isinf,
     _aten.gather.default: _indexed,
+    _aten.mkldnn_rnn_layer.default: _recurrent,
+    _aten.mkldnn_rnn_layer_backward.default: _recurrent,
     _aten.scatter.src: _indexed,
     _aten.scatter.value: _indexed,
     _aten.scatter_.src: _indexed,

@@ -40,19 +40,22 @@ def attention(
         out = _aten._scaled_dot_product_cudnn_attention(
             query, key, value, attn_mask, needs_grad, dropout_p, is_causal, False, scale=scale
         )
-        return out[0]
+        made: torch.Tensor = out[0]
+        return made
     if backend == "flash":
         size = query.size(-1)
         scale = size**-0.5 if scale is None else scale
         query, key, value = (_pad_last(t, 8) for t in (query, key, value))
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-        return out[0][..., :size] if out[0].size(-1) != size else out[0]
+        flash: torch.Tensor = out[0][..., :size] if out[0].size(-1) != size else out[0]
+        return flash
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     bias = None if attn_mask is None else _aligned_bias(attn_mask, query, key)
     out = _aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )
-    return out[0]
+    efficient: torch.Tensor = out[0]
+    return efficient
 
 
 def choose(
@@ -142,7 +145,7 @@ def _math(
     scale: float | None,
     gqa: bool,
 ) -> torch.Tensor:
-    """``_scaled_dot_product_attention_math`` (transformers/attention.cpp): scaled before the product, softmax, product."""
+    """``_scaled_dot_product_attention_math`` of transformers/attention.cpp: scale, product, softmax, product."""
     origin = query.dtype
     if origin in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
@@ -161,4 +164,5 @@ def _math(
     weights = _aten._safe_softmax(scores, -1)
     if dropout > 0:
         weights = torch.native_dropout(weights, dropout, True)[0]
-    return (weights @ value).to(origin)
+    mixed: torch.Tensor = (weights @ value).to(origin)
+    return mixed

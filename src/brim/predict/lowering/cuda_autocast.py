@@ -30,7 +30,8 @@ FP32 = (
     "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
     "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
-    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "fft_fft", "fft_ifft", "fft_rfft",
+    "fft_irfft",
 )  # fmt: skip
 FP32_OUT = ("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList",
             "linalg_vector_norm", "linalg_matrix_norm")  # fmt: skip
@@ -72,8 +73,9 @@ def _fall_through(library: torch.library.Library) -> None:
     listed = {_overload(name).name() for name in (*LOWER_PRECISION, *FP32, *FP32_OUT, *WIDEST)}
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
         if name.startswith("aten::") and name not in listed:
-            library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
-
+            library.impl(
+                name.removeprefix("aten::"), torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True
+            )
 
 
 def _eligible(value: object) -> bool:
@@ -144,7 +146,12 @@ def _widest(op: torch._ops.OpOverload) -> Callable[..., Any]:
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
         with torch._C._ExcludeDispatchKeyGuard(key):
             seen: list[torch.Tensor] = []
-            _each(list(args), lambda t: (seen.append(t), t)[1])
+
+            def see(tensor: torch.Tensor) -> torch.Tensor:
+                seen.append(tensor)
+                return tensor
+
+            _each(list(args), see)
             wide = torch.float32 if any(t.dtype == torch.float32 for t in seen) else None
             changed = _each(list(args), lambda t: t if wide is None else t.to(wide))
             return op(*changed, **kwargs)

@@ -27,7 +27,7 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
 
 
 class Workspaces:
-    """cuBLAS takes one workspace per handle and stream and keeps it. The forward and the backward thread have one each."""
+    """cuBLAS keeps one workspace per handle and stream; the forward and the backward thread have a handle each."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._bytes = cublas_workspace_bytes(capability)
@@ -96,7 +96,7 @@ def _expected_distinct(draws: int, values: int) -> int:
 
 
 def _embedding_backward(kernel: Kernel) -> None:
-    """cuda/Embedding.cu and EmbeddingBackwardKernel.cu: above 3,072 indices they are sorted and summed in segments."""
+    """cuda/Embedding.cu, EmbeddingBackwardKernel.cu: above 3,072 indices are sorted and summed in segments."""
     grad, indices, weights = kernel.args[0], kernel.args[1], kernel.args[2]
     count, width = indices.numel(), grad.size(-1)
     kernel.emit()
@@ -148,7 +148,7 @@ def _logsumexp(kernel: Kernel) -> None:
 
 
 def _flash_backward(kernel: Kernel) -> None:
-    """transformers/cuda/flash_attn/flash_api.cpp: row sums, and the query's gradient in float32; padded to 128 rows."""
+    """transformers/cuda/flash_attn/flash_api.cpp: row sums and the query's gradient in float32, in 128-row blocks."""
     query, key = kernel.arg("query"), kernel.arg("key")
     batch, heads, rows, size = query.shape
     padded_rows = ceil(rows / 128) * 128
@@ -162,13 +162,18 @@ def _flash_backward(kernel: Kernel) -> None:
 
 
 def _efficient_backward(kernel: Kernel) -> None:
-    """transformers/cuda/attention_backward.cu: row sums; half precision accumulates the query's gradient in float32."""
+    """transformers/cuda/attention_backward.cu: row sums; in half precision the query's gradient in float32."""
     query = kernel.arg("query")
     batch, heads, rows, size = query.shape
     kernel.emit()
     kernel.temp(batch * heads * rows * 4)
     if query.dtype in _HALF:
         kernel.temp(batch * heads * ceil(rows / 64) * 64 * ceil(size / 32) * 32 * 4)
+
+
+def _convolution(kernel: Kernel) -> None:
+    """cudnn/Conv_v8.cpp takes the workspace that the chosen engine asks for."""
+    kernel.unknown = f"{kernel.func.overloadpacket}: cuDNN's workspace"
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
@@ -185,6 +190,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._log_softmax.default: _contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution,
     _aten._safe_softmax.default: _safe_softmax,
     _aten.logsumexp.default: _logsumexp,
     _aten.embedding_dense_backward.default: _embedding_backward,

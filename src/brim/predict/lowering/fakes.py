@@ -19,6 +19,7 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """Shapes of aten/src/ATen/native/GroupedMMUtils.h: rows of the output are padded to 16 bytes."""
     dtype = out_dtype or first.dtype
+    shape: tuple[int, ...]
     if first.dim() == 2 and second.dim() == 2:
         assert offs is not None
         shape = (offs.size(0), first.size(0), second.size(1))

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(slots=True)
 class Kernel:
-    """One call. ``outputs`` are the tensors whose storages are new, in the order in which the operation returns them."""
+    """One call. ``outputs`` are the tensors whose storages are new, in the order in which they are returned."""
 
     func: torch._ops.OpOverload
     args: Sequence[Any]
@@ -24,6 +24,7 @@ class Kernel:
     result: Any
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     library: str = ""
+    unknown: str = ""  # what the kernel takes besides, of unknown size
     _handles: int = 0
     _emitted: set[int] = field(default_factory=set)
 

@@ -1,0 +1,47 @@
+"""Peaks of operators that others measured on GPUs, against what is predicted without one."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+import liger_rows
+from brim.predict.tracer import trace
+from brim.estimation.simulation import simulate
+
+TABLE = (
+    Path(os.environ.get("BRIM_GROUND_TRUTH", Path(__file__).parents[3] / "shared" / "ground_truth")) / "liger_ops.csv"
+)
+pytestmark = pytest.mark.skipif(not TABLE.exists(), reason=f"{TABLE} is not here")
+
+
+def _ends(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Of every sweep its smallest and largest case; of the mixture of experts, a loop in Python, the smallest."""
+    sweeps: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        key = ("kernel_name", "kernel_operation_mode", "extra_benchmark_config_str", "gpu_name", "x_name")
+        if liger_rows.build(row) is not None:
+            sweeps.setdefault(tuple(row[name] for name in key), []).append(row)
+    found = []
+    for sweep in sweeps.values():
+        sweep.sort(key=lambda row: float(row["x_value"]))
+        found += sweep[:1] if sweep[0]["kernel_name"] == "fused_moe" or len(sweep) == 1 else [sweep[0], sweep[-1]]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_published_peaks_are_met():
+    errors = []
+    for row in _ends(list(csv.DictReader(TABLE.open()))):
+        build = liger_rows.build(row)
+        assert build is not None
+        made = trace(build, steps=3, target="cuda", capability=liger_rows.capability(row))
+        measured = float(row["y_value_50"]) * (1 << 20)
+        errors.append(abs(simulate(made).peak_bytes.allocated - measured) / measured)
+    errors.sort()
+    assert len(errors) > 40
+    assert errors[len(errors) // 2] <= 0.0005
+    assert errors[int(len(errors) * 0.95)] <= 0.03
