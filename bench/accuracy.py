@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 
 import liger_rows
-from brim.predict.tracer import trace
 from brim.estimation.simulation import simulate
+from brim.predict.tracer import trace
 from cpu_truth import measured_peak_bytes
 from cpu_zoo import CONFIGURATIONS
 

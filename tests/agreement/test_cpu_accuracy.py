@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from brim.predict.tracer import trace
 from brim.estimation.simulation import simulate
+from brim.predict.tracer import trace
 from cpu_truth import measured_peak_bytes
 from cpu_zoo import CONFIGURATIONS
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import liger_rows
-from brim.predict.tracer import trace
 from brim.estimation.simulation import simulate
+from brim.predict.tracer import trace
 
 TABLE = (
     Path(os.environ.get("BRIM_GROUND_TRUTH", Path(__file__).parents[3] / "shared" / "ground_truth")) / "liger_ops.csv"

@@ -53,7 +53,7 @@ class AdamW8bit(Optimizer):
         self._tables: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "traces step without a closure"
         for group in self.param_groups:
             for parameter in group["params"]:

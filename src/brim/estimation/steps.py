@@ -98,14 +98,14 @@ class Job:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _step(self, model: nn.Module) -> Step:
+    def _step(self, model: Any) -> Step:
         if self.workload.task == "train":
             _checkpoint(model, self.workload.checkpointing or "none", self.source)
             inner = getattr(model, "base_model", model).model if self.workload.method == "lora" else model
             make = making.diffusion_inputs if self.source.library == "diffusers" else making.training_inputs
             return self._training(model, make(inner, self.workload))
         model.eval()
-        if self.source.library == "transformers" and model.can_generate():  # type: ignore[operator]
+        if self.source.library == "transformers" and model.can_generate():
             return _generation(model, making.forward_inputs(model, self.workload), self.workload)
         make = making.diffusion_inputs if self.source.library == "diffusers" else making.forward_inputs
         return _forward_only(model, make(model, self.workload))
@@ -231,7 +231,7 @@ def _with_lora(model: nn.Module, source: Source) -> nn.Module:
     elif source.config.get("model_type") not in KNOWN:
         targets = "all-linear"
     try:
-        return get_peft_model(model, LoraConfig(target_modules=targets))  # type: ignore[arg-type]
+        return get_peft_model(model, LoraConfig(target_modules=targets))
     except ValueError as error:
         raise UnsupportedError(f"LoRA was asked for {source.name}.", f"PEFT cannot add it: {short(error)}") from error
 
@@ -283,13 +283,13 @@ def _target(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def _loss(output: Any, target: torch.Tensor | None) -> torch.Tensor:
-    loss = getattr(output, "loss", None)
+    loss: torch.Tensor | None = getattr(output, "loss", None)
     if loss is not None:
-        return loss  # type: ignore[no-any-return]
-    first = output if isinstance(output, torch.Tensor) else output[0]
+        return loss
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     if target is not None:
         return nn.functional.mse_loss(first[:, : target.shape[1]].float(), target.float())
-    return first.float().mean()  # type: ignore[no-any-return]
+    return first.float().mean()
 
 
 def _forward_only(model: nn.Module, inputs: dict[str, Any]) -> Step:
@@ -300,13 +300,13 @@ def _forward_only(model: nn.Module, inputs: dict[str, Any]) -> Step:
     return step
 
 
-def _generation(model: nn.Module, inputs: dict[str, Any], workload: Workload) -> Step:
+def _generation(model: Any, inputs: dict[str, Any], workload: Workload) -> Step:
     """Greedy generation to the last token, by transformers' own loop."""
     from transformers import GenerationConfig, GenerationMixin
 
     config: Any = model.config
     start = getattr(config, "decoder_start_token_id", None)
-    model.generation_config = GenerationConfig(  # type: ignore[assignment]
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False, use_cache=True, pad_token_id=0, bos_token_id=0, decoder_start_token_id=start,
         max_new_tokens=workload.new_tokens, eos_token_id=None,
     )  # fmt: skip
@@ -314,7 +314,7 @@ def _generation(model: nn.Module, inputs: dict[str, Any], workload: Workload) ->
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 
     def step() -> None:
-        GenerationMixin.generate(model, **inputs)  # type: ignore[arg-type]
+        GenerationMixin.generate(model, **inputs)
 
     return step
 

@@ -55,7 +55,7 @@ class ModuleTracker:
                 handle.remove()
 
     def roots(self) -> list[nn.Module]:
-        """Modules that lie in no other one. Containers are seen through: they register nothing and are never called."""
+        """Modules that lie in no other one. Containers register nothing: they are seen through."""
         below = {id(child) for module in self.modules for child in module.modules() if child is not module}
         return [module for module in self.modules if id(module) not in below]
 

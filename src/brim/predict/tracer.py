@@ -136,9 +136,9 @@ def _categorize(mode: RecordingMode) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 mode.mark(parameter, Category.PARAMETER)
-        for parameter, state in optimizer.state.items():
+        for owner, state in optimizer.state.items():
             for value in state.values():
-                mode.mark(value, Category.OPTIMIZER_STATE, owners.get(id(parameter), -1))
+                mode.mark(value, Category.OPTIMIZER_STATE, owners.get(id(owner), -1))
     _mark_gradients(mode)
 
 

@@ -27,9 +27,10 @@ def test_what_cannot_be_meant_is_a_usage_error(settings, told):
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8", "int4"])
-def test_training_in_eight_or_four_bits_is_refused_not_guessed(precision):
+@pytest.mark.parametrize("task", ["train", "generate"])
+def test_weights_of_eight_or_four_bits_are_refused_not_guessed(task, precision):
     with pytest.raises(UnsupportedError, match=precision):
-        Workload(precision=precision)
+        Workload(task=task, precision=precision)
 
 
 def test_what_is_left_open_is_filled_in():
