@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 
 import liger_rows
+from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
-from brim.simulate import simulate
 from cpu_truth import measured_peak_bytes
 from cpu_zoo import CONFIGURATIONS
 
@@ -35,7 +35,7 @@ def liger(only: str) -> list[dict[str, float | str]]:
         if build is None or only not in row["kernel_name"]:
             continue
         made = trace(build, steps=3, target="cuda", capability=liger_rows.capability(row))
-        predicted = simulate(made).facts["peak_bytes.allocated"] / MIB
+        predicted = simulate(made).peak_bytes.allocated / MIB
         measured = float(row["y_value_50"])
         name = f"{row['kernel_name']} {row['kernel_operation_mode']} {row['x_name']}={row['x_value']}"
         found.append({"name": name, "gpu": row["gpu_name"], "predicted": predicted, "measured": measured})
@@ -50,7 +50,7 @@ def cpu(only: str) -> list[dict[str, float | str]]:
     for name, build in CONFIGURATIONS.items():
         if only not in name:
             continue
-        predicted = simulate(trace(build, steps=2, target="cpu")).facts["peak_bytes.allocated"] / MIB
+        predicted = simulate(trace(build, steps=2, target="cpu")).peak_bytes.allocated / MIB
         measured = measured_peak_bytes(build, steps=2) / MIB
         found.append({"name": name, "gpu": "", "predicted": predicted, "measured": measured})
         off = (predicted - measured) / measured * 100

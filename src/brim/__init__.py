@@ -6,24 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from brim.estimation.estimate import estimate as estimate
+    from brim.estimation.simulation import simulate as simulate
     from brim.measure.probe import probe as probe
     from brim.predict.tracer import trace as trace
     from brim.run.fitting import fit as fit
     from brim.run.inference import load as load
-    from brim.simulate import simulate as simulate
 
 __version__ = "0.1.0"
 
 # The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
 _EXPORTS = {
+    "estimate": "brim.estimation.estimate",
     "fit": "brim.run.fitting",
     "load": "brim.run.inference",
     "probe": "brim.measure.probe",
-    "simulate": "brim.simulate",
+    "simulate": "brim.estimation.simulation",
     "trace": "brim.predict.tracer",
 }
 
-__all__ = ["__version__", "fit", "load", "probe", "simulate", "trace"]
+__all__ = ["__version__", "estimate", "fit", "load", "probe", "simulate", "trace"]
 
 
 def __getattr__(name: str) -> Any:

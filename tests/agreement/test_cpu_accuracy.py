@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
-from brim.simulate import simulate
 from cpu_truth import measured_peak_bytes
 from cpu_zoo import CONFIGURATIONS
 
@@ -17,7 +17,7 @@ CONVOLUTIONS = ("convnext", "resnet", "unet", "whisper")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_predicted_peak_is_the_measured_one(name):
     build = CONFIGURATIONS[name]
-    predicted = simulate(trace(build, steps=2, target="cpu")).facts["peak_bytes.allocated"]
+    predicted = simulate(trace(build, steps=2, target="cpu")).peak_bytes.allocated
     measured = measured_peak_bytes(build, steps=2)
     tolerance = 0.005 if name.startswith(CONVOLUTIONS) else 0.0005
     assert predicted == pytest.approx(measured, rel=tolerance)

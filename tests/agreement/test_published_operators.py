@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import liger_rows
+from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
-from brim.simulate import simulate
 
 TABLE = (
     Path(os.environ.get("BRIM_GROUND_TRUTH", Path(__file__).parents[3] / "shared" / "ground_truth")) / "liger_ops.csv"
@@ -40,7 +40,7 @@ def test_published_peaks_are_met():
         assert build is not None
         made = trace(build, steps=3, target="cuda", capability=liger_rows.capability(row))
         measured = float(row["y_value_50"]) * (1 << 20)
-        errors.append(abs(simulate(made).facts["peak_bytes.allocated"] - measured) / measured)
+        errors.append(abs(simulate(made).peak_bytes.allocated - measured) / measured)
     errors.sort()
     assert len(errors) > 40
     assert errors[len(errors) // 2] <= 0.0005

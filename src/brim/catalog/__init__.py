@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from brim.catalog.gpus import Context, Gpu, gpu, gpu_names
+from brim.catalog.gpus import Context, Gpu, general_context, gpu, gpu_names, known_contexts
 from brim.catalog.presets import Preset, model, model_names
 
-__all__ = ["Context", "Gpu", "Preset", "gpu", "gpu_names", "model", "model_names"]
+__all__ = [
+    "Context",
+    "Gpu",
+    "Preset",
+    "general_context",
+    "gpu",
+    "gpu_names",
+    "known_contexts",
+    "model",
+    "model_names",
+]

@@ -134,6 +134,16 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(card.name for card in _cards())
 
 
+def general_context() -> Context:
+    """The context of a GPU that nobody measured."""
+    return _catalog()[1]
+
+
+def known_contexts() -> tuple[Context, ...]:
+    """Every context that was measured, on whatever GPU, and the general one."""
+    return (*(context for card in _cards() for context in card.contexts), general_context())
+
+
 def _fits(parts: frozenset[str], card: Gpu) -> bool:
     """All words are of the card's names or its size (``RTX 3060 12GB``), and a number of the name is among them."""
     size = names.tokens(f"{(card.marketing_bytes or 0) >> 30} gb")

@@ -22,6 +22,7 @@ INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM, as shells hav
 # name -> (module:function, first line of its docstring). A command is imported when it is called or asked for help,
 # never for `brim --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "estimate": ("brim.cli.estimate:estimate", "Predict what a step of training or generation takes, without a GPU."),
     "explain": (
         "brim.cli.explain:explain",
         "Explain what memory did, and what it would have done under other settings.",

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import codec
+from brim.core.hardware import RAM, VRAM
 from brim.errors import FormatError
 
 VERSION = 1
+CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: held outside of the allocator
 
 
 class EventKind(IntEnum):
@@ -122,23 +124,17 @@ class Timeline:
         """One text column (``tier``, ``source``, ``label``) as indices and the texts that they point to."""
         return self._text_columns[name], list(self._texts)
 
-    def peak_bytes(self, tier: str, *, segments: bool = False) -> int:
-        """The most bytes that were held at once in ``tier``: allocated, or with ``segments`` reserved."""
-        wanted = self._texts.get(tier, -1)
-        up, down = (
-            (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE) if segments else (EventKind.ALLOC, EventKind.FREE)
-        )
-        held = peak = 0
-        rows = zip(self._columns["kind"], self._columns["bytes"], self._text_columns["tier"], strict=True)
-        for kind, count, where in rows:
-            if where != wanted:
-                continue
-            if kind == up:
-                held += count
-                peak = max(peak, held)
-            elif kind == down:
-                held -= count
-        return peak
+    @property
+    def peak_bytes(self) -> PeakBytes:
+        """``.allocated``, ``.reserved``, ``.process`` of the compute tier; called with a name, the peak of that tier."""
+        return PeakBytes(self)
+
+    @property
+    def out_of_memory(self) -> Event | None:
+        """The request that did not fit, if one did not; its ``label`` names the operation."""
+        if EventKind.OOM not in self._columns["kind"]:
+            return None
+        return next(event for event in self if event.kind is EventKind.OOM)
 
     def copied_bytes(self, source: str, tier: str) -> int:
         """Bytes that were moved from ``source`` into ``tier``."""
@@ -177,6 +173,56 @@ class Timeline:
             except (TypeError, OverflowError) as error:
                 raise FormatError(f"Timeline column {key!r} was to be read.", f"{error}.") from error
         return made
+
+
+@dataclass(frozen=True)
+class PeakBytes:
+    """The most bytes that a Timeline held at once.
+
+    The properties speak of the tier that kernels work in: VRAM if anything was there, else RAM. ``allocated`` is what
+    tensors took (``torch.cuda.max_memory_allocated``), ``reserved`` what the allocator held for them
+    (``max_memory_reserved``), ``process`` that and what lies outside of the allocator (the fact ``context_bytes``).
+    """
+
+    timeline: Timeline
+
+    @property
+    def tier(self) -> str:
+        indices, names = self.timeline.texts("tier")
+        return VRAM if VRAM in names and names.index(VRAM) in indices else RAM
+
+    @property
+    def allocated(self) -> int:
+        return self(self.tier)
+
+    @property
+    def reserved(self) -> int:
+        """Where no segments were recorded (a CPU run, a streaming run), the same as ``allocated``."""
+        return self(self.tier, segments=True) or self.allocated
+
+    @property
+    def process(self) -> int:
+        return self.reserved + int(self.timeline.facts.get(CONTEXT_BYTES, 0))
+
+    def __call__(self, tier: str, *, segments: bool = False) -> int:
+        """The most that was held at once in ``tier``: allocated, or with ``segments`` reserved."""
+        up, down = (
+            (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE) if segments else (EventKind.ALLOC, EventKind.FREE)
+        )
+        indices, names = self.timeline.texts("tier")
+        wanted = names.index(tier) if tier in names else -1
+        held = peak = 0
+        for kind, count, where in zip(
+            self.timeline.column("kind"), self.timeline.column("bytes"), indices, strict=True
+        ):
+            if where != wanted:
+                continue
+            if kind == up:
+                held += count
+                peak = max(peak, held)
+            elif kind == down:
+                held -= count
+        return peak
 
 
 @dataclass(frozen=True, kw_only=True)

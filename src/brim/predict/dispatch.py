@@ -161,9 +161,12 @@ class RecordingMode(TorchDispatchMode):
     def lives(self) -> Iterator[Life]:
         return (life for life, _ in self._live.values())
 
-    def mark(self, tensor: object, category: Category) -> None:
+    def mark(self, tensor: object, category: Category, module: int = -1) -> None:
+        """Say what a tensor is, and which module it belongs to (-1: the one that made it)."""
         if isinstance(tensor, torch.Tensor) and (life := self.life_of(tensor)) is not None:
             life.category = category
+            if module >= 0:
+                life.module = module
 
     def adopt(self, tensor: torch.Tensor, category: Category) -> None:
         """Record a storage that came from outside of the trace: it is there from its first use."""

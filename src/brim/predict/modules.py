@@ -54,10 +54,14 @@ class ModuleTracker:
             for handle in handles:
                 handle.remove()
 
+    def roots(self) -> list[nn.Module]:
+        """Modules that lie in no other one. Containers register nothing: they are seen through."""
+        below = {id(child) for module in self.modules for child in module.modules() if child is not module}
+        return [module for module in self.modules if id(module) not in below]
+
     def paths(self) -> list[str]:
         """The qualified name of every module seen, in their order, then "" for code outside of any module."""
-        children = {id(child) for module in self.modules for child in module.children()}
-        roots = [module for module in self.modules if id(module) not in children]
+        roots = self.roots()
         names: dict[int, str] = {}
         for root in roots:
             prefix = "" if len(roots) == 1 else type(root).__name__

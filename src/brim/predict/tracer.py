@@ -88,8 +88,7 @@ def trace(
 
 
 def _name(modules: ModuleTracker, build: Callable[[], Any]) -> str:
-    children = {id(child) for module in modules.modules for child in module.children()}
-    roots = [type(m).__name__ for m in modules.modules if id(m) not in children]
+    roots = [type(module).__name__ for module in modules.roots()]
     return roots[0] if roots else getattr(build, "__name__", "step")
 
 
@@ -107,34 +106,49 @@ def _quiet() -> Iterator[None]:
 
 def _mark_cache(mode: RecordingMode, cache: Any) -> None:
     """Keys and values that a Hugging Face cache holds, layer by layer."""
+    for part in ("self_attention_cache", "cross_attention_cache"):  # of an encoder-decoder
+        if (inner := getattr(cache, part, None)) is not None:
+            _mark_cache(mode, inner)
     for layer in getattr(cache, "layers", ()):
         for name in ("keys", "values"):
             mode.mark(getattr(layer, name, None), Category.KV_CACHE)
 
 
+def _owners(mode: RecordingMode) -> dict[int, int]:
+    """The first module that holds each parameter, by the parameter's identity."""
+    found: dict[int, int] = {}
+    for index, module in enumerate(mode.modules.modules):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), index)
+    return found
+
+
 def _categorize(mode: RecordingMode) -> None:
     """What is held now, by who holds it."""
-    for module in mode.modules.modules:
+    owners = _owners(mode)
+    for index, module in enumerate(mode.modules.modules):
         for parameter in module._parameters.values():
-            mode.mark(parameter, Category.PARAMETER)
+            mode.mark(parameter, Category.PARAMETER, owners.get(id(parameter), -1))
         for buffer in module._buffers.values():
-            mode.mark(buffer, Category.BUFFER)
+            mode.mark(buffer, Category.BUFFER, index)
     for optimizer in mode.modules.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 mode.mark(parameter, Category.PARAMETER)
-        for state in optimizer.state.values():
+        for owner, state in optimizer.state.items():
             for value in state.values():
-                mode.mark(value, Category.OPTIMIZER_STATE)
+                mode.mark(value, Category.OPTIMIZER_STATE, owners.get(id(owner), -1))
     _mark_gradients(mode)
 
 
 def _mark_gradients(mode: RecordingMode) -> None:
     """Gradients are let go between steps, so they are marked as soon as a backward pass has made them."""
+    owners = _owners(mode)
     for module in mode.modules.modules:
         for parameter in module._parameters.values():
             if parameter is not None:
-                mode.mark(parameter.grad, Category.GRADIENT)
+                mode.mark(parameter.grad, Category.GRADIENT, owners[id(parameter)])
     for optimizer in mode.modules.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -112,7 +112,10 @@ class KnownValues:
         if func is not _aten.lift_fresh.default and any(known(t) is None for t in tensors):
             return None
         with _disable_current_modes(), torch.no_grad():
-            return func(*_real(args), **_real(kwargs))
+            values, options = _real(args), _real(kwargs)
+            if func is _aten.histc.default and not values[0].is_floating_point():  # CUDA has it for integers too
+                return func(values[0].double(), *values[1:], **options).to(values[0].dtype)
+            return func(*values, **options)
 
     def _masked_index(self, args: tuple[Any, ...]) -> Any:
         """``self[mask]`` with a known mask: the same as indexing with the mask's positions."""

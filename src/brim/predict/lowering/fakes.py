@@ -53,7 +53,13 @@ def _layer_norm_backward(
     )
 
 
+def _histc(source: torch.Tensor, bins: int = 100, *args: object, **kwargs: object) -> torch.Tensor:
+    """CUDA counts integers too; the fake kernel speaks for the CPU, which does not."""
+    return torch.empty(bins, dtype=source.dtype)
+
+
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten.histc.default: _histc,
     _aten._grouped_mm.default: _grouped_mm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
 }

@@ -1,0 +1,201 @@
+"""``brim estimate``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from brim.cli.options import json_option, print_json
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from brim.estimation.estimate import Estimate
+    from brim.estimation.growth import Growth
+    from brim.estimation.models import Source
+    from brim.estimation.workload import Workload
+
+_MOST_MODULES = 12
+
+
+@click.command()
+@click.argument("model")
+@click.option("--task", default="train", show_default=True, help="train or generate.")
+@click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once.")
+@click.option("--seq", type=int, help="Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]")
+@click.option(
+    "--precision",
+    help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the configuration's]",
+)
+@click.option(
+    "--optimizer",
+    help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit. [default: adamw]",
+)
+@click.option("--method", help="full or lora (PEFT's defaults). [default: full]")
+@click.option("--checkpointing", help="none, selective or full. [default: none]")
+@click.option(
+    "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
+)
+@click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".')
+@click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]")
+@click.option(
+    "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
+)
+@json_option
+def estimate(
+    model: str,
+    task: str,
+    batch: int,
+    seq: int | None,
+    precision: str | None,
+    optimizer: str | None,
+    method: str | None,
+    checkpointing: str | None,
+    gpu: str | None,
+    alloc_conf: str,
+    new_tokens: int | None,
+    explain_formula: bool,
+    as_json: bool,
+) -> None:
+    """Predict what a step of training or generation takes, without a GPU.
+
+    MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, or file.py:function. The
+    function returns a step to trace, or a model and its inputs as a pair.
+    """
+    from rich.console import Console
+
+    from brim.estimation.workload import Workload
+
+    workload = Workload(
+        task=task, batch=batch, seq=seq, precision=precision, optimizer=optimizer, method=method,
+        checkpointing=checkpointing, new_tokens=new_tokens,
+    )  # fmt: skip
+    progress = Console(stderr=True)
+    with progress.status("Loading PyTorch"):
+        from brim.estimation.estimate import Study, hardware_of
+        from brim.estimation.models import find_model
+        from brim.estimation.simulation import place_of
+
+        place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
+    if explain_formula:
+        _explain(source, workload, as_json)
+        return
+    with progress.status("Tracing one step on fake tensors") as status:
+        study = Study(source, workload, place, hardware, alloc_conf)
+        found = study.estimate()
+        if not as_json:
+            status.update("Solving for other sizes")
+            growth = study.growth()
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found, growth)
+
+
+def _explain(source: Source, workload: Workload, as_json: bool) -> None:
+    import dataclasses
+
+    from rich.console import Console
+
+    from brim.estimation.closed_forms import closed_forms
+
+    forms = closed_forms(source, workload)
+    if as_json:
+        print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for name, form in forms.items():
+        told = f"   [{form.source}]" if form.source else ""
+        console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}", markup=False)
+
+
+def _print(found: Estimate, growth: Growth) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    where = f" on {found.gpu}" if found.gpu else ""
+    console.print(f"{found.model}{where}: {found.workload.describe()}", markup=False)
+    if found.fits is False:
+        console.print(f"It does not fit. {found.out_of_memory}", markup=False)
+    for table in (_peaks(found), _categories(found), _modules(found), *_growth(growth)):
+        console.print(table)
+    _last_lines(console, found, growth)
+
+
+def _peaks(found: Estimate) -> Table:
+    table = _table("peak", "bytes", "", title="")
+    peak = found.peak_bytes
+    table.add_row(
+        "allocated", format_bytes(peak.allocated), "tensors, as torch.cuda.max_memory_allocated counts them"
+    )
+    table.add_row("reserved", format_bytes(peak.reserved), "what the allocator holds for them")
+    table.add_row("process", format_bytes(peak.process), "and the CUDA context, as nvidia-smi counts")
+    for margin in found.margins:
+        table.add_row(f"  + {margin.name}", format_bytes(margin.bytes), margin.why)
+    table.add_row("safe upper bound", format_bytes(found.upper_bound_bytes), "")
+    return table
+
+
+def _categories(found: Estimate) -> Table:
+    table = _table("at the peak", "bytes", "share")
+    total = max(found.peak_bytes.allocated, 1)
+    rows = {name.replace("_", " "): size for name, size in found.at_peak_bytes.items() if name != "context"}
+    rows["allocator's rounding"] = found.rounding_bytes
+    for name, size in sorted(rows.items(), key=lambda row: -row[1]):
+        if size:
+            table.add_row(name, format_bytes(size), f"{size / total:.1%}")
+    return table
+
+
+def _modules(found: Estimate) -> Table:
+    from brim.estimation.breakdown import folded
+
+    table = _table("module", "bytes at the peak", "modules")
+    rows = folded(found.per_module)
+    for name, (size, count) in list(rows.items())[:_MOST_MODULES]:
+        table.add_row(name, format_bytes(size), f"{count}")
+    rest = list(rows.values())[_MOST_MODULES:]
+    if rest:
+        size, count = (sum(column) for column in zip(*rest, strict=True))
+        table.add_row("all others", format_bytes(size), f"{count}")
+    return table
+
+
+def _growth(growth: Growth) -> list[Table]:
+    tables = []
+    for name, points in (("batch", growth.batches), ("seq", growth.lengths)):
+        if not points:
+            continue
+        table = _table(name, "allocated", "reserved", "process")
+        for point in points:
+            size = f"{getattr(point, name):,}"
+            sizes = (point.allocated_bytes, point.reserved_bytes, point.process_bytes)
+            table.add_row(size, *map(format_bytes, sizes))
+        tables.append(table)
+    return tables
+
+
+def _last_lines(console: Console, found: Estimate, growth: Growth) -> None:
+    if growth.largest_batch is not None:
+        console.print(f"largest batch that fits: {growth.largest_batch:,}", markup=False)
+    elif not growth.batches and found.workload.task:
+        console.print("other batches are not solved: the step does other things at other sizes", markup=False)
+    time = f", {format_seconds(found.step_s)} by roofline" if found.step_s is not None else ""
+    console.print(f"{found.flops:,} FLOP a step{time}", markup=False)
+    if found.not_modelled:
+        console.print(f"not modelled inside: {', '.join(found.not_modelled)}", markup=False)
+    for note in found.notes:
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def _table(*columns: str, title: str = "") -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title or None)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or not column else "right")
+    return table

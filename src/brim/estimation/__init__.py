@@ -1,0 +1,1 @@
+"""What a step will take: build it on fake tensors, simulate its memory, sum up where the bytes go."""

@@ -1,0 +1,81 @@
+"""What lies in memory at the peak: by category and by module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from brim.core import Category, EventKind, Timeline, Trace
+
+# How the report names what is at the peak. Buffers are part of the model's weights to whoever reads it.
+NAMES: Mapping[Category, str] = {
+    Category.PARAMETER: "parameters",
+    Category.BUFFER: "parameters",
+    Category.GRADIENT: "gradients",
+    Category.OPTIMIZER_STATE: "optimizer_state",
+    Category.ACTIVATION: "activations",
+    Category.TEMPORARY: "temporary",
+    Category.KV_CACHE: "kv_cache",
+    Category.INPUT: "inputs",
+    Category.WORKSPACE: "workspaces",
+}
+OUTSIDE = "(outside of modules)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Bytes of tensors at the peak of what is allocated. Both tables have the same sum.
+
+    ``rounding_bytes`` is what their blocks are larger: ``peak_bytes.allocated`` is the sum and it.
+    """
+
+    by_category: dict[str, int]
+    by_module: dict[str, int]
+    rounding_bytes: int
+
+
+def at_peak(trace: Trace, timeline: Timeline) -> Breakdown:
+    """The storages that are alive when the most is allocated (the first time that it is)."""
+    categories: dict[str, int] = dict.fromkeys(NAMES.values(), 0)
+    modules: dict[str, int] = defaultdict(int)
+    storages = {storage.id: storage for storage in trace.storages}
+    rounding = 0
+    for storage_id, block_bytes in _held(timeline).items():
+        storage = storages[storage_id]
+        # The simulated GPU may have another workspace than the traced one; it is never rounded.
+        bytes = block_bytes if storage.category is Category.WORKSPACE else storage.bytes
+        categories[NAMES[storage.category]] += bytes
+        modules[storage.module or OUTSIDE] += bytes
+        rounding += block_bytes - bytes
+    largest_first = sorted(modules.items(), key=lambda entry: (-entry[1], entry[0]))
+    return Breakdown(by_category=categories, by_module=dict(largest_first), rounding_bytes=rounding)
+
+
+def _held(timeline: Timeline) -> dict[int, int]:
+    """Storage -> bytes of its block, at the peak."""
+    kinds, sizes, ids = (timeline.column(name) for name in ("kind", "bytes", "storage"))
+    held = peak = at = 0
+    for index, (kind, bytes) in enumerate(zip(kinds, sizes, strict=True)):
+        held += bytes if kind == EventKind.ALLOC else -bytes if kind == EventKind.FREE else 0
+        if held > peak:
+            peak, at = held, index + 1
+    alive: dict[int, int] = {}
+    for index in range(at):
+        if kinds[index] == EventKind.ALLOC:
+            alive[ids[index]] = sizes[index]
+        elif kinds[index] == EventKind.FREE:
+            del alive[ids[index]]
+    return alive
+
+
+def folded(by_module: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Modules that differ in a number only, as one row: ``model.layers.*.mlp`` -> (bytes, how many)."""
+    rows: dict[str, list[int]] = {}
+    for path, bytes in by_module.items():
+        name = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        row = rows.setdefault(name, [0, 0])
+        row[0] += bytes
+        row[1] += 1
+    ordered = sorted(rows.items(), key=lambda entry: -entry[1][0])
+    return {name: (bytes, count) for name, (bytes, count) in ordered}

@@ -1,0 +1,240 @@
+"""``brim.estimate``: what a training or generation step takes, from a model's configuration alone."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from brim import catalog
+from brim.core import Hardware, Timeline, Trace
+from brim.errors import BrimError, ModelError
+from brim.estimation import growth
+from brim.estimation.bounds import Margin, margins
+from brim.estimation.breakdown import Breakdown, at_peak
+from brim.estimation.models import Source, find_model, short
+from brim.estimation.repetition import TRACED_TOKENS, stretched
+from brim.estimation.simulation import Place, place_of, simulate
+from brim.estimation.steps import Job
+from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
+from brim.memory.allocator_config import AllocatorConfig
+from brim.predict import cost
+from brim.predict.tracer import trace
+
+_STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakBytes:
+    """Peaks in bytes: of tensors, of what the allocator holds for them, of the whole process."""
+
+    allocated: int
+    reserved: int
+    process: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a step takes.
+
+    ``at_peak_bytes`` has the bytes of tensors at the peak, by category; its entries but ``context`` have the sum of
+    ``per_module`` (module path -> bytes). With ``rounding_bytes``, what the allocator's blocks are larger, that is
+    ``peak_bytes.allocated``. Weights' buffers count as parameters.
+    ``upper_bound_bytes`` is ``peak_bytes.process`` and the ``margins``. ``step_s`` is None without a GPU, ``fits``
+    too; a step that does not fit is described as if it did. ``flops`` counts the last step. ``not_modelled`` names
+    operations whose inner allocations are unknown. ``notes`` says what was assumed.
+    """
+
+    model: str
+    workload: Workload
+    gpu: str
+    peak_bytes: PeakBytes
+    upper_bound_bytes: int
+    margins: tuple[Margin, ...]
+    at_peak_bytes: dict[str, int]
+    per_module: dict[str, int]
+    rounding_bytes: int
+    step_s: float | None
+    flops: int
+    not_modelled: tuple[str, ...]
+    fits: bool | None
+    notes: tuple[str, ...]
+    out_of_memory: str = ""  # the operation that does not fit, and PyTorch's message
+
+    def to_json(self) -> dict[str, Any]:
+        peak = self.peak_bytes
+        return {
+            "peak_bytes": {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process},
+            "upper_bound_bytes": self.upper_bound_bytes,
+            "at_peak_bytes": dict(self.at_peak_bytes),
+            "per_module": dict(self.per_module),
+            "step_s": self.step_s,
+            "flops": self.flops,
+            "not_modelled": list(self.not_modelled),
+            "fits": self.fits,
+        }
+
+
+def estimate(
+    model: str | Path | Callable[[], Any],
+    task: str = "train",
+    *,
+    batch: int = 1,
+    seq: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    method: str | None = None,
+    checkpointing: str | None = None,
+    new_tokens: int | None = None,
+    gpu: str | catalog.Gpu | Hardware | None = None,
+    alloc_conf: str = "",
+) -> Estimate:
+    """What one step of ``task`` (``train`` or ``generate``) takes on ``gpu``, without running it.
+
+    ``model``: a name or hub id of the catalog, a config.json or its folder, ``file.py:function``, or a function. The
+    function returns a step to trace, or a model and its inputs as a pair. Left open: ``precision`` is the
+    configuration's (both 16-bit types count as bf16), ``seq`` 4,096 or what the model was made for if that is less,
+    ``optimizer`` AdamW, ``new_tokens`` 128; ``lora`` is PEFT's default. Settings that mean nothing to the model
+    warn. Raises UsageError for an unknown name or value (naming the nearest), ModelError for a configuration that
+    no model can be built from, UnsupportedError for what brim cannot predict.
+    """
+    workload = Workload(
+        task=task, batch=batch, seq=seq, precision=precision, optimizer=optimizer, method=method,
+        checkpointing=checkpointing, new_tokens=new_tokens,
+    )  # fmt: skip
+    return Study(find_model(model), workload, place_of(gpu), hardware_of(gpu), alloc_conf).estimate()
+
+
+class Study:
+    """One model and workload on one GPU: traced once, looked at from several sides."""
+
+    def __init__(
+        self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str
+    ) -> None:
+        AllocatorConfig.parse(alloc_conf)  # a mistake in it is told before the trace
+        self.source, self.place, self.hardware, self.alloc_conf = source, place, hardware, alloc_conf
+        self.capability = _capability(place)
+        self.job = Job(source, workload)
+        self.trace = traced(self.job, self.capability)
+        for ignored in self.job.ignored:
+            warnings.warn(ignored, stacklevel=4)
+
+    @property
+    def workload(self) -> Workload:
+        return self.job.workload
+
+    def estimate(self) -> Estimate:
+        timeline, failure = self._timeline()
+        peaks = timeline.peak_bytes
+        found: Breakdown = at_peak(self.trace, timeline)
+        added = margins(self.trace, timeline, self.place, self.alloc_conf, self.source.config)
+        time = cost.step_cost(self.trace, self.hardware) if self.hardware is not None else None
+        last = max((op.step for op in self.trace.ops), default=0)
+        return Estimate(
+            model=self.source.name,
+            workload=self.workload,
+            gpu=self.place.name,
+            peak_bytes=PeakBytes(allocated=peaks.allocated, reserved=peaks.reserved, process=peaks.process),
+            upper_bound_bytes=peaks.process + sum(margin.bytes for margin in added),
+            margins=added,
+            at_peak_bytes=found.by_category | {"context": self.place.context.bytes},
+            per_module=found.by_module,
+            rounding_bytes=found.rounding_bytes,
+            step_s=time.step_s if time is not None else None,
+            flops=sum(op.flops for op in self.trace.ops if op.step == last),
+            not_modelled=self.trace.not_modelled,
+            fits=None if self.place.total_bytes is None else not failure,
+            notes=self._notes(),
+            out_of_memory=failure,
+        )
+
+    def _timeline(self) -> tuple[Timeline, str]:
+        """What memory does on this GPU, or, with what failed, on one without end."""
+        timeline = simulate(self.trace, self.place, self.alloc_conf)
+        failed = timeline.out_of_memory
+        if failed is None:
+            return timeline, ""
+        return simulate(self.trace, replace(self.place, total_bytes=None), self.alloc_conf), failed.label
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = [f"{subject}: {text}" for subject, text in self.trace.notes.items()]
+        notes.append(f"CUDA context of {self.place.context.bytes:,} B: {self.place.context.source}")
+        return tuple(notes)
+
+    def growth(self) -> growth.Growth:
+        """How the peak grows with batch and sequence, from traces at other sizes."""
+        setting = growth.Setting(
+            source=self.source, workload=self.workload, place=self.place, capability=self.capability,
+            alloc_conf=self.alloc_conf, known=self.trace,
+        )  # fmt: skip
+        return growth.solve(setting, traced)
+
+
+def traced(job: Job, capability: tuple[int, int]) -> Trace:
+    """The trace of a job; of a long generation, a few tokens are traced and repeated where that is exact."""
+    asked = job.workload
+    new = asked.new_tokens or DEFAULT_NEW_TOKENS
+    if asked.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
+        return _traced(job, capability)
+    brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS), asked=asked)
+    few = _traced(brief, capability)
+    job.ignored, job.workload = brief.ignored, brief.workload
+    if brief.workload.new_tokens is None:  # it does not generate text
+        return few
+    job.workload = replace(brief.workload, new_tokens=new)
+    prompt = brief.workload.seq or 1
+    longer = Job(job.source, replace(brief.workload, seq=prompt + new - TRACED_TOKENS))
+    found = stretched(few, new, _traced(longer, capability))
+    return found if found is not None else _traced(Job(job.source, job.workload), capability)
+
+
+def _traced(job: Job, capability: tuple[int, int]) -> Trace:
+    """Whatever goes wrong in building or running the model is one clear error."""
+    try:
+        with quiet():
+            return trace(
+                job.build, steps=_STEPS[job.workload.task], target="cuda", model=job.source.name,
+                capability=capability,
+            )  # fmt: skip
+    except BrimError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"A {job.workload.task} step of {job.source.name} was to be traced.",
+            f"It fails: {short(error)}",
+            "Correct the configuration: its sizes may not go together.",
+        ) from error
+
+
+def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
+    if gpu is None or isinstance(gpu, Hardware):
+        return gpu
+    return (catalog.gpu(gpu) if isinstance(gpu, str) else gpu).hardware()
+
+
+def _capability(place: Place) -> tuple[int, int]:
+    """The GPU's compute capability; 8.0 where there is none (no GPU named, or AMD's, which has the same kernels)."""
+    known = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
+    match = re.fullmatch(r"(\d+)\.(\d+)", known or "")
+    return (int(match[1]), int(match[2])) if match else (8, 0)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Libraries' remarks on models that nobody runs stay off."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "diffusers", "peft")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,177 @@
+"""Inputs of the right kind, shape and dtype for a model of transformers or diffusers; their values never matter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from brim.errors import UnsupportedError, UsageError
+from brim.estimation.workload import Workload
+
+DEFAULT_TOKENS = 4096
+_TEXT_TOKENS = 77  # of CLIP's text encoder, whose output conditions diffusion models
+_IMAGE_PIXELS = 224
+
+Inputs = dict[str, Any]
+
+
+def default_tokens(model: nn.Module) -> int:
+    """The sequence length where none is given: 4,096, or what the model was made for if that is less."""
+    config: Any = model.config
+    if isinstance(getattr(config, "text_config", None), PreTrainedConfig):
+        config = config.text_config
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
+    sizes = [getattr(config, name, None) for name in names]
+    limits = [size for size in sizes if isinstance(size, int) and size > 0]
+    return min([DEFAULT_TOKENS, *limits, *(limit for _, limit in position_tables(model))])
+
+
+def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
+    """What one forward pass of a transformers model gets, without labels."""
+    kind, batch = getattr(model, "main_input_name", "input_ids"), workload.batch
+    config: Any = model.config
+    makers = {
+        "input_ids": lambda: {"input_ids": _tokens(batch, workload.seq or 1)},
+        "pixel_values": lambda: {"pixel_values": _image(getattr(config, "vision_config", config), batch)},
+        "input_features": lambda: {
+            "input_features": torch.zeros(batch, config.num_mel_bins, 2 * config.max_source_positions, device="cuda")
+        },
+        "input_values": lambda: {"input_values": torch.zeros(batch, workload.seq or 1, device="cuda")},
+    }
+    contrastive = "return_loss" in inspect.signature(model.forward).parameters
+    if kind not in makers or (_is_multimodal(config) and not contrastive):
+        what = f"inputs named {kind}" if kind not in makers else "several kinds of input"
+        raise UnsupportedError(
+            f"Inputs for {type(model).__name__} were to be made.",
+            f"It takes {what}, which brim estimate does not make.",
+            "Write a function that builds the model and returns its step, and give it as file.py:function.",
+        )
+    inputs = makers[kind]()
+    if contrastive:
+        inputs = makers["input_ids"]() | makers["pixel_values"]()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()}
+
+
+def training_inputs(model: nn.Module, workload: Workload) -> Inputs:
+    """Forward inputs and labels of the shape that the model's loss wants."""
+    inputs, batch = forward_inputs(model, workload), workload.batch
+    accepted = inspect.signature(model.forward).parameters
+    config: Any = model.config
+    if "return_loss" in accepted:
+        inputs["return_loss"] = True
+    elif "labels" in accepted:
+        inputs["labels"] = _labels(model, inputs, workload)
+    elif "start_positions" in accepted:
+        inputs |= {"start_positions": _tokens(batch), "end_positions": _tokens(batch)}
+    elif config.is_encoder_decoder and "decoder_input_ids" in accepted:
+        inputs["decoder_input_ids"] = _tokens(batch, workload.seq or 1)
+    if "use_cache" in accepted:
+        inputs["use_cache"] = False
+    return inputs
+
+
+def takes_tokens(model: nn.Module) -> bool:
+    """Whether the sequence length means something to the model."""
+    kind = getattr(model, "main_input_name", "")
+    if "return_loss" in inspect.signature(model.forward).parameters:
+        return True
+    return kind in ("input_ids", "input_features", "input_values")
+
+
+def _labels(model: nn.Module, inputs: Inputs, workload: Workload) -> torch.Tensor:
+    config: Any = model.config
+    batch, name = workload.batch, type(model).__name__
+    if name.endswith(("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")):
+        return _tokens(batch) if config.num_labels > 1 else torch.zeros(batch, device="cuda")
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        raise UnsupportedError(
+            f"Labels for {name} were to be made.",
+            "brim estimate makes labels of images for classification only.",
+            "Write a function that builds the model and returns its step, and give it as file.py:function.",
+        )
+    return _tokens(batch, workload.seq or 1)
+
+
+def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
+    """One denoising step of a UNet or transformer of diffusers, or one pass of an autoencoder."""
+    config: Any = model.config
+    batch, name = workload.batch, type(model).__name__
+    dtype = next(model.parameters()).dtype
+    side = _side(config.sample_size)
+    sample = torch.zeros(batch, config.in_channels, *side, dtype=dtype, device="cuda")
+    if name.startswith("Autoencoder"):
+        return {"sample": sample}
+    steps = torch.zeros(batch, dtype=torch.long, device="cuda")
+    if name == "UNet2DModel":
+        return {"sample": sample, "timestep": steps}
+    if name == "DiTTransformer2DModel":
+        return {"hidden_states": sample, "timestep": steps, "class_labels": _tokens(batch)}
+    if name != "UNet2DConditionModel":
+        raise UnsupportedError(
+            f"Inputs for {name} were to be made.",
+            "brim estimate makes them for UNet2DConditionModel, UNet2DModel, DiTTransformer2DModel and autoencoders.",
+            "Write a function that builds the model and returns its step, and give it as file.py:function.",
+        )
+    width = config.cross_attention_dim
+    if not isinstance(width, int):
+        raise UnsupportedError(f"Inputs for {name} were to be made.", f"Its cross_attention_dim is {width}.")
+    tokens = workload.seq or _TEXT_TOKENS
+    text = torch.zeros(batch, tokens, width, dtype=dtype, device="cuda")
+    inputs: Inputs = {"sample": sample, "timestep": steps, "encoder_hidden_states": text}
+    if config.addition_embed_type == "text_time":  # SDXL: pooled text and six sizes
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        inputs["added_cond_kwargs"] = {
+            "text_embeds": torch.zeros(batch, pooled, dtype=dtype, device="cuda"),
+            "time_ids": torch.zeros(batch, 6, dtype=dtype, device="cuda"),
+        }
+    return inputs
+
+
+def position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Learned tables of text positions by name, and how many tokens each has room for."""
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if not isinstance(module, nn.Embedding) or "relative" in leaf or "vision" in name:
+            continue
+        if leaf == "wpe" or leaf in ("position_embeddings", "embed_positions", "position_embedding"):
+            if model.main_input_name == "input_features" and name.endswith("encoder.embed_positions"):
+                continue  # the audio's positions
+            padding = 0 if module.padding_idx is None else module.padding_idx + 1
+            yield name, module.num_embeddings - int(getattr(module, "offset", padding))
+
+
+def check_positions(model: nn.Module, tokens: int) -> None:
+    """A learned table of positions ends; a real run would fail there and a fake one does not notice."""
+    for name, limit in position_tables(model):
+        if tokens > limit:
+            raise UsageError(
+                f"{tokens:,} tokens were asked of {type(model).__name__}.",
+                f"Its table of positions, {name}, ends at {limit:,}.",
+                "Ask for fewer tokens.",
+            )
+
+
+def _tokens(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.long, device="cuda")
+
+
+def _image(config: Any, batch: int) -> torch.Tensor:
+    side = _side(getattr(config, "image_size", None) or _IMAGE_PIXELS)
+    return torch.zeros(batch, config.num_channels, *side, device="cuda")
+
+
+def _side(size: Any) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    height, width = size
+    return int(height), int(width)
+
+
+def _is_multimodal(config: Any) -> bool:
+    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))

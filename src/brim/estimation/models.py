@@ -1,0 +1,146 @@
+"""What MODEL names: a catalog entry, a folder, a config.json or ``file.py:factory``; no weights are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from brim import catalog
+from brim.catalog.names import unknown
+from brim.errors import ModelError, UnsupportedError, UsageError
+
+_MOST_LAYERS = 10_000  # deeper than any model: a mistake that would take hours to build
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model to be built. ``architecture`` is its class in ``library``; ``factory`` replaces both for user code."""
+
+    name: str
+    library: str  # "transformers", "diffusers" or "python"
+    architecture: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    factory: Callable[[], Any] | None = None
+
+
+def find_model(model: str | Path | Callable[[], Any]) -> Source:
+    """Resolve MODEL without building anything.
+
+    Raises UsageError for an unknown name (naming the nearest), ModelError for files that are missing or damaged,
+    UnsupportedError for a model that needs Python code of its own.
+    """
+    if callable(model):
+        return Source(name=getattr(model, "__name__", "build"), library="python", factory=model)
+    text = os.fspath(model)
+    file, colon, attribute = text.rpartition(":")
+    if colon and file.endswith(".py"):
+        return _of_python(Path(file), attribute)
+    if text.endswith(".py"):
+        raise UsageError(f"{text} was given as the model.", "It does not say which function.", f"Write {text}:build.")
+    path = Path(text)
+    if path.is_dir():
+        return _of_file(path / "config.json", path)
+    if path.exists() or text.endswith(".json") or text.startswith((".", "/", "~")):
+        return _of_file(path, path)
+    preset = catalog.model(text)
+    return Source(
+        name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config
+    )  # fmt: skip
+
+
+def _of_file(path: Path, asked: Path) -> Source:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        hint = "Give a folder with a config.json, a config.json, a name of the catalog or file.py:function."
+        if (asked / "model_index.json").exists():
+            hint = "This is a diffusers pipeline: give the folder of one of its models, as in unet/."
+        raise ModelError(f"{asked} was given as the model.", f"There is no {path}.", hint) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} was to be read.", f"It is not a model's configuration: {error}.") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} was to be read.", f"It holds a {type(config).__name__}, not a JSON object.")
+    name = asked.name if asked.is_dir() else asked.parent.name or asked.stem
+    if isinstance(config.get("_class_name"), str):
+        return Source(name=name, library="diffusers", architecture=config["_class_name"], config=config)
+    return _of_transformers(path, name, config)
+
+
+def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError(
+            f"{path} was to be read.", "It names no model_type.", "Give the config.json of a transformers model."
+        )
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        if "auto_map" in config:
+            raise UnsupportedError(
+                f"{path} was given as the model.",
+                f"It needs Python code of its own ({kind}), which brim does not run.",
+                "Build the model in a file of yours and give it as file.py:function.",
+            )
+        raise unknown("model_type", kind, list(CONFIG_MAPPING))
+    if config.get("quantization_config"):
+        raise UnsupportedError(
+            f"{path} was given as the model.",
+            "Its weights are quantized, and quantized checkpoints are not modelled yet.",
+            "Remove quantization_config to estimate the model in a floating precision.",
+        )
+    names = config.get("architectures") or [""]
+    return Source(name=name, library="transformers", architecture=str(names[0]), config=config)
+
+
+def transformers_config(source: Source) -> Any:
+    """The transformers config object. Raises ModelError where transformers does not accept it."""
+    from transformers import AutoConfig
+
+    settings = {key: value for key, value in source.config.items() if key not in ("model_type", "auto_map")}
+    try:
+        config = AutoConfig.for_model(str(source.config["model_type"]), **settings)
+        layers = getattr(config, "num_hidden_layers", 0) or 0
+    except Exception as error:
+        raise ModelError(
+            f"The configuration of {source.name} was to be read.",
+            f"transformers does not accept it: {short(error)}",
+            "Correct it.",
+        ) from error
+    if layers > _MOST_LAYERS:
+        raise ModelError(
+            f"{source.name} was to be built.", f"Its configuration has {layers:,} layers.", "Correct it."
+        )
+    return config
+
+
+def _of_python(path: Path, attribute: str) -> Source:
+    if not path.is_file():
+        raise ModelError(f"{path}:{attribute} was given as the model.", f"There is no file {path}.")
+    spec = importlib.util.spec_from_file_location(f"_brim_model_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{path} was to be run for its {attribute}.", short(error), "Correct the file.") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UsageError(
+            f"{path}:{attribute} was given as the model.",
+            f"The file has no function {attribute!r}.",
+            f"It has {', '.join(functions) or 'none'}.",
+        )
+    return Source(name=f"{path.stem}:{attribute}", library="python", factory=factory)
+
+
+def short(error: BaseException) -> str:
+    """An exception in one line, for an error message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.400}"

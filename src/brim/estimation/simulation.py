@@ -1,0 +1,165 @@
+"""Memory that a trace will take: its allocations and frees, in order, through the caching allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from brim import catalog
+from brim.core import Category, EventKind, Hardware, Op, Storage, Timeline, Trace
+from brim.core.hardware import RAM, VRAM
+from brim.core.timeline import CONTEXT_BYTES
+from brim.errors import UsageError
+from brim.memory.allocator import CachingAllocator
+from brim.memory.allocator_config import AllocatorConfig
+from brim.memory.blocks import Block
+from brim.memory.device_memory import DeviceMemory, SimulatedDevice
+from brim.memory.out_of_memory import OutOfMemory
+
+_SEGMENT_KINDS = {
+    "segment_alloc": EventKind.SEGMENT_ALLOC,
+    "segment_map": EventKind.SEGMENT_ALLOC,
+    "segment_free": EventKind.SEGMENT_FREE,
+    "segment_unmap": EventKind.SEGMENT_FREE,
+}
+
+
+def simulate(
+    trace: Trace,
+    gpu: str | catalog.Gpu | Hardware | Place | None = None,
+    alloc_conf: str = "",
+    *,
+    device: DeviceMemory | None = None,
+) -> Timeline:
+    """What memory does when ``trace`` runs on ``gpu`` under ``alloc_conf`` (as PYTORCH_ALLOC_CONF is written).
+
+    A trace for CUDA goes through the caching allocator: ``peak_bytes.allocated`` counts blocks as
+    ``torch.cuda.max_memory_allocated`` does, ``.reserved`` segments, and ``.process`` adds the CUDA context of that
+    GPU (the catalog's general one for a GPU that it does not know). A trace for the CPU is added up; ``gpu`` and
+    ``alloc_conf`` are errors there. Without ``gpu`` memory has no end. With one, a request that does not fit is the
+    last event, an OOM whose label names the operation, its module and its step. ``device`` takes the place of the
+    simulated device. Raises UsageError for an unknown GPU or setting, naming the nearest.
+    """
+    if trace.target == "cpu":
+        if gpu is not None or alloc_conf:
+            asked = f"gpu={gpu!r}" if gpu is not None else f"alloc_conf={alloc_conf!r}"
+            raise UsageError(f"{asked} was given for a trace of the CPU.", todo='Trace with target="cuda".')
+        return _added_up(trace)
+    config = AllocatorConfig.parse(alloc_conf)
+    place = place_of(gpu)
+    if device is None:
+        device = SimulatedDevice(place.available_bytes, place.total_bytes)
+    return _Run(trace, config, place, device).timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a CUDA step runs. ``total_bytes`` None: without end. ``context`` is what the process takes beside."""
+
+    name: str
+    total_bytes: int | None
+    context: catalog.Context
+    cublas_workspace_bytes: int | None = None
+
+    @property
+    def available_bytes(self) -> int | None:
+        """What is left to the caching allocator."""
+        return None if self.total_bytes is None else max(self.total_bytes - self.context.bytes, 0)
+
+
+def place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:
+    """The GPU by its name in the catalog, or as a Hardware (whose VRAM tier counts as what torch can hand out)."""
+    if gpu is None:
+        return Place(name="", total_bytes=None, context=catalog.general_context())
+    if isinstance(gpu, Place):
+        return gpu
+    if isinstance(gpu, Hardware):
+        named = next((name for name in catalog.gpu_names() if name == gpu.name), None)
+        context = catalog.gpu(named).context() if named else catalog.general_context()
+        return Place(name=gpu.name, total_bytes=gpu.tier(VRAM).capacity_bytes, context=context)
+    card = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
+    return Place(
+        name=card.name,
+        total_bytes=card.capacity_bytes,
+        context=card.context(),
+        cublas_workspace_bytes=card.cublas_workspace_bytes,
+    )
+
+
+class _Run:
+    """One pass of a trace through the allocator."""
+
+    def __init__(self, trace: Trace, config: AllocatorConfig, place: Place, device: DeviceMemory) -> None:
+        facts = {CONTEXT_BYTES: float(place.context.bytes)}
+        if place.total_bytes is not None:
+            facts["total_bytes"] = float(place.total_bytes)
+        self.timeline = Timeline(trace.model, measured=False, facts=facts)
+        self._allocator = CachingAllocator(config, device=device, on_segment=self._segment)
+        self._cublas_bytes = place.cublas_workspace_bytes
+        self._label = ""
+        self._blocks: dict[int, Block] = {}
+        for storage, born, op in lives(trace):
+            self._label = op.name if op is not None else ""
+            if not born:
+                self._free(storage)
+            elif not self._alloc(storage, op):
+                return
+
+    def _segment(self, action: str, address: int, bytes: int, stream: int) -> None:
+        kind = _SEGMENT_KINDS[action]
+        self.timeline.add(kind, VRAM, bytes, address=address, stream=stream, label=self._label)
+
+    def _alloc(self, storage: Storage, op: Op | None) -> bool:
+        try:
+            block = self._allocator.malloc(self._bytes(storage))
+        except OutOfMemory as failure:
+            label = _where(op, str(failure))
+            self.timeline.add(EventKind.OOM, VRAM, storage.bytes, storage=storage.id, label=label)
+            return False
+        self._blocks[storage.id] = block
+        self.timeline.add(
+            EventKind.ALLOC, VRAM, block.size, address=block.address, storage=storage.id, label=self._label
+        )
+        return True
+
+    def _bytes(self, storage: Storage) -> int:
+        """A storage's size; cuBLAS's workspace is that of the GPU here, whichever GPU the trace was made for."""
+        if storage.category is Category.WORKSPACE and storage.module == "cuBLAS":
+            return self._cublas_bytes or storage.bytes
+        return storage.bytes
+
+    def _free(self, storage: Storage) -> None:
+        block = self._blocks.pop(storage.id)
+        self.timeline.add(
+            EventKind.FREE, VRAM, block.size, address=block.address, storage=storage.id, label=self._label
+        )
+        self._allocator.free(block)
+
+
+def _added_up(trace: Trace) -> Timeline:
+    timeline = Timeline(trace.model, measured=False)
+    for storage, born, op in lives(trace):
+        kind = EventKind.ALLOC if born else EventKind.FREE
+        timeline.add(kind, RAM, storage.bytes, storage=storage.id, label=op.name if op is not None else "")
+    return timeline
+
+
+def lives(trace: Trace) -> Iterator[tuple[Storage, bool, Op | None]]:
+    """Every allocation (True) and free (False) in order, with the operation under way: the last one that began."""
+    changes = [(s.born, s, True) for s in trace.storages if s.bytes]
+    changes += [(s.died, s, False) for s in trace.storages if s.bytes and s.died is not None]
+    changes.sort(key=lambda change: change[0])
+    ops, index = trace.ops, -1
+    for tick, storage, born in changes:
+        while index + 1 < len(ops) and ops[index + 1].at <= tick:
+            index += 1
+        yield storage, born, ops[index] if index >= 0 else None
+
+
+def _where(op: Op | None, failure: str) -> str:
+    """``aten.mm.default in model.layers.3.mlp (forward of step 2): CUDA out of memory. ...``"""
+    if op is None:
+        return failure
+    module = f" in {op.module}" if op.module else ""
+    step = "while building" if op.step < 0 else f"{op.phase.value} of step {op.step + 1}"
+    return f"{op.name}{module} ({step}): {failure}"

@@ -1,0 +1,322 @@
+"""Model, optimizer and step of a workload, for ``trace``: they allocate what a real program would."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.estimation import inputs as making
+from brim.estimation.models import Source, short, transformers_config
+from brim.estimation.optimizers import make_optimizer
+from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
+
+Step = Callable[[], Any]
+
+_HALF = {"bfloat16": "bf16", "float16": "bf16"}  # both take two bytes
+# What selective checkpointing keeps: products and attention, as torchtitan's op-level policy does. All else is
+# computed again.
+_KEPT = (
+    "mm", "addmm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+
+
+class Job:
+    """A model and what is asked of it. ``build`` is for ``trace``; after it ``workload`` has every setting."""
+
+    def __init__(self, source: Source, workload: Workload, *, asked: Workload | None = None) -> None:
+        self.source, self.workload = source, workload
+        self._asked = asked or workload  # of which this job traces a part
+        self.ignored: list[str] = []  # settings that mean nothing to this model
+        self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
+
+    def build(self) -> Step:
+        if self.source.library == "python":
+            return self._of_factory()
+        model = self.module()
+        if self.workload.method == "lora":
+            model = _with_lora(model, self.source)
+        model = model.cuda()
+        return self._step(model)
+
+    def module(self) -> nn.Module:
+        """The model as its configuration says, on the host and in the workload's weight type."""
+        return self._diffusers() if self.source.library == "diffusers" else self._transformers()
+
+    # -- models --------------------------------------------------------------------------------------------------
+
+    def _transformers(self) -> nn.Module:
+        from transformers.initialization import no_init_weights
+
+        config = transformers_config(self.source)
+        kind = _transformers_class(self.source, config)
+        self._set_precision(str(getattr(config, "dtype", None) or "float32"))
+        with no_init_weights():
+            model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
+        model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
+        tokens = making.takes_tokens(model)
+        if self.workload.seq and not tokens:
+            self.ignored.append(f"seq is ignored: {self.source.name} does not take tokens.")
+        generates = self.workload.task == "generate" and model.can_generate()  # type: ignore[operator]
+        if self._asked.new_tokens and not generates:
+            self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
+        new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
+        room = 0  # of the model's positions, for tokens to come
+        if generates and not config.is_encoder_decoder:
+            room = self._asked.new_tokens or DEFAULT_NEW_TOKENS
+        default = max(making.default_tokens(model) - room, 1) if tokens else 0
+        self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
+        if tokens:
+            making.check_positions(model, (self.workload.seq or 0) + room)
+        return model
+
+    def _diffusers(self) -> nn.Module:
+        import diffusers
+
+        kind = getattr(diffusers, self.source.architecture, None)
+        if kind is None or not issubclass(kind, nn.Module):
+            raise UnsupportedError(
+                f"{self.source.name} was given as the model.",
+                f"diffusers {diffusers.__version__} has no model {self.source.architecture}.",
+            )
+        self._set_precision("float32")
+        dtype = _weights_dtype(self.workload)
+        model: nn.Module = kind.from_config(dict(self.source.config)).to(dtype)
+        self.workload = self.workload.resolved(seq=None, precision="fp32", new_tokens=None)
+        return model
+
+    def _set_precision(self, of_config: str) -> None:
+        dtype = of_config.removeprefix("torch.")
+        precision = _HALF.get(dtype, "fp32")
+        self.workload = dataclasses.replace(self.workload, precision=self.workload.precision or precision)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self, model: Any) -> Step:
+        if self.workload.task == "train":
+            _checkpoint(model, self.workload.checkpointing or "none", self.source)
+            inner = getattr(model, "base_model", model).model if self.workload.method == "lora" else model
+            make = making.diffusion_inputs if self.source.library == "diffusers" else making.training_inputs
+            return self._training(model, make(inner, self.workload))
+        model.eval()
+        if self.source.library == "transformers" and model.can_generate():
+            return _generation(model, making.forward_inputs(model, self.workload), self.workload)
+        make = making.diffusion_inputs if self.source.library == "diffusers" else making.forward_inputs
+        return _forward_only(model, make(model, self.workload))
+
+    def _training(self, model: nn.Module, inputs: dict[str, Any]) -> Step:
+        model.train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.shapes = [tuple(parameter.shape) for parameter in trained]
+        optimizer = make_optimizer(self.workload.optimizer or "adamw", trained)
+        target = _target(inputs) if self.source.library == "diffusers" else None
+        precision = self.workload.precision
+        scaler = torch.amp.GradScaler("cuda") if precision == "fp16-mixed" else None
+
+        def step() -> None:
+            with _autocast(precision):
+                loss = _loss(model(**inputs), target)
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+
+        return step
+
+    def _of_factory(self) -> Step:
+        assert self.source.factory is not None
+        made = self.source.factory()
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            return self._of_module(*made)
+        if isinstance(made, nn.Module) or not callable(made):
+            raise UsageError(
+                f"{self.source.name} was to build a step.",
+                f"It returned {type(made).__name__}.",
+                "Return a function of no arguments that does one step, or a model and its inputs as a pair.",
+            )
+        given = {name: value for name, value in self.workload.given.items() if name != "task"}
+        if given:
+            raise UsageError(
+                f"{', '.join(given)} was given for {self.source.name}.",
+                "It returns a step of its own, which decides these things.",
+                "Leave them out, or return a model and its inputs as a pair.",
+            )
+        step: Step = made
+        return step
+
+    def _of_module(self, model: nn.Module, example: Any) -> Step:
+        for name in ("batch", "seq", "new_tokens"):
+            if name in self.workload.given:
+                raise UsageError(f"{name} was given for {self.source.name}.", "Its inputs decide it.")
+        if self.workload.method == "lora" or self.workload.checkpointing not in (None, "none"):
+            raise UnsupportedError(
+                f"lora or checkpointing was asked for {self.source.name}.",
+                "brim estimate adds them to models of transformers and diffusers only.",
+                "Add them in the function.",
+            )
+        self._set_precision("float32")
+        dtype = _weights_dtype(self.workload)
+        model = model.to(dtype).cuda()
+        inputs = _named_inputs(example, dtype)
+        call = _CallWith(model)
+        if self.workload.task == "train":
+            return self._training(call, {"inputs": inputs})
+        return _forward_only(call.eval(), {"inputs": inputs})
+
+
+class _CallWith(nn.Module):
+    """A module called with positional or named inputs, as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> Any:
+        return self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+
+
+def _named_inputs(example: Any, dtype: torch.dtype) -> Any:
+    """Inputs on the GPU, floating ones in the weights' type."""
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(dtype).cuda() if value.is_floating_point() else value.cuda()
+
+    if isinstance(example, dict):
+        return {name: place(value) for name, value in example.items()}
+    return tuple(place(value) for value in (example if isinstance(example, (tuple, list)) else (example,)))
+
+
+def _transformers_class(source: Source, config: Any) -> Any:
+    import transformers
+
+    found = getattr(transformers, source.architecture, None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
+    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification", "AutoModel"):
+        mapping = getattr(transformers, auto)._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UnsupportedError(
+        f"{source.name} was given as the model.",
+        f"transformers {transformers.__version__} has no class {source.architecture or config.model_type}.",
+        "A newer transformers may.",
+    )
+
+
+def _weights_dtype(workload: Workload) -> torch.dtype:
+    return torch.bfloat16 if workload.precision == "bf16" else torch.float32
+
+
+def _with_lora(model: nn.Module, source: Source) -> nn.Module:
+    """PEFT's defaults: rank 8 in the layers that it names for this kind of model, else in every linear layer."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    targets: list[str] | str | None = None
+    if source.library == "diffusers":
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    elif source.config.get("model_type") not in KNOWN:
+        targets = "all-linear"
+    try:
+        return get_peft_model(model, LoraConfig(target_modules=targets))
+    except ValueError as error:
+        raise UnsupportedError(f"LoRA was asked for {source.name}.", f"PEFT cannot add it: {short(error)}") from error
+
+
+def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
+    if checkpointing == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if checkpointing == "selective":
+        options["context_fn"] = _selective_contexts
+    if source.library == "diffusers":
+        if checkpointing == "selective" or not getattr(model, "_supports_gradient_checkpointing", False):
+            raise UnsupportedError(
+                f"checkpointing={checkpointing} was asked for {source.name}.",
+                "diffusers' models know full checkpointing at most.",
+            )
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+        return
+    inner: Any = getattr(model, "base_model", model)
+    if not getattr(
+        inner, "supports_gradient_checkpointing", getattr(model, "supports_gradient_checkpointing", False)
+    ):
+        raise UnsupportedError(
+            f"checkpointing={checkpointing} was asked for {source.name}.", "Its class does not support it."
+        )
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.20 on
+        model.activation_checkpointing_enable(options)  # type: ignore[operator]
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+
+
+def _selective_contexts() -> Any:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
+    return create_selective_checkpoint_contexts(kept)
+
+
+def _autocast(precision: str | None) -> Any:
+    if precision not in ("bf16-mixed", "fp16-mixed"):
+        return nullcontext()
+    return torch.autocast("cuda", torch.bfloat16 if precision == "bf16-mixed" else torch.float16)
+
+
+def _target(inputs: dict[str, Any]) -> torch.Tensor:
+    """The noise that a diffusion model learns to predict."""
+    sample = inputs["sample"] if "sample" in inputs else inputs["hidden_states"]
+    return torch.zeros_like(sample)
+
+
+def _loss(output: Any, target: torch.Tensor | None) -> torch.Tensor:
+    loss: torch.Tensor | None = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    if target is not None:
+        return nn.functional.mse_loss(first[:, : target.shape[1]].float(), target.float())
+    return first.float().mean()
+
+
+def _forward_only(model: nn.Module, inputs: dict[str, Any]) -> Step:
+    def step() -> None:
+        with torch.no_grad():
+            model(**inputs)
+
+    return step
+
+
+def _generation(model: Any, inputs: dict[str, Any], workload: Workload) -> Step:
+    """Greedy generation to the last token, by transformers' own loop."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    config: Any = model.config
+    start = getattr(config, "decoder_start_token_id", None)
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, use_cache=True, pad_token_id=0, bos_token_id=0, decoder_start_token_id=start,
+        max_new_tokens=workload.new_tokens, eos_token_id=None,
+    )  # fmt: skip
+    if "input_ids" in inputs:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+
+    def step() -> None:
+        GenerationMixin.generate(model, **inputs)
+
+    return step
+
+
+__all__ = ["Job", "ModelError", "Step"]

@@ -1,0 +1,112 @@
+"""What is asked of a model: the task and its settings, checked, with what was left open filled in."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from brim.errors import UnsupportedError, UsageError
+
+TASKS = ("train", "generate")
+PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4")
+OPTIMIZERS = (
+    "adamw", "adam", "sgd", "sgd-momentum", "adafactor", "rmsprop", "adagrad", "lion", "adamw8bit",
+)  # fmt: skip
+_QUANTIZED = ("fp8", "int8", "int4")
+METHODS = ("full", "lora")
+CHECKPOINTING = ("none", "selective", "full")
+
+_CHOICES = {
+    "task": TASKS,
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "method": METHODS,
+    "checkpointing": CHECKPOINTING,
+}
+DEFAULT_NEW_TOKENS = 128
+_TRAINING_ONLY = ("optimizer", "method", "checkpointing")
+_LARGEST = 1 << 40  # more tokens or sequences than that are a slip of the hand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One task and its settings. None: not given; ``resolved`` fills it in.
+
+    ``seq`` counts tokens of a sequence (of the prompt, when generating), ``new_tokens`` what is generated after it.
+    Precisions: ``fp32`` and ``bf16`` are weights and arithmetic in that type; ``bf16-mixed`` and ``fp16-mixed`` are
+    float32 weights under autocast (with a gradient scaler for fp16).
+    """
+
+    task: str = "train"
+    batch: int = 1
+    seq: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    method: str | None = None
+    checkpointing: str | None = None
+    new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise _unknown(name, value, choices)
+        for name in ("batch", "seq", "new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST):
+                raise UsageError(f"{name}={value!r} was given.", f"It must be a whole number, 1 to {_LARGEST:,}.")
+        self._check_task()
+
+    def _check_task(self) -> None:
+        if self.task == "train" and self.new_tokens is not None:
+            raise UsageError("new_tokens was given for training.", todo="It goes with the task generate.")
+        given = [name for name in _TRAINING_ONLY if getattr(self, name) is not None]
+        if self.task == "generate" and given:
+            raise UsageError(f"{' and '.join(given)} was given for generating.", todo="It goes with the task train.")
+        if self.task == "generate" and self.precision in ("bf16-mixed", "fp16-mixed"):
+            raise UnsupportedError(
+                f"Generating in {self.precision} was asked for.", "Autocast is modelled for training only.",
+                "Use bf16 or fp32.",
+            )  # fmt: skip
+        if self.precision in _QUANTIZED:
+            raise UnsupportedError(
+                f"precision={self.precision} was asked for.",
+                "Quantized weights are not modelled yet: what they take depends on the library that quantizes.",
+                "Use fp32, bf16, bf16-mixed or fp16-mixed.",
+            )
+
+    @property
+    def given(self) -> dict[str, int | str]:
+        """What differs from the defaults."""
+        fields = dataclasses.fields(self)
+        return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
+
+    def resolved(self, *, seq: int | None, precision: str, new_tokens: int | None) -> Workload:
+        """With every setting that the task has. ``seq`` and ``precision`` are for where none was given."""
+        training = self.task == "train"
+        return dataclasses.replace(
+            self,
+            seq=self.seq or seq,
+            precision=self.precision or precision,
+            optimizer=(self.optimizer or "adamw") if training else None,
+            method=(self.method or "full") if training else None,
+            checkpointing=(self.checkpointing or "none") if training else None,
+            new_tokens=new_tokens,
+        )
+
+    def describe(self) -> str:
+        """``train, batch 4, 4,096 tokens, bf16, adamw, full, no checkpointing``."""
+        parts = [self.task, f"batch {self.batch:,}"]
+        parts += [f"{self.seq:,} tokens"] if self.seq else []
+        parts += [f"{self.new_tokens:,} new tokens"] if self.new_tokens else []
+        parts += [value for value in (self.precision, self.optimizer, self.method) if value]
+        parts += [f"checkpointing {self.checkpointing}"] if self.checkpointing not in (None, "none") else []
+        return ", ".join(parts)
+
+
+def _unknown(name: str, value: object, choices: Sequence[str]) -> UsageError:
+    near = difflib.get_close_matches(str(value), choices, n=2, cutoff=0.3)
+    hint = f"Nearest: {', '.join(near)}." if near else ""
+    return UsageError(f"{name}={value!r} was given.", f"It must be one of {', '.join(choices)}.", hint)
