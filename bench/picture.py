@@ -1,6 +1,6 @@
-"""Draw predicted against measured memory: `python examples/demo.py --json run.json && python bench/picture.py run.json`.
+"""Draw predicted against measured memory as docs/demo.png, the picture in the README.
 
-Writes docs/demo.png, the picture in the README.
+python examples/demo.py --json run.json && python bench/picture.py run.json
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main(source: Path, target: Path = Path("docs/demo.png")) -> None:
         axes.axhline(run[key] / MIB, linestyle=style, color=colour, label=label)
     axes.set_xlabel("seconds since the moment before loading")
     axes.set_ylabel("growth of the resident set, MiB")
-    axes.set_title(f"SmolLM2-135M ({run['weights_bytes'] / MIB:.0f} MiB of fp32 weights), the same text from both runs")
+    weights = f"{run['weights_bytes'] / MIB:.0f} MiB"
+    axes.set_title(f"SmolLM2-135M ({weights} of fp32 weights), the same text from both runs")
     axes.set_ylim(bottom=0)
     axes.legend(loc="center right", frameon=False)
     figure.tight_layout()
