@@ -126,7 +126,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> PeakBytes:
-        """``.allocated``, ``.reserved``, ``.process`` of the compute tier; called with a name, the peak of that tier."""
+        """``.allocated``, ``.reserved``, ``.process`` of the compute tier; called with a tier's name, that tier's."""
         return PeakBytes(self)
 
     @property
