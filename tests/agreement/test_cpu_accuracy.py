@@ -9,6 +9,8 @@ from brim.predict.tracer import trace
 from cpu_truth import measured_peak_bytes
 from cpu_zoo import CONFIGURATIONS
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 # oneDNN chooses its scratchpads by the processor; everything else is PyTorch's own.
 CONVOLUTIONS = ("convnext", "resnet", "unet", "whisper")
 

@@ -189,7 +189,7 @@ def test_a_plan_keeps_its_promise_within_both_budgets(work: Job, vram: int, ram:
 
 @settings(max_examples=200, deadline=None)
 @given(jobs(), st.integers(0, 900), st.integers(0, 100))
-def test_more_memory_never_streams_more(work: Job, budget: int, more: int) -> None:
+def test_more_memory_streams_no_more_unless_that_is_faster(work: Job, budget: int, more: int) -> None:
     budget += smallest_budget(work, RAM)
 
     def streamed(plan: Plan) -> int:
@@ -202,4 +202,5 @@ def test_more_memory_never_streams_more(work: Job, budget: int, more: int) -> No
     if budget + more - smallest_budget(work, RAM) >= whole:
         assert streamed(large) == 0
     if len({b.bytes for b in work.blocks}) == 1:  # of unequal sizes, an even spread may not fill the room exactly
-        assert streamed(large) <= streamed(small) or any(b.uses == 2 for b in work.blocks)
+        quieter = streamed(large) <= streamed(small)
+        assert quieter or large.promise.step_s < small.promise.step_s or any(b.uses == 2 for b in work.blocks)

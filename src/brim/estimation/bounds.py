@@ -10,6 +10,7 @@ from brim import catalog
 from brim.core import Op, Timeline, Trace
 from brim.estimation.simulation import Place, simulate
 from brim.memory.device_memory import SimulatedDevice
+from brim.predict.cost import base_name
 from brim.units import MIB, format_bytes
 
 _CONVOLUTIONS = ("convolution", "convolution_backward", "_convolution", "cudnn_convolution")
@@ -75,7 +76,7 @@ def _context(place: Place) -> Margin:
 
 
 def _convolutions(trace: Trace) -> Margin:
-    largest = max((_moved(op) for op in trace.ops if _base(op) in _CONVOLUTIONS), default=0)
+    largest = max((_moved(op) for op in trace.ops if base_name(op.name) in _CONVOLUTIONS), default=0)
     return Margin(
         name="convolution workspaces",
         bytes=largest,
@@ -85,8 +86,8 @@ def _convolutions(trace: Trace) -> Margin:
 
 
 def _not_modelled(trace: Trace) -> Margin:
-    names = set(trace.not_modelled)
-    largest = max((_moved(op) for op in trace.ops if op.name in names and _base(op) not in _CONVOLUTIONS), default=0)
+    names = {base_name(text.partition(":")[0]) for text in trace.not_modelled} - set(_CONVOLUTIONS)
+    largest = max((_moved(op) for op in trace.ops if base_name(op.name) in names), default=0)
     return Margin(
         name="operations not modelled",
         bytes=largest,
@@ -111,8 +112,3 @@ def _routing(trace: Trace, config: Mapping[str, Any]) -> Margin:
 
 def _moved(op: Op) -> int:
     return op.read_bytes + op.written_bytes
-
-
-def _base(op: Op) -> str:
-    parts = op.name.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]

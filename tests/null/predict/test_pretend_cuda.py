@@ -199,10 +199,10 @@ def test_checkpointing_works_with_the_pretended_gpu():
 
         return step
 
-    from brim.simulate import simulate
+    from brim.estimation.simulation import simulate
 
     peaks = [
-        simulate(trace(lambda save=save: build(save), steps=2, target="cuda")).facts["peak_bytes.allocated"]
+        simulate(trace(lambda save=save: build(save), steps=2, target="cuda")).peak_bytes.allocated
         for save in (False, True)
     ]
     assert peaks[1] < peaks[0]
