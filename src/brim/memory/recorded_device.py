@@ -46,8 +46,10 @@ class RecordedDevice:
         self._match(("segment_free", address, size))
 
     def reserve(self, size: int) -> int:
-        if self.expected and self.expected[0][0] == "segment_map":
-            return self.expected[0][1]
+        """New address space begins where the record maps next; something else may have to be given back before."""
+        for action, address, _ in self.expected:
+            if action == "segment_map":
+                return address
         return self._invent(size + TIB)
 
     def map(self, address: int, size: int) -> bool:

@@ -80,7 +80,9 @@ class _Run:
         pending: list[SegmentEvent] = []
         rows = zip(history.actions, history.addresses, history.sizes, history.streams, strict=True)
         for index, (action, address, size, stream) in enumerate(rows):
-            if action == "alloc":
+            if action in ("alloc", "oom") and size <= 0:
+                self.inconsistent += 1
+            elif action == "alloc":
                 self._alloc(index, address, size, stream, pending)
                 pending = []
             elif action == "free_requested":

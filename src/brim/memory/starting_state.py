@@ -177,39 +177,46 @@ class _Mapped:
 class _Groups:
     """Stream, size class and pool of an address.
 
-    The snapshot's segments tell where they are known; what was given back before is recognised by its events.
+    The snapshot's segments tell where they are known. What was given back before, or mapped since, is recognised by
+    what was allocated or freed in it.
     """
 
     def __init__(self, history: History, config: AllocatorConfig) -> None:
-        self._history = history
-        known: dict[int, Group] = {
-            segment.address: (segment.stream, segment.small, segment.pool)
-            for segment in history.segments
-            if segment.expandable
-        }
-        if any(action in ("segment_map", "segment_unmap") for action in set(history.actions)):
-            self._learn(known, config)
+        self._history, self._config = history, config
+        known: dict[int, Group] = {}
+        changes = [i for i, action in enumerate(history.actions) if action in ("segment_map", "segment_unmap")]
+        if changes:
+            self._evidence = self._uses()
+            self._used = sorted(self._evidence)
+            known = {history.addresses[index]: self._recognised(index) for index in changes}
+        for segment in history.segments:
+            if segment.expandable:
+                known[segment.address] = (segment.stream, segment.small, segment.pool)
         self._addresses = sorted(known)
         self._groups = [known[address] for address in self._addresses]
 
-    def _learn(self, known: dict[int, Group], config: AllocatorConfig) -> None:
-        """Every map event's group is that of the first allocation that follows it on its stream."""
+    def _uses(self) -> dict[int, Group]:
+        """The group of every address that was allocated or freed."""
+        history, config = self._history, self._config
+        return {
+            history.addresses[index]: (
+                history.streams[index],
+                config.round_size(history.sizes[index]) <= SMALL_BYTES,
+                self._pool(index),
+            )
+            for index, action in enumerate(history.actions)
+            if action == "alloc" or action.startswith("free")
+        }
+
+    def _recognised(self, index: int) -> Group:
+        """The group of a range that event ``index`` mapped or unmapped."""
         history = self._history
-        waiting: list[int] = []
-        for index, action in enumerate(history.actions):
-            if action == "segment_map":
-                waiting.append(index)
-            elif action == "alloc" and waiting:
-                group = (
-                    history.streams[index],
-                    config.round_size(history.sizes[index]) <= SMALL_BYTES,
-                    self._pool(index),
-                )
-                for earlier in waiting:
-                    known.setdefault(history.addresses[earlier], group)
-                waiting.clear()
-            elif action == "segment_unmap":
-                waiting.clear()
+        address, size = history.addresses[index], history.sizes[index]
+        at = bisect_left(self._used, address)
+        if at < len(self._used) and self._used[at] < address + size:
+            return self._evidence[self._used[at]]
+        small = size % self._config.large_segment_bytes != 0
+        return history.streams[index], small, self._pool(index)
 
     def _pool(self, index: int) -> PoolId:
         return self._history.pools[index] if self._history.pools else DEFAULT_POOL
@@ -231,11 +238,27 @@ class _Groups:
         return [self._addresses[i] for i in range(max(first, 1), last) if self._groups[i] != self._groups[i - 1]]
 
     def lowest(self, ranges: Mapping[int, Range]) -> dict[Group, int]:
-        """The first address of each group that is ever mapped: pages are mapped from the lowest address on."""
-        found = {group: address for address, group in zip(self._addresses[::-1], self._groups[::-1], strict=True)}
+        """Where the address space of each group begins: pages are mapped from its lowest address on.
+
+        What is mapped later counts, until all of it was given back: then there is new address space.
+        """
+        found: dict[Group, int] = {}
+        mapped: dict[Group, int] = {}
         for at in ranges.values():
             if at.expandable:
                 found[at.group] = min(found.get(at.group, at.address), at.address)
+                mapped[at.group] = mapped.get(at.group, 0) + at.size
+        for action, address, size in zip(
+            self._history.actions, self._history.addresses, self._history.sizes, strict=True
+        ):
+            if action not in ("segment_map", "segment_unmap"):
+                continue
+            group = self.expandable(address)
+            if action == "segment_map" and mapped.get(group):
+                mapped[group] += size
+                found[group] = min(found[group], address)
+            elif group in mapped and mapped[group]:
+                mapped[group] -= size
         return found
 
 

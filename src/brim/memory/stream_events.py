@@ -7,6 +7,7 @@ Follows ``insert_events``, ``process_events`` and ``insert_events_deferred_until
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from brim.memory.blocks import Block
 
@@ -47,9 +48,12 @@ class StreamEvents:
         for name in list(self._queues) if stream is None else [stream]:
             self._passed[name] = len(self._queues.get(name, ()))
 
-    def finished(self, *, synchronize: bool = False) -> list[Block]:
-        """The blocks whose last event is over; with ``synchronize``, after waiting for all. They no longer wait."""
-        done = self._flush_deferred()
+    def finished(self, *, synchronize: bool = False) -> Iterator[Block]:
+        """The blocks whose last event is over; with ``synchronize``, after waiting for all.
+
+        Each no longer waits when it is given, and must be put back before the next is asked for.
+        """
+        yield from self._flush_deferred()
         if synchronize:
             self.complete(None)
         for stream in list(self._queues):
@@ -58,19 +62,16 @@ class StreamEvents:
                 block = queue.popleft()
                 block.event_count -= 1
                 if not block.event_count:
-                    done.append(block)
+                    yield block
             if not queue:
                 del self._queues[stream]
         self.pending = bool(self._queues)
-        return done
 
-    def _flush_deferred(self) -> list[Block]:
+    def _flush_deferred(self) -> Iterator[Block]:
         """Start to wait for the uses outside captures; what was used inside captures only is free at once."""
-        free = []
-        for block in self._deferred:
+        deferred, self._deferred = self._deferred, []
+        for block in deferred:
             block.stream_uses = (block.stream_uses or set()) - self._captured_uses.pop(block, set())
             self._insert(block)
             if not block.event_count:
-                free.append(block)
-        self._deferred.clear()
-        return free
+                yield block

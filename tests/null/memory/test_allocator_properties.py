@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -109,24 +110,23 @@ class SlowAllocator:
     def extend_mapping(self, size: int, stream: int, small: bool) -> tuple[Segment, Cell] | None:
         """Map, in the lowest run of cells not in use that has room, what is missing at its beginning."""
         mine = [s for s in self.segments if s.page and (s.stream, s.small) == (stream, small)]
-        if not mine:
-            total = self.device.total_bytes or 0
-            page = 2 * MIB if small else 20 * MIB
-            room = -(-(total + total // 8) // page) * page
-            mine = [Segment(stream, small, page, [Cell(self.device.reserve(room), room, UNMAPPED)])]
-            self.segments += mine
-        segment = mine[0]
-        for index, cell in enumerate(segment.cells):
-            run = []
-            for other in segment.cells[index:]:
-                if other.state == USED:
-                    break
-                run.append(other)
-            if cell.state != USED and len({c.state for c in run}) > 1 - (cell.state == UNMAPPED):
-                if sum(other.size for other in run) < size:
-                    continue
+        for segment in sorted(mine, key=lambda one: one.cells[0].address):
+            if run := self.run_with_room(segment, size):
                 return self.map_run(segment, run, size)
-        return None
+        total = self.device.total_bytes or 0
+        page = 2 * MIB if small else 20 * MIB
+        room = -(-(total + total // 8) // page) * page
+        self.segments.append(Segment(stream, small, page, [Cell(self.device.reserve(room), room, UNMAPPED)]))
+        run = self.run_with_room(self.segments[-1], size)
+        return self.map_run(self.segments[-1], run, size) if run else None
+
+    def run_with_room(self, segment: Segment, size: int) -> list[Cell]:
+        for index, cell in enumerate(segment.cells):
+            run = list(takewhile(lambda other: other.state != USED, segment.cells[index:]))
+            kinds = {other.state for other in run[:2]}
+            if UNMAPPED in kinds and sum(other.size for other in run) >= size and cell.state != USED:
+                return run
+        return []
 
     def map_run(self, segment: Segment, run: list[Cell], size: int) -> tuple[Segment, Cell] | None:
         start, missing = run[0].address, size
@@ -183,7 +183,7 @@ class SlowAllocator:
                 if len(segment.cells) == 1 and segment.cells[0].state == FREE:
                     self.drop(segment)
                 continue
-            base = segment.cells[0].address
+            base, before = segment.cells[0].address, len(segment.cells)
             for cell in [cell for cell in segment.cells if cell.state == FREE]:
                 begin = base + -(-(cell.address - base) // segment.page) * segment.page
                 end = base + (cell.address + cell.size - base) // segment.page * segment.page
@@ -198,8 +198,8 @@ class SlowAllocator:
                 at = segment.cells.index(cell)
                 segment.cells[at : at + 1] = [part for part in parts if part.size]
             segment.tidy()
-            if len(segment.cells) == 1 and segment.cells[0].state == UNMAPPED:
-                self.segments.remove(segment)
+            if before > 1 and len(segment.cells) == 1 and segment.cells[0].state == UNMAPPED:
+                self.segments.remove(segment)  # one that nothing was ever mapped in stays
 
     def free(self, address: int) -> None:
         for segment in self.segments:
@@ -240,7 +240,7 @@ def assert_sound(made: CachingAllocator, capacity_bytes: int) -> None:
     free = {block.address: block for pool in (made.small, made.large) for block in pool.blocks.values()}
     holes = {block.address: block for pool in (made.small, made.large) for block in pool.holes.values()}
     every = sorted([*made.live.values(), *free.values(), *holes.values()], key=lambda block: block.address)
-    for before, after in zip(every, every[1:], strict=False):
+    for before, after in pairwise(every):
         assert before.address + before.size <= after.address
     for block in every:
         after = block.next
