@@ -1,6 +1,6 @@
 """Well-known CNNs from their published layer tables, with torchvision's settings and in-place choices.
 
-Each constructor takes ``classes`` and gives an ``nn.Module`` in train mode. ``MODELS`` names them as torchvision does.
+Each constructor takes ``classes`` and gives an ``nn.Module`` in train mode. ``MODELS``: by torchvision's names.
 """
 
 from __future__ import annotations

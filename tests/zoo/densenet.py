@@ -36,7 +36,8 @@ class DenseNet(nn.Module):
     def __init__(self, growth: int, depths: tuple[int, ...], width: int, classes: int = 1000) -> None:
         super().__init__()
         layers: list[nn.Module] = [
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
         ]  # fmt: skip
         for index, depth in enumerate(depths):
             layers.append(DenseBlock([DenseLayer(width + number * growth, growth) for number in range(depth)]))

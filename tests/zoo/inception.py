@@ -29,7 +29,7 @@ class Conv(nn.Module):
 
 
 class Branches(nn.Module):
-    """Branches side by side, concatenated; ``pooled`` goes behind a 3x3 average pooling, ``maximum`` adds a max pool."""
+    """Branches side by side, concatenated: ``pooled`` behind an average pooling, ``maximum`` adds a max pooling."""
 
     def __init__(self, *branches: nn.Module, pooled: nn.Module | None = None, maximum: bool = False) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ class Block(nn.Module):
     def __init__(self, widths: tuple[int, ...], stride: int = 1, begins_with_relu: bool = True) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for index, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+        for index, (inputs, outputs) in enumerate(pairwise(widths)):
             if index or begins_with_relu:
                 layers.append(nn.ReLU(inplace=index > 0))
             layers += [Separable(inputs, outputs), nn.BatchNorm2d(outputs)]

@@ -1,0 +1,42 @@
+"""How right the predictions are: every published measurement that can be built, predicted and compared.
+
+python bench/accuracy.py [--xmem] [--peft] [--torchtune] [--gpumemnet] [--only TEXT] [--json FILE]; all when none is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the zoo
+
+SOURCES = ("xmem", "peft", "torchtune", "gpumemnet")
+
+
+def main() -> None:
+    from accuracy import table  # noqa: PLC0415  # the zoo has to be found first
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    for source in SOURCES:
+        parser.add_argument(f"--{source}", action="store_true")
+    parser.add_argument("--only", default="", help="rows whose model's name has this text in it")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    chosen = [source for source in SOURCES if getattr(given, source)] or SOURCES
+    console, documents = Console(width=200), []
+    for source in chosen:
+        rows = importlib.import_module(f"accuracy.{source}").rows(given.only)
+        if rows:
+            table.show(source, rows, console)
+            documents.append(table.document(source, rows))
+    if given.json:
+        given.json.write_text(json.dumps(documents, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
