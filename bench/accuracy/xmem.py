@@ -72,7 +72,7 @@ def language_model(name: str, optimizer: str, batch: int) -> Callable[[], Callab
         config = dict(entry.config)
         made: Any = AutoConfig.for_model(config.pop("model_type"), **config)
         family = AutoModelForSeq2SeqLM if made.is_encoder_decoder else AutoModelForCausalLM
-        model = family.from_config(made)
+        model = family.from_config(made, dtype=torch.float32)
         model.train()
         steps = _optimizer(optimizer, model.parameters())
         model.to("cuda")
