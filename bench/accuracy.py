@@ -1,6 +1,6 @@
-"""How right the predictions are: every published measurement that can be built, predicted and compared.
+"""How right the predictions are: every published measurement that can be built, and real runs on this machine's CPU.
 
-python bench/accuracy.py [--xmem] [--peft] [--torchtune] [--gpumemnet] [--only TEXT] [--json FILE]; all when none is named.
+One source per option, all when none is named.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import argparse
 import importlib
 import json
 import sys
+import warnings
 from pathlib import Path
 
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the zoo
 
-SOURCES = ("xmem", "peft", "torchtune", "gpumemnet")
+SOURCES = ("liger", "xmem", "peft", "torchtune", "gpumemnet", "cpu")
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     chosen = [source for source in SOURCES if getattr(given, source)] or SOURCES
+    warnings.simplefilter("ignore")  # of the libraries that build the models
     console, documents = Console(width=200), []
     for source in chosen:
         rows = importlib.import_module(f"accuracy.{source}").rows(given.only)

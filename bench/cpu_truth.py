@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def memory_events(build: Callable[[], Callable[[], Any]], steps: int) -> list[tuple[int, str]]:
     """Every allocation (positive bytes) and free (negative) on the CPU, in order, with the operation around it."""
+    gc.collect()  # what an earlier run left in cycles must not be freed within this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step = build()
         for _ in range(steps):

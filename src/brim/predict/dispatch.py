@@ -8,19 +8,22 @@ as long as the C++ storage.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from brim.core import Category, Phase
 from brim.predict import failures, inplace
+from brim.predict.flops import is_view, op_bytes, op_dtype, op_flops
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
@@ -49,6 +52,8 @@ class RecordingMode(TorchDispatchMode):
         self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
         self.on_device = True  # whether factories make their tensors on the device that is traced
         self._placed: bool | None = None
+        self.after_backward: Callable[[], None] = lambda: None
+        self._graph_task = -1  # of the backward pass that is running
         self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -67,6 +72,7 @@ class RecordingMode(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         func = inplace.as_plain(func, args)
+        self._notice_backward()
         known = self.values.read(func, args, kwargs)
         if known is not None:
             return known.item
@@ -77,6 +83,10 @@ class RecordingMode(TorchDispatchMode):
             raise failures.data_dependent(func) from error
         except (UnsupportedOperatorException, NotImplementedError) as error:
             raise failures.no_fake_kernel(func) from error
+        except RuntimeError as error:
+            if "no fake impl registered" in str(error):
+                raise failures.no_fake_kernel(func) from error
+            raise
         finally:
             self.inside = was_inside
 
@@ -90,9 +100,16 @@ class RecordingMode(TorchDispatchMode):
         fresh = self._fresh(outputs)
         resized = self._resized(func, args, kwargs)
         rule = self._rule_for(func)
-        if fresh or resized or rule is not None or not _is_view(func):
+        if fresh or resized or rule is not None or not is_view(func):
             index = recorder.begin_op(str(func), phase, module)
-            self._describe(index, func, args, kwargs, result)
+            read_bytes, written_bytes = op_bytes(func, args, kwargs, result)
+            recorder.describe_op(
+                index,
+                flops=op_flops(func, args, kwargs, result),
+                read_bytes=read_bytes,
+                written_bytes=written_bytes,
+                dtype=op_dtype(args, result),
+            )
             kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result)
             if rule is not None:
                 rule(kernel)
@@ -100,6 +117,15 @@ class RecordingMode(TorchDispatchMode):
                 self._resize(life, bytes, phase)
             self._play(kernel, fresh, phase, module, self._place(func, args, kwargs))
         return result
+
+    def _notice_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._graph_task):
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.after_backward()
 
     def phase(self) -> Phase:
         if torch._C._current_graph_task_id() != -1:
@@ -225,33 +251,12 @@ class RecordingMode(TorchDispatchMode):
             return bool(sized) or self.recorder.uses_device
         return bool(sized) if lives else self.on_device
 
-    def _describe(
-        self, index: int, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
-        inputs, outputs = list(_tensors(args)), list(_tensors(result))
-        count = flop_registry.get(func.overloadpacket)
-        flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-        first = outputs or inputs
-        self.recorder.describe_op(
-            index,
-            flops=flops,
-            read_bytes=sum(t.numel() * t.element_size() for t in inputs),
-            written_bytes=sum(t.numel() * t.element_size() for t in outputs),
-            dtype=_dtype(first[0]) if first else "",
-        )
-
 
 @lru_cache(maxsize=None)
 def _decomposes(func: torch._ops.OpOverload) -> bool:
     """Without autograd (inference mode) composite operations arrive whole; PyTorch runs their parts."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
-
-
-@lru_cache(maxsize=None)
-def _is_view(func: torch._ops.OpOverload) -> bool:
-    aliases = [r.alias_info for r in func._schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -69,7 +69,7 @@ _WRAPPERS = ("__torch_dispatch__", "_fn", "inner")  # PyTorch wraps the dispatch
 def _may_be_overwritten(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     return (
-        tensor._use_count() <= _TENSOR_USES + 2
+        tensor._use_count() <= _TENSOR_USES
         and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
         and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
     )

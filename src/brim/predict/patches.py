@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from brim.predict.values import UnknownNumber, known
 
@@ -27,9 +27,10 @@ class ValueMode(TorchFunctionMode):
 
 
 @contextmanager
-def while_tracing() -> Iterator[None]:
-    """All replacements, for the duration of one trace."""
-    with mock.patch.object(torch.utils, "swap_tensors", _set_data), \
+def while_tracing(mode: ValueMode) -> Iterator[None]:
+    """All replacements, and ``mode``, for the duration of one trace."""
+    with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
+         mock.patch.object(torch.utils, "swap_tensors", _set_data), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
@@ -37,8 +38,22 @@ def while_tracing() -> Iterator[None]:
          mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
          mock.patch.object(builtins, "max", _of_unknown(builtins.max)), \
          mock.patch.object(builtins, "min", _of_unknown(builtins.min)), \
-         _transformers_sees_plain_tensors(), ValueMode():  # fmt: skip
+         _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
+
+
+def _reentering(mode: ValueMode) -> Callable[..., Any]:
+    """``Tensor.backward`` is itself a call that the mode sees, and a mode is off while it handles a call; what runs
+    within the backward pass (recomputation, hooks) must be seen too."""
+    run: Callable[..., Any] = torch.autograd._engine_run_backward
+
+    def _run_backward(*args: Any, **kwargs: Any) -> Any:
+        if any(other is mode for other in _get_current_function_mode_stack()):
+            return run(*args, **kwargs)
+        with mode:
+            return run(*args, **kwargs)
+
+    return _run_backward
 
 
 @contextmanager

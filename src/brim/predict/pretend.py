@@ -16,16 +16,16 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
-from torch.overrides import TorchFunctionMode
 
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import cuda_attention
+from brim.predict.patches import ValueMode
 
 _CUDA = torch.device("cuda", 0)
 _KEYS = ("device", "device_type")
 
 
-class PretendCuda(TorchFunctionMode):
+class PretendCuda(ValueMode):
     """Sends calls that name a CUDA device to the fake CPU, and tells the recorder where the result lies."""
 
     def __init__(self, recording: RecordingMode, capability: tuple[int, int]) -> None:
@@ -41,8 +41,9 @@ class PretendCuda(TorchFunctionMode):
             torch.Tensor.record_stream: lambda tensor, stream: None,
             torch.Tensor.is_cuda.__get__: self.on_device,
             torch.Tensor.is_cpu.__get__: lambda tensor: not self.on_device(tensor),
-            torch.nn.functional.scaled_dot_product_attention: self._attention,
+            torch.nn.functional.scaled_dot_product_attention: self.attention,
             torch.dropout: self._dropout,
+            torch.nn.functional.dropout: self.dropout,
         }
 
     def on_device(self, tensor: torch.Tensor) -> bool:
@@ -57,7 +58,7 @@ class PretendCuda(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None:
             with self.recording.factories(self._any_on_device(args)):
-                return func(*args, **kwargs)
+                return super().__torch_function__(func, types, args, kwargs)
         cuda = is_cuda(device)
         self.recording.recorder.uses_device |= cuda
         with self.recording.factories(cuda), self.recording.placed(cuda if _copies(func) else None):
@@ -100,7 +101,7 @@ class PretendCuda(TorchFunctionMode):
         with self.recording.placed(cuda):
             return torch.Tensor.to(tensor, dtype, copy=moves or bool(kwargs.pop("copy", False)), **kwargs)
 
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         options = dict(zip(names, args, strict=False)) | kwargs
         with self.recording.factories(self._any_on_device((query,))):
@@ -111,6 +112,14 @@ class PretendCuda(TorchFunctionMode):
         if train and 0 < p < 1 and input.numel() > 0:
             return torch.native_dropout(input, p, train)[0]
         return torch.dropout(input, p, train)
+
+
+    def dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if inplace:
+            return torch.dropout_(input, p, training)
+        return self._dropout(input, p, training)
 
 
 def is_cuda(device: object) -> bool:
@@ -135,10 +144,11 @@ def _copies(func: Any) -> bool:
 
 
 @contextmanager
-def pretending(recording: RecordingMode, capability: tuple[int, int]) -> Iterator[PretendCuda]:
-    """Everything that makes CUDA seem present, for the duration of one trace."""
-    mode = PretendCuda(recording, capability)
+def pretending(mode: PretendCuda) -> Iterator[None]:
+    """Everything besides ``mode`` itself that makes CUDA seem present, for the duration of one trace."""
+    recording = mode.recording
     recording.on_device = False
+    functional = torch.nn.functional
     with contextlib.ExitStack() as stack:
         for name, value in _torch_cuda(mode, recording).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
@@ -146,8 +156,10 @@ def pretending(recording: RecordingMode, capability: tuple[int, int]) -> Iterato
         stack.enter_context(_autocast_state())
         supported = [*optimizer._foreach_supported_types, FakeTensor]
         stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", supported))
-        stack.enter_context(mode)
-        yield mode
+        # Functions of torch.nn.functional that call one another do so with the mode off.
+        stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", mode.attention))
+        stack.enter_context(mock.patch.object(functional, "dropout", mode.dropout))
+        yield
 
 
 def _device_property(mode: PretendCuda, recording: RecordingMode) -> property:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from brim.core import Category, Op, Phase, Storage
 
@@ -30,8 +30,28 @@ class Life:
 class Run:
     """An operation while the module's name is not known yet."""
 
-    op: Op
+    name: str
+    phase: Phase
+    step: int
+    at: int
     module: int
+    flops: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    dtype: str = ""
+
+    def op(self, module: str) -> Op:
+        return Op(
+            name=self.name,
+            module=module,
+            phase=self.phase,
+            step=self.step,
+            at=self.at,
+            flops=self.flops,
+            read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
+            dtype=self.dtype,
+        )
 
 
 class Recorder:
@@ -59,12 +79,12 @@ class Recorder:
 
     def begin_op(self, name: str, phase: Phase, module: int) -> int:
         """Open an operation and give its index, for ``describe_op`` once its outputs are known."""
-        self.runs.append(Run(Op(name=name, module="", phase=phase, step=self.step, at=self.tick()), module))
+        self.runs.append(Run(name=name, phase=phase, step=self.step, at=self.tick(), module=module))
         return len(self.runs) - 1
 
     def describe_op(self, index: int, *, flops: int, read_bytes: int, written_bytes: int, dtype: str) -> None:
         run = self.runs[index]
-        run.op = replace(run.op, flops=flops, read_bytes=read_bytes, written_bytes=written_bytes, dtype=dtype)
+        run.flops, run.read_bytes, run.written_bytes, run.dtype = flops, read_bytes, written_bytes, dtype
 
     def alloc(
         self,
@@ -114,7 +134,7 @@ class Recorder:
         )
 
     def ops(self, module_paths: list[str]) -> tuple[Op, ...]:
-        return tuple(replace(run.op, module=module_paths[run.module]) for run in self.runs)
+        return tuple(run.op(module_paths[run.module]) for run in self.runs)
 
 
 def _category_by_life(life: Life) -> Category:

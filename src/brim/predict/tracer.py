@@ -21,7 +21,7 @@ from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
 from brim.predict.lowering.cuda_autocast import cuda_lists
 from brim.predict.modules import ModuleTracker
-from brim.predict.pretend import pretending
+from brim.predict.pretend import PretendCuda, pretending
 from brim.predict.recorder import Recorder
 from brim.predict.values import KnownValues
 
@@ -51,15 +51,17 @@ def trace(
     recorder, modules = Recorder(), ModuleTracker()
     mode = RecordingMode(recorder, modules, KnownValues(), rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
+    mode.after_backward = lambda: _mark_gradients(mode)
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(modules.watching())
         stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
         stack.enter_context(mode)
-        stack.enter_context(patches.while_tracing())
-        if target == "cuda":
-            stack.enter_context(pretending(mode, capability))
+        functions = PretendCuda(mode, capability) if target == "cuda" else patches.ValueMode()
+        if isinstance(functions, PretendCuda):
+            stack.enter_context(pretending(functions))
             stack.enter_context(cuda_lists())
+        stack.enter_context(patches.while_tracing(functions))
         step = build()
         if not callable(step):
             raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
@@ -68,6 +70,8 @@ def trace(
             recorder.begin_step()
             step()
             _categorize(mode)
+        if mode.values.used_routing:
+            recorder.notes["routing"] = "balanced: each token's experts follow on the ones of the token before"
         paths = modules.paths()
         made = Trace(
             model=model or _name(modules, build),
@@ -108,15 +112,29 @@ def _mark_cache(mode: RecordingMode, cache: Any) -> None:
 
 
 def _categorize(mode: RecordingMode) -> None:
-    mark = mode.mark
+    """What is held now, by who holds it."""
     for module in mode.modules.modules:
         for parameter in module._parameters.values():
-            mark(parameter, Category.PARAMETER)
-            if parameter is not None:
-                mark(parameter.grad, Category.GRADIENT)
+            mode.mark(parameter, Category.PARAMETER)
         for buffer in module._buffers.values():
-            mark(buffer, Category.BUFFER)
+            mode.mark(buffer, Category.BUFFER)
     for optimizer in mode.modules.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                mode.mark(parameter, Category.PARAMETER)
         for state in optimizer.state.values():
             for value in state.values():
-                mark(value, Category.OPTIMIZER_STATE)
+                mode.mark(value, Category.OPTIMIZER_STATE)
+    _mark_gradients(mode)
+
+
+def _mark_gradients(mode: RecordingMode) -> None:
+    """Gradients are let go between steps, so they are marked as soon as a backward pass has made them."""
+    for module in mode.modules.modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                mode.mark(parameter.grad, Category.GRADIENT)
+    for optimizer in mode.modules.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                mode.mark(parameter.grad, Category.GRADIENT)

@@ -125,6 +125,13 @@ def _index_put(kernel: Kernel) -> None:
         kernel.temp(count * 8)
 
 
+def _softmax_backward(kernel: Kernel) -> None:
+    """cuda/SoftMax.cu: ``grad * output`` is made first (the logarithm's backward needs no such product)."""
+    _contiguous_after("grad_output", "output")(kernel)
+    grad, output = kernel.arg("grad_output"), kernel.arg("output")
+    kernel.temp(grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize)
+
+
 def _safe_softmax(kernel: Kernel) -> None:
     """transformers/attention.cpp: which elements, and then rows, are minus infinity."""
     source = kernel.args[0]
@@ -176,7 +183,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.binary_cross_entropy.default: _elementwise_loss,
     _aten._softmax.default: _contiguous_after("self"),
     _aten._log_softmax.default: _contiguous_after("self"),
-    _aten._softmax_backward_data.default: _contiguous_after("grad_output", "output"),
+    _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
     _aten.logsumexp.default: _logsumexp,

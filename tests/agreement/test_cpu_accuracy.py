@@ -1,0 +1,23 @@
+"""What is predicted for the CPU is what a real run on this CPU allocates, byte for byte or nearly."""
+
+from __future__ import annotations
+
+import pytest
+from cpu_truth import measured_peak_bytes
+from cpu_zoo import CONFIGURATIONS
+
+from brim.predict.tracer import trace
+from brim.simulate import simulate
+
+# oneDNN chooses its scratchpads by the processor; everything else is PyTorch's own.
+CONVOLUTIONS = ("convnext", "resnet", "unet", "whisper")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_predicted_peak_is_the_measured_one(name):
+    build = CONFIGURATIONS[name]
+    predicted = simulate(trace(build, steps=2, target="cpu")).facts["peak_bytes.allocated"]
+    measured = measured_peak_bytes(build, steps=2)
+    tolerance = 0.005 if name.startswith(CONVOLUTIONS) else 0.0005
+    assert predicted == pytest.approx(measured, rel=tolerance)

@@ -1,0 +1,206 @@
+"""A program written for CUDA is traced on a machine that has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from brim.core import Category, Trace
+from brim.predict.tracer import trace
+
+WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
+
+
+def on_cuda(step, **options) -> Trace:
+    return trace(lambda: step, steps=1, target="cuda", **options)
+
+
+def sizes(made: Trace) -> list[int]:
+    return [s.bytes for s in made.storages if s.category is not Category.WORKSPACE]
+
+
+def test_only_what_is_put_on_the_gpu_is_recorded():
+    def step() -> None:
+        torch.ones(1000)
+        torch.ones(10, device="cuda")
+        torch.ones(20).cuda()
+        torch.ones(30).to("cuda:0")
+        torch.ones(40).to(torch.device("cuda"), torch.float16)
+        torch.ones_like(torch.ones(50, device="cuda"))
+        torch.as_tensor([1.0] * 60, device="cuda")
+        torch.ones(70, device="cuda").cpu().sin()
+
+    assert sizes(on_cuda(step)) == [40, 80, 120, 80, 200, 200, 240, 280]
+
+
+def test_a_program_that_never_names_cuda_is_taken_to_run_there():
+    assert sizes(on_cuda(lambda: torch.ones(10))) == [40]
+
+
+def test_a_module_moves_its_parameters_one_by_one_and_its_copies_on_the_host_do_not_count():
+    made = trace(lambda: nn.Linear(8, 4).cuda().forward.__self__.zero_grad, steps=1, target="cuda")
+    assert [s.bytes for s in made.storages] == [128, 16]
+    assert {s.category for s in made.storages} == {Category.PARAMETER}
+
+
+def test_the_gpu_looks_present_while_tracing():
+    seen = []
+
+    def step() -> None:
+        value = torch.ones(4, device="cuda")
+        seen.append((torch.cuda.is_available(), value.is_cuda, value.device.type, value.sum().device.index))
+        seen.append((torch.cuda.get_device_capability(), torch.ones(2).is_cuda, torch.cuda.memory_allocated()))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            value.add_(1)
+
+    on_cuda(step, capability=(9, 0))
+    assert seen[0] == (True, True, "cuda", 0)
+    assert seen[1] == ((9, 0), False, 16)
+    assert not torch.cuda.is_available()
+
+
+def test_with_a_default_device_everything_is_made_there():
+    def step() -> None:
+        with torch.device("cuda"):
+            torch.ones(8)
+
+    assert sizes(on_cuda(step)) == [32]
+
+
+def test_forward_and_backward_threads_take_a_cublas_workspace_each():
+    def step() -> None:
+        weight = torch.ones(8, 8, device="cuda", requires_grad=True)
+        for _ in range(3):
+            (weight @ weight).sum().backward()
+
+    kept = [s for s in on_cuda(step).storages if s.category is Category.WORKSPACE]
+    assert [(s.bytes, s.died, s.module) for s in kept] == [(WORKSPACE, None, "cuBLAS")] * 2
+    hopper = on_cuda(step, capability=(9, 0)).storages
+    assert [s.bytes for s in hopper if s.category is Category.WORKSPACE] == [32 << 20] * 2
+
+
+def test_dropout_keeps_a_mask_of_one_byte():
+    def step() -> None:
+        F.dropout(torch.ones(1000, device="cuda", requires_grad=True), 0.5)
+
+    assert sorted(sizes(on_cuda(step))) == [1000, 4000, 4000]
+
+
+def test_autocast_follows_the_lists_of_cuda_and_keeps_lowered_weights():
+    seen = []
+
+    def step() -> None:
+        weight = torch.ones(32, 32, device="cuda", requires_grad=True)
+        source = torch.ones(4, 32, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            first, second = F.linear(source, weight), F.linear(source, weight)
+            seen.extend([first.dtype, second.dtype, first.exp().dtype, first.softmax(-1).dtype, (first + 1).dtype])
+            seen.append(torch.is_autocast_enabled("cuda"))
+        with torch.autocast("cuda"):
+            seen.append((source @ weight).dtype)
+
+    lowered = [size for size in sizes(on_cuda(step)) if size == 32 * 32 * 2]
+    assert seen[:6] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16, True]
+    assert seen[6] is torch.float16
+    assert len(lowered) == 2, "once per region: the copy is kept until the region ends"
+
+
+def test_a_gradient_scaler_takes_its_step():
+    taken = []
+
+    def build():
+        model = nn.Linear(8, 8).cuda()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cuda")
+        optimizer.register_step_post_hook(lambda *args: taken.append(True))
+
+        def step() -> None:
+            with torch.autocast("cuda"):
+                loss = model(torch.ones(4, 8, device="cuda")).sum()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        return step
+
+    trace(build, steps=2, target="cuda")
+    assert taken == [True, True]
+
+
+def test_optimizers_use_their_multi_tensor_form_as_on_a_gpu():
+    def build():
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            model(torch.ones(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+
+        return step
+
+    names = {op.name for op in trace(build, steps=1, target="cuda").ops}
+    assert any(name.startswith("aten._foreach_addcdiv_") for name in names)
+
+
+def attention(dtype=torch.float16, *, size=64, mask=False, dropout=0.0, capability=(8, 0)) -> set[str]:
+    def step() -> None:
+        query = torch.ones(2, 4, 128, size, dtype=dtype, device="cuda", requires_grad=True)
+        bias = torch.zeros(2, 1, 128, 128, dtype=dtype, device="cuda") if mask else None
+        F.scaled_dot_product_attention(query, query, query, attn_mask=bias, dropout_p=dropout).sum().backward()
+
+    return {op.name.split(".")[1] for op in on_cuda(step, capability=capability).ops}
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ({}, "_scaled_dot_product_flash_attention"),
+        ({"dropout": 0.1}, "_scaled_dot_product_flash_attention"),
+        ({"mask": True}, "_scaled_dot_product_efficient_attention"),
+        ({"dtype": torch.float32}, "_scaled_dot_product_efficient_attention"),
+        ({"capability": (7, 5)}, "_scaled_dot_product_efficient_attention"),
+        ({"capability": (9, 0)}, "_scaled_dot_product_cudnn_attention"),
+        ({"dtype": torch.float64}, "_safe_softmax"),
+        ({"dtype": torch.float32, "size": 63}, "_safe_softmax"),
+    ],
+)
+def test_attention_runs_the_kernel_that_cuda_would_choose(options, kernel):
+    assert kernel in attention(**options)
+
+
+def test_flash_attention_saves_no_matrix_of_scores():
+    def step() -> None:
+        query = torch.ones(1, 8, 512, 64, dtype=torch.float16, device="cuda", requires_grad=True)
+        F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+
+    assert max(sizes(on_cuda(step))) < 8 * 512 * 512 * 2
+
+
+def test_checkpointing_works_with_the_pretended_gpu():
+    from torch.utils.checkpoint import checkpoint
+
+    def build(save: bool):
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)).cuda()
+        batch = torch.ones(128, 64, device="cuda")
+
+        def step() -> None:
+            hidden = batch
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                for layer in layers:
+                    hidden = checkpoint(layer, hidden, use_reentrant=False) if save else layer(hidden)
+            hidden.sum().backward()
+
+        return step
+
+    from brim.simulate import simulate
+
+    peaks = [
+        simulate(trace(lambda save=save: build(save), steps=2, target="cuda")).facts["peak_bytes.allocated"]
+        for save in (False, True)
+    ]
+    assert peaks[1] < peaks[0]
