@@ -8,6 +8,7 @@ from brim.catalog.gpus import Gpu
 from brim.catalog.gpus import gpu as find_gpu
 from brim.core import Category, EventKind, Storage, Timeline, Trace
 from brim.core.hardware import RAM, VRAM
+from brim.core.trace import EMPTY_CACHE
 from brim.errors import UsageError
 from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
@@ -32,10 +33,11 @@ def simulate(trace: Trace, *, gpu: str = "", alloc_conf: str = "") -> Timeline:
     return _through_allocator(trace, card, AllocatorConfig.parse(alloc_conf))
 
 
-def _events(trace: Trace) -> Iterator[tuple[Storage, bool]]:
-    """Storages at their birth (True) and death (False), in the order of the trace's clock."""
-    ticks = [(storage.born, storage, True) for storage in trace.storages]
+def _events(trace: Trace) -> Iterator[tuple[Storage | None, bool]]:
+    """Storages at their birth (True) and death (False), in the order of the trace's clock; None: the cache is emptied."""
+    ticks: list[tuple[int, Storage | None, bool]] = [(storage.born, storage, True) for storage in trace.storages]
     ticks += [(storage.died, storage, False) for storage in trace.storages if storage.died is not None]
+    ticks += [(op.at, None, False) for op in trace.ops if op.name == EMPTY_CACHE]
     for _, storage, born in sorted(ticks, key=lambda tick: tick[0]):
         yield storage, born
 
@@ -43,6 +45,8 @@ def _events(trace: Trace) -> Iterator[tuple[Storage, bool]]:
 def _live_bytes(trace: Trace) -> Timeline:
     made = Timeline(trace.model, measured=False)
     for storage, born in _events(trace):
+        if storage is None:
+            continue
         kind = EventKind.ALLOC if born else EventKind.FREE
         made.add(kind, RAM, storage.bytes, storage=storage.id, label=storage.module)
     made.facts["peak_bytes.allocated"] = float(made.peak_bytes(RAM))
@@ -62,6 +66,9 @@ def _through_allocator(trace: Trace, card: Gpu | None, config: AllocatorConfig) 
     allocator = CachingAllocator(config, usable_bytes and usable_bytes - context_bytes, on_segment=on_segment)
     blocks = {}
     for storage, born in _events(trace):
+        if storage is None:
+            allocator.empty_cache()
+            continue
         if not born:
             block = blocks.pop(storage.id)
             made.add(EventKind.FREE, VRAM, block.size, address=block.address, storage=storage.id, label=storage.module)
