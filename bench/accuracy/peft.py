@@ -62,7 +62,9 @@ def build(row: dict[str, str]) -> Callable[[], Callable[[], None]]:
         yield
         while True:
             shape = (int(row["batch_size"]), LONGEST)
-            batch = {name: torch.ones(shape, dtype=torch.int64).to("cuda") for name in ("input_ids", "attention_mask")}
+            batch = {
+                name: torch.ones(shape, dtype=torch.int64).to("cuda") for name in ("input_ids", "attention_mask")
+            }
             batch["labels"] = batch["input_ids"].clone()
             optimizer.zero_grad()
             outputs = model(**batch, num_items_in_batch=shape[0] * shape[1])

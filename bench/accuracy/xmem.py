@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import brim
 from accuracy import ground_truth
+from accuracy.early_2025 import from_config, transformers_4_51
 from accuracy.table import Row
 from brim.catalog.gpus import gpu as find_gpu
 from brim.catalog.presets import model as preset
@@ -72,7 +73,7 @@ def language_model(name: str, optimizer: str, batch: int) -> Callable[[], Callab
         config = dict(entry.config)
         made: Any = AutoConfig.for_model(config.pop("model_type"), **config)
         family = AutoModelForSeq2SeqLM if made.is_encoder_decoder else AutoModelForCausalLM
-        model = family.from_config(made, dtype=torch.float32)
+        model = from_config(family, made)
         model.train()
         steps = _optimizer(optimizer, model.parameters())
         model.to("cuda")
@@ -109,10 +110,11 @@ def predict(row: dict[str, str]) -> Row:
     started = time.perf_counter()
     card = find_gpu(row["gpu"])
     major, minor = (card.compute_capability or "8.6").split(".")
-    made = brim.trace(
-        build(row["model"], row["optimizer"], int(row["batch_size"])),
-        steps=STEPS, target="cuda", capability=(int(major), int(minor)),
-    )  # fmt: skip
+    with transformers_4_51():
+        made = brim.trace(
+            build(row["model"], row["optimizer"], int(row["batch_size"])),
+            steps=STEPS, target="cuda", capability=(int(major), int(minor)),
+        )  # fmt: skip
     timeline = brim.simulate(made, gpu=card.name)
     reserved = timeline.facts["peak_bytes.reserved"]
     measured = float(row["ground_bytes"])
