@@ -20,7 +20,7 @@ SOURCES = ("liger", "xmem", "peft", "torchtune", "gpumemnet", "cpu")
 
 
 def main() -> None:
-    from accuracy import table  # noqa: PLC0415  # the zoo has to be found first
+    from accuracy import table  # the zoo has to be found first
 
     parser = argparse.ArgumentParser(description=__doc__)
     for source in SOURCES:

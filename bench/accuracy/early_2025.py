@@ -1,4 +1,4 @@
-"""transformers as it was when the xMem runs were made (4.51), where a newer one takes other memory in a training step.
+"""transformers as it was for the xMem runs (4.51), where a newer one takes other memory in a training step.
 
 Each replacement names what differed; everything else is the installed transformers.
 """

@@ -1,4 +1,4 @@
-"""Peaks of operators and losses on datacenter and GeForce cards: every plain PyTorch row of Liger-Kernel's benchmarks."""
+"""Peaks of operators and losses: every plain PyTorch row of Liger-Kernel's benchmarks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Fine-tuning Llama-3.2-3B with every adapter of peft's method comparison (MetaMathQA), reserved memory.
 
-A run's batches differ in length; its peak is set by the longest. The tokenizer cuts at 768 tokens, and that is the length
-predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty and the cache is emptied
-every ten steps, so the longest follows upon an empty cache.
+A run's batches differ in length; its peak is set by the longest. The tokenizer cuts at 768 tokens, and that is the
+length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty and
+the cache is emptied every ten steps, so the longest follows upon an empty cache.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ def _model(row: dict[str, str]) -> Any:
 def _optimizer(row: dict[str, str], model: Any) -> torch.optim.Optimizer:
     options = json.loads(row["optimizer_kwargs"])
     if row["optimizer"] == "lora-fa":
-        from peft.optimizers import create_lorafa_optimizer  # noqa: PLC0415  # asks for more of peft than the others
+        from peft.optimizers import create_lorafa_optimizer  # asks for more of peft than the others
 
-        made: torch.optim.Optimizer = create_lorafa_optimizer(model, **options)
-        return made
-    made = getattr(torch.optim, row["optimizer"])(model.parameters(), **options)
-    return made
+        return create_lorafa_optimizer(model, **options)  # type: ignore[no-any-return]
+    return getattr(torch.optim, row["optimizer"])(model.parameters(), **options)  # type: ignore[no-any-return]
 
 
 def build(row: dict[str, str]) -> Callable[[], Callable[[], None]]:

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run. ``rivals`` holds other estimators' relative errors by name; ``seconds`` is what the prediction took."""
+    """One run. ``rivals``: other estimators' relative errors by name; ``seconds``: what the prediction took."""
 
     name: str
     predicted_bytes: float

@@ -34,7 +34,7 @@ def simulate(trace: Trace, *, gpu: str = "", alloc_conf: str = "") -> Timeline:
 
 
 def _events(trace: Trace) -> Iterator[tuple[Storage | None, bool]]:
-    """Storages at their birth (True) and death (False), in the order of the trace's clock; None: the cache is emptied."""
+    """Storages at their birth (True) and death (False), in the order of the trace's clock; None: empty the cache."""
     ticks: list[tuple[int, Storage | None, bool]] = [(storage.born, storage, True) for storage in trace.storages]
     ticks += [(storage.died, storage, False) for storage in trace.storages if storage.died is not None]
     ticks += [(op.at, None, False) for op in trace.ops if op.name == EMPTY_CACHE]

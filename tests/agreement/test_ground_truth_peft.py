@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from accuracy import ground_truth, peft
 
 TABLE = "peft_method_comparison.csv"

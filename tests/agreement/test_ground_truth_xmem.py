@@ -6,6 +6,7 @@ from functools import cache
 from statistics import median
 
 import pytest
+
 from accuracy import ground_truth, xmem
 from accuracy.table import Row
 
