@@ -1,8 +1,8 @@
 """Fine-tuning Llama-3.2-3B with every adapter of peft's method comparison (MetaMathQA), reserved memory.
 
 A run's batches differ in length; its peak is set by the longest. The tokenizer cuts at 768 tokens, and that is the
-length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty and
-the cache is emptied every ten steps, so the longest follows upon an empty cache.
+length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty
+and the cache is emptied every ten steps, so the longest follows upon an empty cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchtune's technique ladder: Llama 3.2 3B on one A100, batch 2, 4,096 tokens, bf16, peak active memory.
 
-The ladder is cumulative. From its third rung on everything is compiled. Under activation checkpointing that matters for
-the loss only, which then keeps no softmax; ``CompiledLoss`` takes what the compiled one takes. Rungs in between, and
+The ladder is cumulative. From its third rung on everything is compiled. Under activation checkpointing that matters
+for the loss only, which then keeps no softmax; ``CompiledLoss`` takes what the compiled one takes. Rungs in between, and
 those of 8-bit optimizers and 4-bit weights, are left out.
 """
 
@@ -49,7 +49,7 @@ RUNGS = {
 
 
 class CompiledLoss(torch.autograd.Function):
-    """Cross entropy of (rows, classes) fused by a compiler: a number per row is kept, the gradient written at once."""
+    """Cross entropy of (rows, classes), fused: a number per row is kept, the gradient written at once."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
