@@ -1,8 +1,8 @@
 """torchtune's technique ladder: Llama 3.2 3B on one A100, batch 2, 4,096 tokens, bf16, peak active memory.
 
 The ladder is cumulative. From its third rung on everything is compiled. Under activation checkpointing that matters
-for the loss only, which then keeps no softmax; ``CompiledLoss`` takes what the compiled one takes. Rungs in between, and
-those of 8-bit optimizers and 4-bit weights, are left out.
+for the loss only, which then keeps no softmax; ``CompiledLoss`` takes what the compiled one takes. Rungs in between,
+and those of 8-bit optimizers and 4-bit weights, are left out.
 """
 
 from __future__ import annotations
