@@ -12,6 +12,7 @@ from brim.core.trace import EMPTY_CACHE
 from brim.errors import UsageError
 from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
+from brim.memory.blocks import Block
 from brim.memory.out_of_memory import OutOfMemory
 
 
@@ -64,7 +65,7 @@ def _through_allocator(trace: Trace, card: Gpu | None, config: AllocatorConfig) 
         made.add(kind, VRAM, bytes, address=address, stream=stream)
 
     allocator = CachingAllocator(config, usable_bytes and usable_bytes - context_bytes, on_segment=on_segment)
-    blocks = {}
+    blocks: dict[int, Block] = {}
     for storage, born in _events(trace):
         if storage is None:
             allocator.empty_cache()
