@@ -17,6 +17,9 @@ from brim.core import codec
 VERSION = 1
 
 
+EMPTY_CACHE = "torch.cuda.empty_cache"  # the name of an Op by which a step gives cached memory back to the device
+
+
 class Category(StrEnum):
     PARAMETER = "parameter"
     BUFFER = "buffer"

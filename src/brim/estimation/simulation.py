@@ -9,6 +9,7 @@ from brim import catalog
 from brim.core import Category, EventKind, Hardware, Op, Storage, Timeline, Trace
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import CONTEXT_BYTES
+from brim.core.trace import EMPTY_CACHE
 from brim.errors import UsageError
 from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
@@ -98,8 +99,12 @@ class _Run:
         self._cublas_bytes = place.cublas_workspace_bytes
         self._label = ""
         self._blocks: dict[int, Block] = {}
+        emptied = [op.at for op in trace.ops if op.name == EMPTY_CACHE]
         for storage, born, op in lives(trace):
             self._label = op.name if op is not None else ""
+            while emptied and op is not None and emptied[0] <= op.at:
+                self._allocator.empty_cache()
+                emptied.pop(0)
             if not born:
                 self._free(storage)
             elif not self._alloc(storage, op):

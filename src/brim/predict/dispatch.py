@@ -129,6 +129,10 @@ class RecordingMode(TorchDispatchMode):
     def _end_backward(self) -> None:
         self.after_backward()
 
+    def note_op(self, name: str) -> None:
+        """Write an operation that is not a kernel."""
+        self.recorder.begin_op(name, self.phase(), self.modules.current())
+
     def phase(self) -> Phase:
         if torch._C._current_graph_task_id() != -1:
             return Phase.BACKWARD

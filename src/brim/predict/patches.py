@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from brim.predict.values import UnknownNumber, known
@@ -33,6 +34,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
     """All replacements, and ``mode``, for the duration of one trace."""
     with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
          mock.patch.object(torch.utils, "swap_tensors", _set_data), \
+         mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
@@ -93,6 +95,17 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         return torch.nn.functional.one_hot(tensor, num_classes)
     shape = (*tensor.shape, num_classes)
     return torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """``copy.deepcopy`` of a module copies storages byte by byte; a clone of a fake one takes the same memory."""
+    if id(tensor) not in memo:
+        with torch.no_grad():
+            copied = tensor.detach().clone()
+        made = torch.nn.Parameter(copied) if isinstance(tensor, torch.nn.Parameter) else copied
+        memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+    found: torch.Tensor = memo[id(tensor)]
+    return found
 
 
 def _rng_state() -> torch.Tensor:

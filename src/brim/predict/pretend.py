@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 
+from brim.core.trace import EMPTY_CACHE
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import cuda_attention
 from brim.predict.patches import ValueMode
@@ -194,13 +195,14 @@ def _torch_cuda(mode: PretendCuda, recording: RecordingMode) -> dict[str, Any]:
     properties = SimpleNamespace(
         name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128
     )
-    silent = ("set_device", "synchronize", "empty_cache", "ipc_collect", "init", "_lazy_init", "manual_seed",
+    silent = ("set_device", "synchronize", "ipc_collect", "init", "_lazy_init", "manual_seed",
               "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated",
               "set_rng_state")  # fmt: skip
     numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return {
         **dict.fromkeys(silent, nothing),
         **dict.fromkeys(numbers, held),
+        "empty_cache": lambda: recording.note_op(EMPTY_CACHE),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,

@@ -1,0 +1,1 @@
+"""Predictions against what other people measured, one module per source."""

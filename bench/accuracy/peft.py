@@ -1,0 +1,115 @@
+"""Fine-tuning Llama-3.2-3B with every adapter of peft's method comparison (MetaMathQA), reserved memory.
+
+A run's batches differ in length; its peak is set by the longest. The tokenizer cuts at 768 tokens, and that is the
+length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty
+and the cache is emptied every ten steps, so the longest follows upon an empty cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import peft
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import brim
+from accuracy import ground_truth
+from accuracy.table import Row
+from brim.catalog.gpus import gpu as find_gpu
+from brim.catalog.presets import model as preset
+from brim.errors import BrimError
+
+STEPS = 2
+LONGEST = 768
+_SHORT = 256  # of the batch that creates the optimizer's state
+
+
+def _model(row: dict[str, str]) -> Any:
+    settings = dict(preset(row["model"]).config)
+    config: Any = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, row["dtype"])).to("cuda")
+    if row["peft_type"] == "FULL":
+        return model
+    given = json.loads(row["peft_config"])
+    kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(given.pop("peft_type"))]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    chosen = kind(**{name: value for name, value in given.items() if name in fields})
+    return peft.get_peft_model(model, chosen, autocast_adapter_dtype=row["autocast_adapter_dtype"] == "True")
+
+
+def _optimizer(row: dict[str, str], model: Any) -> torch.optim.Optimizer:
+    options = json.loads(row["optimizer_kwargs"])
+    if row["optimizer"] == "lora-fa":
+        from peft.optimizers import create_lorafa_optimizer  # asks for more of peft than the others
+
+        return create_lorafa_optimizer(model, **options)  # type: ignore[no-any-return]
+    return getattr(torch.optim, row["optimizer"])(model.parameters(), **options)  # type: ignore[no-any-return]
+
+
+def build(row: dict[str, str]) -> Callable[[], Callable[[], None]]:
+    """One experiment's training step, with the loop's variables alive from step to step."""
+
+    def loop() -> Iterator[None]:
+        model = _model(row)
+        optimizer = _optimizer(row, model)
+        model.train()
+        yield
+        for tokens in (_SHORT, LONGEST):
+            torch.cuda.empty_cache()
+            shape = (int(row["batch_size"]), tokens)
+            batch = {
+                name: torch.ones(shape, dtype=torch.int64).to("cuda") for name in ("input_ids", "attention_mask")
+            }
+            batch["labels"] = batch["input_ids"].clone()
+            optimizer.zero_grad()
+            outputs = model(**batch, num_items_in_batch=shape[0] * shape[1])
+            loss = outputs.loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            yield
+
+    def make() -> Callable[[], None]:
+        running = loop()
+        next(running)
+
+        def step() -> None:
+            next(running)
+
+        return step
+
+    return make
+
+
+def predict(row: dict[str, str]) -> Row:
+    started = time.perf_counter()
+    card = find_gpu(row["gpu"])
+    major, minor = (card.compute_capability or "8.9").split(".")
+    made = brim.trace(build(row), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
+    timeline = brim.simulate(made, gpu=card.name)
+    return Row(
+        name=row["experiment"].replace("/llama-3.2-3B", ""),
+        predicted_bytes=timeline.peak_bytes.reserved,
+        measured_bytes=float(row["mem_max_bytes"]),
+        seconds=time.perf_counter() - started,
+        notes={"allocated": timeline.peak_bytes.allocated / (1 << 20)},
+    )
+
+
+def rows(only: str = "") -> list[Row]:
+    """Every Llama-3.2-3B experiment that can be built; what cannot is named on standard error."""
+    found = []
+    for row in ground_truth.rows("peft_method_comparison.csv"):
+        if row["task"] != "MetaMathQA" or "Llama-3.2-3B" not in row["model"] or only not in row["experiment"]:
+            continue
+        try:
+            found.append(predict(row))
+        except (BrimError, RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
+            print(f"{row['experiment']}: not built: {str(error)[:300]}", file=sys.stderr)
+    return found

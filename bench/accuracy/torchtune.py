@@ -1,0 +1,175 @@
+"""torchtune's technique ladder: Llama 3.2 3B on one A100, batch 2, 4,096 tokens, bf16, peak active memory.
+
+The ladder is cumulative. From its third rung on everything is compiled. Under activation checkpointing that matters
+for the loss only, which then keeps no softmax; ``CompiledLoss`` takes what the compiled one takes. Rungs in between,
+and those of 8-bit optimizers and 4-bit weights, are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import brim
+from accuracy import ground_truth
+from accuracy.table import Row
+from brim.catalog.presets import model as preset
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """What the rung turns on; each holds all that came before, except that LoRA takes a plain optimizer again."""
+
+    tokens: int = 4096
+    chunks: int = 1  # more than one: of the compiled loss
+    checkpointing: bool = False
+    offloading: bool = False
+    optimizer_in_backward: bool = False
+    lora: bool = False
+
+
+RUNGS = {
+    "+ Packed Dataset": Rung(),
+    "+ Activation Checkpointing": Rung(chunks=8, checkpointing=True),
+    "+ Fuse optimizer step into backward": Rung(chunks=8, checkpointing=True, optimizer_in_backward=True),
+    "+ Activation Offloading": Rung(chunks=8, checkpointing=True, optimizer_in_backward=True, offloading=True),
+    "LoRA": Rung(chunks=8, checkpointing=True, offloading=True, lora=True),
+}
+
+
+class CompiledLoss(torch.autograd.Function):
+    """Cross entropy of (rows, classes), fused: a number per row is kept, the gradient written at once."""
+
+    @staticmethod
+    def forward(context: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        sums = logits.new_empty(logits.size(0), dtype=torch.float32)
+        context.save_for_backward(logits, labels, sums)
+        return sums.sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, _, _ = context.saved_tensors
+        return torch.empty_like(logits), None
+
+
+def _model(rung: Rung) -> Any:
+    settings = dict(preset("llama-3.2-3b").config)
+    config: Any = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+    model.config.use_cache = False
+    if rung.lora:
+        linear = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        wanted = LoraConfig(r=64, lora_alpha=128, target_modules=list(linear), base_model_name_or_path="llama")
+        model = get_peft_model(model, wanted, autocast_adapter_dtype=False)
+        model.enable_input_require_grads()
+    if rung.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return model
+
+
+def _loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, chunks: int) -> torch.Tensor:
+    """torchtune's losses: logits in float32 as a whole, or in bf16 one part of the tokens after the other."""
+    head = model.get_output_embeddings()
+    if chunks == 1:
+        return functional.cross_entropy(head(hidden).float().flatten(0, 1), labels.flatten())
+    logits = [head(part) for part in hidden.chunk(chunks, 1)]
+    losses = [
+        CompiledLoss.apply(x.flatten(0, 1), y.flatten()) for x, y in zip(logits, labels.chunk(chunks, 1), strict=True)
+    ]
+    return torch.stack(losses).sum() / labels.numel()
+
+
+def _kept(offloading: bool) -> AbstractContextManager[None]:
+    """Everything that forward saves goes to pinned memory, but for the parameters."""
+    if not offloading:
+        return nullcontext()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) or tensor.numel() < 1024 else tensor.to("cpu")
+
+    def unpack(kept: torch.Tensor) -> torch.Tensor:
+        return kept.to("cuda")
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _optimize(parameters: list[nn.Parameter], in_backward: bool) -> Callable[[], None]:
+    """Fused AdamW over all parameters, or one per parameter that steps as soon as its gradient is there."""
+    if not in_backward:
+        whole = torch.optim.AdamW(parameters, lr=2e-5, fused=True)
+
+        def step() -> None:
+            whole.step()
+            whole.zero_grad()
+
+        return step
+
+    def hook(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+        def stepped(parameter: torch.Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return stepped
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(hook(torch.optim.AdamW([parameter], lr=2e-5, fused=True)))
+    return lambda: None
+
+
+def build(rung: Rung) -> Callable[[], Callable[[], None]]:
+    def make() -> Callable[[], None]:
+        model = _model(rung)
+        decoder = model.get_base_model().model if rung.lora else model.model
+        optimize = _optimize([p for p in model.parameters() if p.requires_grad], rung.optimizer_in_backward)
+
+        def step() -> None:
+            tokens = torch.ones(2, rung.tokens, dtype=torch.int64).to("cuda")
+            labels = torch.ones(2, rung.tokens, dtype=torch.int64).to("cuda")
+            with _kept(rung.offloading):
+                hidden = decoder(input_ids=tokens).last_hidden_state
+                loss = _loss(model, hidden, labels, rung.chunks)
+            del hidden
+            loss.backward()
+            optimize()
+
+        return step
+
+    return make
+
+
+def _measured() -> Iterator[tuple[str, float]]:
+    for row in ground_truth.rows("published_tables.csv"):
+        if row["source"] == "torchtune technique ladder":
+            yield row["method"], float(row["peak"]) * _GIB
+
+
+def rows(only: str = "") -> list[Row]:
+    """Every rung that can be built; ``change`` is the predicted change over the measured one, from rung to rung."""
+    found: list[Row] = []
+    for method, measured in _measured():
+        rung = RUNGS.get(method)
+        if rung is None or only not in method:
+            continue
+        started = time.perf_counter()
+        made = brim.trace(build(rung), steps=2, target="cuda", capability=(8, 0))
+        peak = brim.simulate(made).peak_bytes.allocated
+        notes = {}
+        if found:
+            before = found[-1]
+            notes = {"change GiB": (peak - before.predicted_bytes) / _GIB}
+            notes["measured change"] = (measured - before.measured_bytes) / _GIB
+        seconds = time.perf_counter() - started
+        found.append(Row(name=method, predicted_bytes=peak, measured_bytes=measured, seconds=seconds, notes=notes))
+    return found
