@@ -25,7 +25,7 @@ from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
 Device = Literal["auto", "cuda", "cpu", "emulated"]
-_HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request on a two-core machine, measured
+_HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
 _FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
 
 
