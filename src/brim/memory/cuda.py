@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from brim.errors import UnsupportedError
+from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import OpenFiles
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer, HostSource
@@ -110,6 +111,9 @@ class CudaEngine:
             target.tensor[: source.numel()].copy_(source, non_blocking=True)
             event.record(self._stream)
         self.recorder.copied(*way, source.numel(), begin_s, label)
+
+    def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
+        return self._threads.write(source, extent, label, [_HostWait(condition) for condition in after])
 
     def mark(self) -> StreamPoint:
         event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""File reads that go straight into our buffers and leave the page cache alone.
+"""File reads into our buffers, and writes out of them, that leave the page cache alone.
 
 A buffered read of a 70 GB checkpoint evicts everybody's cache, costs a second copy, and counts against a memory
 cgroup. ``O_DIRECT`` has none of that; where a filesystem refuses it, the cache is dropped behind each read instead.
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from brim.errors import TransferError
+from brim.memory.checkpoint_files import Extent
 from brim.memory.layout import ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, round_up
 from brim.units import format_bytes
@@ -96,6 +97,35 @@ class DirectReader:
                 raise _failed(run, f"The file ends {format_bytes(length - done)} too early.")
 
 
+def write_pages(files: OpenFiles, source: torch.Tensor, extent: Extent, stopped: Callable[[], bool]) -> None:
+    """Write the head of ``source`` to ``extent``, in whole pages, past the page cache where the filesystem lets us.
+
+    The file must have been opened for writing (``OpenFiles.adopt``). Returns early when ``stopped()``; raises
+    TransferError.
+    """
+    length, done = round_up(extent.bytes, PAGE_BYTES), 0
+    assert source.numel() >= length and extent.offset % PAGE_BYTES == 0, "pages are written whole"
+    handle = files.handle(extent.path)
+    while done < length and not stopped():
+        want = min(CHUNK_BYTES, length - done)
+        window = (ctypes.c_char * want).from_address(source.data_ptr() + done)
+        try:
+            put = os.pwrite(handle.fd, window, extent.offset + done)
+        except OSError as error:
+            if error.errno == errno.EINVAL and handle.direct:
+                handle = files.reopen_buffered(extent.path)
+                continue
+            raise TransferError(
+                f"{format_bytes(extent.bytes)} were to be written at offset {extent.offset:,} of {extent.path}.",
+                f"{error.strerror} after {format_bytes(done)}.",
+                "Give a folder with more room, or a larger memory budget.",
+            ) from error
+        if not handle.direct:
+            os.fdatasync(handle.fd)  # dirty pages could not be dropped
+            os.posix_fadvise(handle.fd, extent.offset + done, put, os.POSIX_FADV_DONTNEED)
+        done += put
+
+
 def _failed(run: ReadRun, found: str) -> TransferError:
     return TransferError(
         f"{format_bytes(run.bytes)} at offset {run.offset:,} of {run.path} were to be read.",
@@ -105,8 +135,9 @@ def _failed(run: ReadRun, found: str) -> TransferError:
 
 
 class _Handle:
-    def __init__(self, fd: int, direct: bool) -> None:
+    def __init__(self, fd: int, direct: bool, reopen: str, mode: int) -> None:
         self.fd, self.direct = fd, direct
+        self.reopen, self.mode = reopen, mode  # the name and the way to open it again
 
 
 class OpenFiles:
@@ -124,16 +155,17 @@ class OpenFiles:
             return self._handles[path]
 
     def adopt(self, path: str, fd: int) -> None:
-        """Let ``path`` stand for a file that has no name any more: ``fd`` is opened again for reading."""
+        """Let ``path`` stand for a file that has no name any more: ``fd`` is opened again, to read and write."""
         with self._lock:
-            self._handles[path] = self._open(f"/proc/self/fd/{fd}")
+            self._handles[path] = self._open(f"/proc/self/fd/{fd}", os.O_RDWR)
 
     def reopen_buffered(self, path: str) -> _Handle:
         with self._lock:
             old = self._handles.get(path)
             if old is not None and old.direct:
                 self._stale.append(old.fd)  # another thread may be reading through it
-                self._handles[path] = _Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC), direct=False)
+                again = os.open(old.reopen, old.mode | os.O_CLOEXEC)
+                self._handles[path] = _Handle(again, False, old.reopen, old.mode)
             return self._handles[path]
 
     def close(self) -> None:
@@ -144,14 +176,14 @@ class OpenFiles:
             self._stale.clear()
 
     @staticmethod
-    def _open(path: str) -> _Handle:
+    def _open(path: str, mode: int = os.O_RDONLY) -> _Handle:
         try:
             if _O_DIRECT:
                 try:
-                    return _Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT), direct=True)
+                    return _Handle(os.open(path, mode | os.O_CLOEXEC | _O_DIRECT), True, path, mode)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-            return _Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC), direct=False)
+            return _Handle(os.open(path, mode | os.O_CLOEXEC), False, path, mode)
         except OSError as error:
-            raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
+            raise TransferError(f"{path} was to be opened.", f"{error.strerror}.") from error

@@ -6,11 +6,13 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from brim.errors import TransferError
+from brim.core.hardware import DISK
+from brim.errors import BudgetError, TransferError
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.direct_io import OpenFiles
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES
@@ -22,25 +24,57 @@ SCRATCH_PATH = "(scratch file)"
 
 
 class PlannedScratch:
-    """Says where a scratch file would hold what it is given, and writes nothing: for prediction."""
+    """Says where a scratch file would hold what it is given, and writes nothing: for prediction.
+
+    ``limit_bytes`` is the disk's budget. ``peak_bytes`` is how long the file has been at most.
+    """
 
     file: MappedFile | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
         self._end = 0
+        self._limit_bytes = limit_bytes
+        self._free: dict[int, list[Extent]] = {}  # by length: what comes and goes has few sizes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._end
+
+    def reserve(self, bytes: int) -> Extent:
+        """Whole pages that are nobody else's until ``release``. Raises BudgetError and TransferError."""
+        length = round_up(bytes, PAGE_BYTES)
+        if self._free.get(length):
+            return replace(self._free[length].pop(), bytes=bytes)
+        begin = round_up(self._end, PAGE_BYTES)
+        self._grow(begin + length)
+        return Extent(path=SCRATCH_PATH, offset=begin, bytes=bytes)
+
+    def release(self, extent: Extent) -> None:
+        """Somebody else may have these pages."""
+        self._free.setdefault(round_up(extent.bytes, PAGE_BYTES), []).append(extent)
+
+    def _grow(self, end: int) -> None:
+        if self._limit_bytes is not None and end > self._limit_bytes:
+            raise BudgetError(
+                f"{format_bytes(end)} of disk were asked for.",
+                f"The budget is {format_bytes(self._limit_bytes)}.",
+                "Give more disk or more memory.",
+                smallest_bytes={DISK: end},
+            )
+        self._end = end
 
     def store(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> tuple[TensorSource, ...]:
         """Append ``tensors`` in the form that a block has in memory; returns where they are now."""
-        stored = []
+        stored, end = [], self._end
         for source, tensor in zip(sources, tensors, strict=True):
-            self._end = round_up(self._end, PACKED_ALIGNMENT_BYTES)
+            end = round_up(end, PACKED_ALIGNMENT_BYTES)
             size = tensor.numel() * tensor.element_size()
-            extent = Extent(path=SCRATCH_PATH, offset=self._end, bytes=size)
+            extent = Extent(path=SCRATCH_PATH, offset=end, bytes=size)
             stored.append(
                 TensorSource(name=source.name, dtype=tensor.dtype, shape=tuple(tensor.shape), extents=(extent,))
             )
-            self._end += size
-        self._end = round_up(self._end, PAGE_BYTES)  # whole pages, for the mapping and for direct reads
+            end += size
+        self._grow(round_up(end, PAGE_BYTES))  # whole pages, for the mapping and for direct reads
         return tuple(stored)
 
     def overwrite(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> None:
@@ -53,15 +87,17 @@ class PlannedScratch:
 class Scratch(PlannedScratch):
     """One unlinked file for blocks that have no file of their own: gone with the process, however it ends."""
 
-    def __init__(self, files: OpenFiles) -> None:
-        super().__init__()
+    def __init__(
+        self, files: OpenFiles, *, directory: str | Path | None = None, limit_bytes: int | None = None
+    ) -> None:
+        super().__init__(limit_bytes=limit_bytes)
+        self._directory = Path(directory or os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
         try:
-            self._directory = Path(os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
             self._fd, name = tempfile.mkstemp(prefix="brim-", dir=self._directory)
             Path(name).unlink()
         except OSError as error:
             raise TransferError(
-                f"A scratch file was to be made in {os.environ.get('BRIM_SCRATCH') or 'the temporary folder'}.",
+                f"A scratch file was to be made in {self._directory}.",
                 f"{error.strerror}.",
                 "Set BRIM_SCRATCH to a folder with room.",
             ) from error
@@ -70,10 +106,13 @@ class Scratch(PlannedScratch):
 
     def store(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> tuple[TensorSource, ...]:
         stored = super().store(sources, tensors)
-        with self._told(self._end):
-            os.ftruncate(self._fd, self._end)
         self.overwrite(stored, tensors)
         return stored
+
+    def _grow(self, end: int) -> None:
+        super()._grow(end)
+        with self._told(end):
+            os.ftruncate(self._fd, end)
 
     def overwrite(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> None:
         with self._told(sum(source.bytes for source in sources)):

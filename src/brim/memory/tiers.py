@@ -47,6 +47,8 @@ class Memory:
         self.engine: Engine = engine(recorder, self.files, self._bounce)
         self._mapped: dict[str, MappedFile] = {}
         self._scratch: PlannedScratch | None = None
+        self._disk_folder: str | None = None
+        self._disk_bytes: int | None = None
         self.staging: Staging | None = None
 
     @property
@@ -68,8 +70,16 @@ class Memory:
 
     def scratch(self) -> PlannedScratch:
         if self._scratch is None:
-            self._scratch = PlannedScratch() if self.fake else Scratch(self.files)
+            if self.fake:
+                self._scratch = PlannedScratch(limit_bytes=self._disk_bytes)
+            else:
+                self._scratch = Scratch(self.files, directory=self._disk_folder, limit_bytes=self._disk_bytes)
         return self._scratch
+
+    def use_disk(self, *, folder: str | None, limit_bytes: int | None) -> None:
+        """Where the scratch file goes and how long it may become. To be said before it is first used."""
+        assert self._scratch is None
+        self._disk_folder, self._disk_bytes = folder, limit_bytes
 
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""

@@ -18,7 +18,8 @@ import torch
 
 from brim.core.hardware import DISK, RAM
 from brim.errors import BrimError, TransferError
-from brim.memory.direct_io import CHUNK_BYTES, DirectReader, OpenFiles
+from brim.memory.checkpoint_files import Extent
+from brim.memory.direct_io import CHUNK_BYTES, DirectReader, OpenFiles, write_pages
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer
 from brim.memory.recorder import Recorder
@@ -86,6 +87,13 @@ class Engine(Protocol):
     ) -> Waitable:
         """``source`` (uint8) -> the head of ``target``, once all of ``after`` is done; ``way`` names the tiers."""
 
+    def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Waitable:
+        """The head of ``source`` (uint8 in RAM, page-aligned, whole pages long) -> ``extent`` of a file.
+
+        It begins once all of ``after`` is done; ``source`` must stay as it is until then and until it is done. The
+        extent begins on a page; the file's bytes up to the end of its last page are written too.
+        """
+
     def mark(self) -> Waitable:
         """Stands for all the compute that has been asked for until now."""
 
@@ -149,7 +157,7 @@ def _closed() -> TransferError:
 
 
 class ThreadEngine:
-    """Lanes of threads: one reads files, with another's help for large blocks; one copies in RAM.
+    """Lanes of threads: one reads files, with another's help for large blocks; one copies in RAM; one writes files.
 
     Compute is synchronous, so a mark is always done. ``make_bounce`` gives the buffer that unaligned reads pass
     through; it is taken from a pool on first use.
@@ -159,6 +167,7 @@ class ThreadEngine:
         self.recorder = recorder
         self._reader = DirectReader(make_bounce, files)
         self._disk, self._disk_helper, self._copy = _Lane("disk"), _Lane("disk-helper"), _Lane("copy")
+        self._files, self._write = files, _Lane("write")
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
@@ -194,15 +203,29 @@ class ThreadEngine:
 
         return self._copy.submit(job)
 
+    def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
+        def job() -> None:
+            for condition in after:
+                condition.wait()
+            begin_s = self.recorder.now_s()
+            write_pages(self._files, source, extent, self._write.stopped.is_set)
+            if self._write.stopped.is_set():
+                raise _closed()
+            self.recorder.copied(RAM, DISK, extent.bytes, begin_s, label)
+
+        return self._write.submit(job)
+
     def mark(self) -> Done:
         return Done()
 
     def close(self) -> None:
+        self._write.stopped.set()
         self._disk.stopped.set()
         self._disk_helper.stopped.set()
         self._disk.close()
         self._disk_helper.close()
         self._copy.close()
+        self._write.close()
 
 
 def _shares(runs: Sequence[ReadRun]) -> tuple[list[ReadRun], list[ReadRun]]:
@@ -245,6 +268,10 @@ class NullEngine:
         self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
     ) -> Done:
         self.recorder.copied(*way, source.numel(), self.recorder.now_s(), label)
+        return Done()
+
+    def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Done:
+        self.recorder.copied(RAM, DISK, extent.bytes, self.recorder.now_s(), label)
         return Done()
 
     def mark(self) -> Done:

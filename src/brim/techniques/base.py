@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import nn
 
-from brim.core import Plan, Timeline
 from brim.errors import UsageError
 
 HANDLE_ATTRIBUTE = "brim"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One thing that a technique could do to one block ("" is the whole model): a column for the planner.
+
+    ``saves_bytes`` is by tier, at the peak of a step; negative where it takes some. ``compute_s`` is what it adds to
+    the step's compute, ``moves_bytes`` what it sends over each link, (source, target) -> bytes a step.
+    """
+
+    technique: str
+    block: str
+    choice: str
+    saves_bytes: Mapping[str, int] = field(default_factory=dict)
+    compute_s: float = 0.0
+    moves_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    lossless: bool = True
+
+
 class Handle(Protocol):
     """A technique in force on a module."""
-
-    plan: Plan
-
-    def timeline(self) -> Timeline:
-        """What memory did since ``apply``."""
 
     def remove(self) -> None:
         """Give the module back exactly as it was. A second call does nothing."""
