@@ -66,7 +66,7 @@ class _Passed:
 
 class _Plain:
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self._tensor = tensor.detach()  # with its history, an output that its own node keeps would keep the node
 
     def unpack(self) -> torch.Tensor:
         return self._tensor
