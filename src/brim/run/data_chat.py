@@ -88,33 +88,31 @@ class ChatEncoder:
                 at = full.find(words, reached)
                 reached = at + len(words) if at >= 0 else reached
                 continue
-            prompt = render(messages[:index], True) if index else None
-            until = render(messages[: index + 1], False)
-            begin = _length(prompt, full, reached)
+            begin = _length(render(messages[:index], True) if index else None, full, reached)
             said = full.find(words, reached if begin is None else begin) if words else -1
             begin = said if begin is None else begin
-            end = _length(until, full, begin + 1)
-            if end is None:
-                end = said + len(words) if said >= 0 else self._end_of_turn(until, full, begin)
+            end = self._end(
+                render(messages[: index + 1], False), full, begin, said + len(words) if said >= 0 else None
+            )
             if begin < 0 or end <= begin:
                 raise _not_found(index, where)
-            spans.append((begin, self._with_end_of_turn(full, begin, end)))
-            reached = spans[-1][1]
+            spans.append((begin, end))
+            reached = end
         return spans
 
-    def _end_of_turn(self, until: str, full: str, begin: int) -> int:
-        """Where in ``full`` the turn from ``begin`` on ends, by the special token that ends ``until``; or -1."""
-        closing = next((token for token in self._special if until.rstrip().endswith(token)), None)
-        at = full.find(closing, begin) if closing else -1
-        return at + len(closing) if closing and at >= 0 else -1
+    def _end(self, until: str, full: str, begin: int, said: int | None) -> int:
+        """Where the turn that begins at ``begin`` ends: with the special token that ends turns, without space after.
 
-    def _with_end_of_turn(self, full: str, begin: int, end: int) -> int:
-        """Where the answer ends, with the special token that ends the turn, without the space after that."""
-        for token in self._special:
-            if full.startswith(token, end):
-                return end + len(token)
-        told = full[begin:end].rstrip()
-        return begin + len(told) if told.endswith(self._special) else end
+        until: the conversation up to and with the turn. said: where the answer's words end, if they are there.
+        """
+        told = until.rstrip()
+        closing = next((token for token in self._special if told.endswith(token)), None)
+        if full.startswith(until):
+            return len(told) if closing else len(until)
+        at = -1 if closing is None else full.find(closing, begin if said is None else said)
+        if said is not None and full[said:at].strip():
+            return said  # that token ends something else
+        return -1 if closing is None or at < 0 else at + len(closing)
 
 
 def _length(part: str | None, full: str, least: int) -> int | None:
