@@ -55,7 +55,7 @@ class Manifest:
 def to_text(manifest: Manifest) -> str:
     """Raises TypeError when ``state`` is not JSON."""
     document = json.loads(json.dumps(codec.to_json(manifest, VERSION)))  # keys become what they will be read as
-    return json.dumps(document | {"checksum": _digest(document)}, sort_keys=True, indent=0) + "\n"
+    return json.dumps(document | {"checksum": _digest(document)}, indent=0)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -105,5 +105,5 @@ def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 def _digest(document: Any) -> str:
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(document, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
