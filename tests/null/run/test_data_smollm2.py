@@ -49,7 +49,7 @@ def test_text_in_pieces_becomes_the_tokens_of_the_whole(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = random.Random(1)
-    words = ["the", "quick", "brown", "fox,", "jumps;", "over", "12", "lazy", "dogs.", "\n\n", "\n", "don't", "stop!\n\n\n", "e.g.", "x\ty\n", "naïve"]
+    words = ["the", "quick", "fox,", "jumps;", "12", "dogs.", "\n\n", "\n", "don't", "stop!\n\n\n", "x\ty\n", "naïve"]
     text = " ".join(choose.choice(words) for _ in range(20_000))
     path = tmp_path / "words.txt"
     path.write_text(text)
