@@ -90,6 +90,10 @@ class Checkpointer:
         self._protected = {Path(path).absolute() for path in protected}
         self._writing: WriterThread | None = None
 
+    def protect(self, folder: Path) -> None:
+        """Never delete this checkpoint: its files are in use."""
+        self._protected.add(folder.absolute())
+
     def save(
         self,
         step: int,

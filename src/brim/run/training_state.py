@@ -94,12 +94,10 @@ def restore_optimizer(
 ) -> None:
     """Make ``optimizer`` what it was when ``numbers`` and ``tensors`` were taken, bit for bit.
 
-    Raises ModelError for another class of optimizer or other parameters, naming the first; nothing has changed then.
+    Raises ModelError for another class of optimizer or other parameters, naming the first: nothing has changed then.
+    Raises it too for a state of a parameter that is not trained, when it comes.
     """
-    _check_same(optimizer, names, numbers)
-    for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
-        for key, value in saved["settings"].items():
-            group[key] = _like(group.get(key), value)
+    restore_settings(optimizer, names, numbers)
     parameters = {name: parameter for parameter, name in names.items()}
     optimizer.state.clear()
     for name, plain in numbers["values"].items():
@@ -112,6 +110,16 @@ def restore_optimizer(
             raise _another(f"It has a state {key} of {owner}, a parameter that is not trained now.")
         device = "cpu" if name in beside else parameter.device
         optimizer.state[parameter][key] = value.to(device)
+
+
+def restore_settings(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], numbers: Mapping[str, Any]
+) -> None:
+    """Of ``restore_optimizer`` only the groups' settings (learning rate and so on), without states."""
+    _check_same(optimizer, names, numbers)
+    for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
+        for key, value in saved["settings"].items():
+            group[key] = _like(group.get(key), value)
 
 
 def _check_same(

@@ -6,9 +6,11 @@ import json
 import os
 import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -26,6 +28,7 @@ from brim.run.training_state import (
     optimizer_numbers,
     optimizer_tensors,
     restore_optimizer,
+    restore_settings,
     restore_rng,
     rng_state,
 )
@@ -378,13 +381,46 @@ def test_training_goes_on_bit_for_bit_after_a_restart(tmp_path: Path, make: obje
 def test_another_optimizer_is_refused_and_unchanged() -> None:
     model = torch.nn.Linear(3, 2)
     names = named(model)
-    numbers = optimizer_numbers(torch.optim.AdamW(model.parameters()), names)
-    with pytest.raises(ModelError, match="It is of AdamW, not of SGD"):
-        restore_optimizer(torch.optim.SGD(model.parameters()), names, numbers, [])
+    numbers = optimizer_numbers(torch.optim.AdamW(model.parameters(), lr=0.25), names)
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
-    with pytest.raises(ModelError, match="1 parameter groups, not 2"):
-        restore_optimizer(torch.optim.AdamW(groups), names, numbers, [])
-    with pytest.raises(ModelError, match="Parameter 1 of group 0 is bias there, missing here"):
-        restore_optimizer(torch.optim.AdamW([model.weight]), names, numbers, [])
+    for other, said in (
+        (torch.optim.SGD(model.parameters()), "It is of AdamW, not of SGD"),
+        (torch.optim.AdamW(groups), "1 parameter groups, not 2"),
+        (torch.optim.AdamW([model.weight]), "Parameter 1 of group 0 is bias there, missing here"),
+        (torch.optim.AdamW([model.bias, model.weight]), "Parameter 0 of group 0 is weight there, bias here"),
+    ):
+        before = str(other.state_dict())
+        with pytest.raises(ModelError, match=said):
+            restore_optimizer(other, names, numbers, [])
+        assert str(other.state_dict()) == before
+    same = torch.optim.AdamW(model.parameters())
     with pytest.raises(ModelError, match="exp_avg of other"):
-        restore_optimizer(torch.optim.AdamW(model.parameters()), names, numbers, [("other.exp_avg", torch.ones(1))])
+        restore_optimizer(same, names, numbers, [("other.exp_avg", torch.ones(1))])
+    restore_settings(same, names, numbers)
+    assert same.param_groups[0]["lr"] == 0.25 and same.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_a_checkpoint_in_use_is_not_deleted(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=1) as keeper:
+        for step in range(1, 4):
+            keeper.save(step, [of({"a": torch.ones(1)})], state={})
+            keeper.protect(tmp_path / "step-000001")
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_writing_and_reading_take_no_more_memory_than_the_buffer(tmp_path: Path) -> None:
+    count, size = 24, 1 << 20  # 24 tensors of 4 MiB
+    layout = [(f"t{number}", torch.float32, (size,)) for number in range(count)]
+    whole, process, seen = torch.randn(size), psutil.Process(), []
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, _, _ in layout:
+            seen.append(process.memory_info().rss)
+            yield name, whole
+
+    saved(tmp_path / "warm", of({"a": torch.ones(1)}))
+    begin = process.memory_info().rss
+    found = saved(tmp_path / "out", Tensors(stem="model", layout=layout, values=values()), staging_bytes=2 << 20)
+    for _, value in found.tensors("model"):
+        seen.append(process.memory_info().rss - value.nbytes)
+    assert max(seen) - begin < 12 << 20  # 2 MiB of buffer, 1 MiB to read, and what threads take; not 96 MiB
