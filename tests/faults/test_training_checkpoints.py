@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pytest
 import torch
 
 from brim.errors import ModelError, TransferError
+from brim.run import checkpoint_manifest
 from brim.run.checkpoint import Checkpointer, Tensors
-from brim.run.checkpoint_manifest import MANIFEST_NAME
+from brim.run.checkpoint_manifest import MANIFEST_NAME, read_manifest, to_text
 from brim.run.checkpoint_reading import latest, read, steps
 from saved_steps import content, hidden, is_whole, save, save_now, tensors_of, watched
 from tiny_model import held
@@ -156,6 +158,27 @@ def test_files_that_are_missing_or_of_another_length_are_noticed(root: Path, nam
     if change != "missing":
         path.write_bytes({"cut": raw[:-1], "longer": raw + b"\0", "empty": b""}[change])
     assert latest(root).step == 1
+
+
+@pytest.mark.parametrize("name", ["../step-000001/config.json", "/etc/hostname", ".."])
+def test_a_manifest_that_lists_files_elsewhere_is_refused(root: Path, name: str) -> None:
+    manifest = read_manifest(root / "step-000002")
+    lying = replace(manifest, files={**manifest.files, name: manifest.files["config.json"]})
+    (root / "step-000002" / MANIFEST_NAME).write_text(to_text(lying))
+    with pytest.raises(ModelError, match="no file of this folder"):
+        read(root / "step-000002")
+
+
+@pytest.mark.parametrize(
+    ("field", "said"), [("version", "version 2"), ("kind", "kind 'Plan'"), ("more", "unknown keys")]
+)
+def test_a_manifest_of_another_form_is_refused(root: Path, field: str, said: str) -> None:
+    path = root / "step-000002" / MANIFEST_NAME
+    document = json.loads(path.read_text()) | {field: {"version": 2, "kind": "Plan"}.get(field, 1)}
+    del document["checksum"]
+    path.write_text(json.dumps(document | {"checksum": checkpoint_manifest._digest(document)}))
+    with pytest.raises(ModelError, match=said):
+        read(root / "step-000002")
 
 
 def test_when_none_is_whole_the_error_says_what_is_wrong_with_each(root: Path) -> None:

@@ -72,9 +72,13 @@ def read_manifest(folder: Path) -> Manifest:
     if claimed != _digest(document):
         raise ModelError(asked, f"{MANIFEST_NAME} is damaged: its checksum is another.")
     try:
-        return codec.from_json(Manifest, document, VERSION)
+        manifest = codec.from_json(Manifest, document, VERSION)
     except FormatError as error:
         raise ModelError(asked, f"{MANIFEST_NAME}: {error.found}", error.todo) from error
+    outside = next((name for name in manifest.files if name == ".." or Path(name).name != name), None)
+    if outside is not None:
+        raise ModelError(asked, f"{MANIFEST_NAME} lists {outside!r}, which is no file of this folder.")
+    return manifest
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
