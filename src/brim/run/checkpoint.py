@@ -156,6 +156,7 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises TransferError when it could not be."""
         if self._writing is not None:
+            self._writing.join()  # an interrupt while it waits leaves it to be waited for
             writing, self._writing = self._writing, None
             with _told(
                 f"A checkpoint was to be written into {self._root}.",

@@ -73,11 +73,15 @@ class WriterThread:
     def abandon(self) -> None:
         """What was fed is not to become a checkpoint. Returns when nothing of it is left."""
         self._jobs.put(False)
+        self.join()
+
+    def join(self) -> None:
+        """Return when it has ended, however it did."""
         self._thread.join()
 
     def wait(self) -> None:
         """Return when the checkpoint is complete. Raises what went wrong."""
-        self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error
 

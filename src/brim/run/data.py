@@ -75,25 +75,43 @@ def open_data(
     if seq < 2:
         raise UsageError(f"Sequences of {seq} tokens were asked for.", "The shortest that can be learnt from has 2.")
     path = Path(path)
-    files = sorted(p for p in path.iterdir() if p.suffix.lower() in _TEXT) if path.is_dir() else [path]
-    suffixes = {file.suffix.lower() for file in files}
-    if suffixes and suffixes <= set(_TEXT):
+    if not _is_jsonl(path):
         if pack is False:
             raise UsageError(f"{path} was to be read unpacked.", "Text files have no examples.", "Give JSONL.")
-        _refuse_empty(files)
+        files = _text_files(path)
         row = token_row(files, (text_pieces(file) for file in files), tokenizer)
         return PackedDataset(path, row, tokenizer, seq, vocab_size)
-    if not suffixes or not suffixes <= set(_JSONL):
-        found = f"It ends in {path.suffix!r}." if files == [path] else "It holds no text files."
-        known = ", ".join((*_JSONL, *_TEXT))
-        raise UsageError(f"{path} was given as training data.", found, f"Give a file that ends in {known}.")
     lines = Lines(path)
     if not pack:
         return LineDataset(lines, tokenizer, seq, vocab_size, too_long)
     if lines.kind != TEXT:
         raise UsageError(f"{path} was to be packed.", "It has messages; only text can be.", "Leave pack out.")
-    row = token_row(files, ([lines.row(i)[TEXT]] for i in range(len(lines))), tokenizer)
+    row = token_row([path], ([lines.row(i)[TEXT]] for i in range(len(lines))), tokenizer)
     return PackedDataset(path, row, tokenizer, seq, vocab_size)
+
+
+def _is_jsonl(path: Path) -> bool:
+    """Whether it is JSONL; if not, it is text. Raises UsageError for anything else."""
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix in _TEXT or suffix in _JSONL:
+        return suffix in _JSONL and not path.is_dir()
+    raise UsageError(
+        f"{path} was given as training data.",
+        f"It ends in {path.suffix!r}.",
+        f"Give a file that ends in {', '.join((*_JSONL, *_TEXT))}.",
+    )
+
+
+def _text_files(path: Path) -> list[Path]:
+    """The file, or the text files in the folder. Raises UsageError when there is none, or an empty one."""
+    files = sorted(one for one in path.iterdir() if one.suffix.lower() in _TEXT) if path.is_dir() else [path]
+    if not files:
+        known = ", ".join(_TEXT)
+        raise UsageError(f"{path} was given as training data.", "It holds no text files.", f"They end in {known}.")
+    for file in files:
+        if not any(piece.strip() for piece in text_pieces(file)):
+            raise UsageError(f"{file} was given as training data.", "It is empty.", "Give text to learn.")
+    return files
 
 
 class LineDataset:
@@ -285,12 +303,6 @@ def shuffled(index: int, count: int, key: str) -> int:
 
 def _padded(rows: list[list[int]], length: int, filler: int) -> torch.Tensor:
     return torch.tensor([row + [filler] * (length - len(row)) for row in rows], dtype=torch.int64)
-
-
-def _refuse_empty(files: list[Path]) -> None:
-    for file in files:
-        if not any(piece.strip() for piece in text_pieces(file)):
-            raise UsageError(f"{file} was given as training data.", "It is empty.", "Give text to learn.")
 
 
 def _check_vocabulary(largest: int, vocab_size: int, tokenizer: Any, where: str) -> None:

@@ -14,7 +14,7 @@ from brim.units import MIB
 
 MESSAGES, TEXT = "messages", "text"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_MAX_LINE_BYTES = 64 * MIB  # a line is held in memory
+_MAX_LINE_BYTES = 16 * MIB  # a line is held in memory, and its tokens are
 _BOM = b"\xef\xbb\xbf"
 _FORM = 'Each line is {"messages": [{"role": "user", "content": "..."}, ...]} or {"text": "..."}.'
 

@@ -175,6 +175,11 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, tokenizer: Any, 
     assert str(path) in str(caught.value) and said in str(caught.value)
 
 
+def test_a_line_too_long_to_be_held_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "long.jsonl", LINE, {"text": "a" * (17 << 20)}, LINE)
+    refused(lambda: open_data(path, tokenizer, 10), "line 2", "longer than 16 MiB")
+
+
 BAD_MESSAGES: dict[str, tuple[Any, str]] = {
     "none": ([], "one message at least"),
     "no list": ("hi", "one message at least"),
