@@ -142,6 +142,15 @@ def test_any_flipped_bit_is_noticed_and_the_one_before_is_taken(root: Path, name
     assert latest(root).step == 2
 
 
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(root: Path) -> None:
+    flipped(root / "step-000002" / "model.safetensors", 4100, 0)
+    assert latest(root).step == 1
+    save_now(root, 2, 21)
+    found = latest(root)
+    assert found.state["seed"] == 21 and is_whole(found) and found.skipped == ()
+    assert sorted(path.name for path in root.iterdir()) == ["step-000001", "step-000002"]
+
+
 def test_a_flipped_bit_in_a_weight_is_told_by_its_name(root: Path) -> None:
     path = root / "step-000002" / "model.safetensors"
     flipped(path, path.stat().st_size - 1, 0)
