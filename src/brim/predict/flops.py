@@ -45,7 +45,7 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
     counted), with the products that it lacks; anything else that computes is one per element of its largest tensor;
     views, copies, gathers and fills are 0.
     """
-    count = flop_registry.get(func.overloadpacket)
+    count = _attention().get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))
     product = _products().get(func.overloadpacket)
@@ -108,8 +108,7 @@ def _base_name(func: torch._ops.OpOverload) -> str:
 @functools.cache
 def _products() -> dict[Any, Callable[..., int]]:
     """Matrix products and attention kernels that PyTorch's registry does not have."""
-    mm, flash = flop_registry[aten.mm], flop_registry[aten._scaled_dot_product_flash_attention]
-    flash_backward = flop_registry[aten._scaled_dot_product_flash_attention_backward]
+    mm = flop_registry[aten.mm]
     return {
         aten.dot: lambda a, b: 2 * a.numel(),
         aten.mv: lambda a, b: 2 * a.numel(),
@@ -121,11 +120,31 @@ def _products() -> dict[Any, Callable[..., int]]:
         aten._scaled_grouped_mm: lambda a, b, *_, **__: _grouped(a, b),
         aten._weight_int8pack_mm: lambda a, b, *_: 2 * a.numel() * b.shape[0],
         aten.linear: lambda a, b, *_: 2 * a.numel() * b.shape[0],
-        aten._scaled_dot_product_flash_attention_for_cpu: flash,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: flash_backward,
-        aten._scaled_dot_product_fused_attention_overrideable: flash,
-        aten._scaled_dot_product_fused_attention_overrideable_backward: flash_backward,
     }
+
+
+@functools.cache
+def _attention() -> dict[Any, Callable[..., int]]:
+    """Fused attention: two products forward, five backward (the scores again, and a gradient each for q, k, v, scores).
+
+    PyTorch's registry has the same counts, but before 2.13 it refuses fewer key than query heads.
+    """
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
+        return _score_count(q, k) * (q.shape[-1] + v.shape[-1])
+
+    def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
+        return _score_count(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+    kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    names = [f"_scaled_dot_product_{kind}" for kind in (*kinds, "fused_attention_overrideable")]
+    found = {getattr(aten, name): forward for name in names if hasattr(aten, name)}
+    return found | {getattr(aten, f"{name}_backward"): backward for name in names if hasattr(aten, f"{name}_backward")}
+
+
+def _score_count(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Twice the entries of the score matrices of q (batch, heads, queries, width) and k (batch, ..., keys, width)."""
+    return 2 * math.prod(q.shape[:-1]) * k.shape[-2]
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor) -> int:
