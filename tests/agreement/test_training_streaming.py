@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from brim.core.hardware import RAM, VRAM
 from brim.run.fitting import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import adapters
 from brim.techniques.weight_streaming import NAME, RESIDENT, Weights, WeightStreaming
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # between two libraries
 
 STEPS = 5
 WORDS = 96
@@ -41,7 +42,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
-        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 4, "num_heads": 4, "vocab_size": WORDS},
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 4,
+            "num_heads": 4,
+            "vocab_size": WORDS,
+            "decoder_start_token_id": 0,
+        },
     ),
     "vit": (
         "ViTForImageClassification",

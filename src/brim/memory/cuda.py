@@ -53,7 +53,7 @@ class StreamPoint:
 
     @property
     def done(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
 
 class _IssuedLater:
@@ -75,7 +75,7 @@ class _IssuedLater:
 
     @property
     def done(self) -> bool:
-        return self.ticket is not None and self.ticket.done and self.event.query()
+        return self.ticket is not None and self.ticket.done and bool(self.event.query())
 
 
 class CudaEngine:

@@ -107,7 +107,11 @@ class _OwnState:
         for name, (streamed, index) in self._owned.items():
             streamed.home.settle()
             parameter = streamed.parameters[index]
-            if prefix + name in state and module._parameters.get(name) is parameter and streamed.is_hollow(index):
+            if prefix + name not in state or module._parameters.get(name) is not parameter:
+                continue
+            if streamed.uses:  # in a slot, which will soon be another's
+                state[prefix + name] = parameter.detach().clone()
+            elif streamed.is_hollow(index):
                 state[prefix + name] = streamed.home.value(index)
 
     def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:

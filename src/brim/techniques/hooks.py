@@ -48,7 +48,7 @@ class Visit:
         hooks = self._module._forward_hooks
         if next(reversed(hooks)) != self._last.id:  # not walked through right now: those before the call are
             hooks.move_to_end(self._last.id)  # type: ignore[attr-defined]  # an OrderedDict
-        call = _Call(torch.autograd._get_sequence_nr())
+        call = _Call(torch._C._autograd._get_sequence_nr())
         self._calls.append(call)
         for streamed in self._held:
             self._handle._enter(streamed)
@@ -73,7 +73,7 @@ class Visit:
 
         Saved-tensor hooks that stayed would be in the way of all others.
         """
-        call = type(self._module)._call_impl
+        call: Callable[..., Any] = type(self._module)._call_impl
 
         def _call_impl(*args: Any, **kwargs: Any) -> Any:
             depth = len(self._calls)

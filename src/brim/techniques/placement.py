@@ -39,7 +39,7 @@ def loads_for(block: Block) -> list[str]:
 
 
 class Placement:
-    """Brings tensors to where the plan wants them. ``buffers`` are what is held for as long as the plan is in force."""
+    """Brings tensors to where the plan wants them. ``buffers`` is what is held for as long as it is in force."""
 
     def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights, guards: Guards) -> None:
         self._model, self._plan, self._memory, self._weights, self._guards = model, plan, memory, weights, guards

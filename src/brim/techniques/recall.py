@@ -1,8 +1,8 @@
 """Backward through streamed weights: autograd keeps references to a slot, and the block comes back for them.
 
-Autograd runs the nodes of a backward pass from the last made to the first (``torch/csrc/autograd/engine.cpp``,
-``CompareNodeTaskTime``). So a call's nodes are all done once a node is run that was made before the call: that is when
-the blocks that it needed may go.
+Autograd runs the nodes of a backward pass from the last made to the first (``torch/csrc/autograd/engine.h``,
+``CompareNodeTaskTime``). So a call's nodes are all done once a node is run that was made before the call: that is
+when the blocks that it needed may go.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Recall:
         if holder is None:
             return None
         streamed = self._handle._streamed[holder]
-        at = tensor.storage_offset() * tensor.element_size()
+        at = int(tensor.storage_offset()) * tensor.element_size()
         index = streamed.index_at(at)
         return None if index is None else _Reference(self, streamed, index, start, tensor)
 
@@ -150,7 +150,7 @@ class _Reference:
     def __init__(self, recall: Recall, streamed: Streamed, index: int, start: int, tensor: torch.Tensor) -> None:
         self._recall, self._streamed, self._index, self._start = recall, streamed, index, start
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
-        self._offset, self._flags = tensor.storage_offset(), (tensor.is_conj(), tensor.is_neg())
+        self._offset, self._flags = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
         self._version = streamed.parameters[index]._version
 
     def unpack(self) -> torch.Tensor:
@@ -171,7 +171,7 @@ class _Reference:
         return self._seen(slot.view(self._dtype), self._offset)
 
     def _seen(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        made = flat.as_strided(self._size, self._stride, flat.storage_offset() + offset)
+        made = flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + offset)
         conjugate, negative = self._flags
         made = made.conj() if conjugate else made
         return torch._neg_view(made) if negative else made

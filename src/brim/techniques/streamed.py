@@ -15,7 +15,8 @@ from brim.techniques.blocks import Block, unreadable
 
 @dataclass
 class Streamed:
-    """``device`` is where kernels work; ``uses`` counts the calls under way that need the block.
+    """``device`` is where kernels work, ``apart`` from where blocks rest or not; ``uses`` counts the calls under way
+    that need the block.
 
     ``fake``: parameters have no values, and at rest they stay where they were; only their versions tell.
     """
@@ -25,6 +26,7 @@ class Streamed:
     parameters: list[nn.Parameter]
     home: Home
     device: torch.device
+    apart: bool = False
     fake: bool = False
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by slot
     versions: list[int] = field(default_factory=list)
@@ -45,10 +47,9 @@ class Streamed:
     def rest(self) -> None:
         """Point the parameters to where the block rests."""
         if not self.fake:
-            on_device = self.device.type != "cpu"
             for parameter, view in zip(self.parameters, self.home.rest(), strict=True):
                 # On another device a view of RAM would make the module look as if it were on the CPU.
-                parameter.data = unreadable(parameter, self.device) if view is None or on_device else view
+                parameter.data = unreadable(parameter, self.device) if view is None or self.apart else view
             self.addresses = [p.data_ptr() for p in self.parameters]
         self.versions = [p._version for p in self.parameters]
 
@@ -56,7 +57,7 @@ class Streamed:
         """Whether a parameter points to nothing that could be read: it rests in pieces, or on another device."""
         if self.uses or self.fake or self.parameters[index].data_ptr() != self.addresses[index]:
             return False
-        return self.device.type != "cpu" or self.home.rest()[index] is None
+        return self.apart or self.home.rest()[index] is None
 
     def index_at(self, byte: int) -> int | None:
         """Which of the block's tensors lies at ``byte`` of its slot; None: no tensor does."""
@@ -69,8 +70,8 @@ class Streamed:
         """Of each parameter at rest, whether it is where ``rest`` put it, with the values that it had."""
         if self.fake:
             return [p._version == version for p, version in zip(self.parameters, self.versions, strict=True)]
-        # Elsewhere than on the CPU they point to nothing that could be written to.
-        written = self.home.written() if self.device.type == "cpu" else [False] * len(self.parameters)
+        # Apart from their values they point to nothing that could be written to.
+        written = [False] * len(self.parameters) if self.apart else self.home.written()
         marks = zip(self.parameters, self.versions, self.addresses, written, strict=True)
         return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
 

@@ -54,7 +54,7 @@ def _option(block: Block, choice: str, compute: str, trained: Collection[str] | 
     loads = len(loads_for(block)) * (1 if trained is None else 2) * block.bytes
     home = RAM if choice == FROM_RAM else DISK
     way = [home, compute] if compute == RAM or home == RAM else [home, RAM, compute]
-    moves = {(source, target): loads for source, target in itertools.pairwise(way)}
+    moves = dict.fromkeys(itertools.pairwise(way), loads)
     if changed:
         moves |= {(target, source): block.bytes for source, target in itertools.pairwise(way)}
     saves = {compute: block.bytes} | ({home: -block.bytes} if choice == FROM_RAM or changed else {})
@@ -204,7 +204,9 @@ class WeightStreaming:
 
     def _stream(self, block: Block, choice: str) -> None:
         parameters, home = [self._parameters[name] for name in block.tensors], self._placement.home(block, choice)
-        streamed = Streamed(len(self._streamed), block, parameters, home, self.memory.device, self.memory.fake)
+        device = self.memory.device
+        apart = device.type != "cpu"
+        streamed = Streamed(len(self._streamed), block, parameters, home, device, apart, self.memory.fake)
         self._streamed.append(streamed)
         streamed.rest()
 
@@ -262,6 +264,8 @@ class WeightStreaming:
             self._recall.let_go()
         for streamed in self._streamed:
             if streamed.uses:
+                if streamed.is_changed():  # after the interrupt, before this
+                    streamed.home.write_back([p.data for p in streamed.parameters])
                 streamed.uses = 0
                 streamed.rest()
         if self._ring is not None:
