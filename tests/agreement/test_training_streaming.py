@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from brim.core.hardware import RAM, VRAM
-from brim.run.fitting import Need, machine, make_plan, put_in_force
+from brim.core import EventKind, Timeline
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
 from brim.techniques.blocks import adapters
 from brim.techniques.weight_streaming import NAME, RESIDENT, Weights, WeightStreaming
 
@@ -169,3 +171,96 @@ def test_with_the_checkpointing_of_transformers(name: str, device: str, reentran
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "resnet"])
 def test_with_the_whole_model_checkpointed(name: str, device: str) -> None:
     assert_same_training(make(name), make(name), device, name, checkpointed_as_a_whole)
+
+
+# -- predicted and measured
+
+Events = dict[str, list[tuple[str, str, int, str]]]
+
+
+def lanes(timeline: Timeline) -> Events:
+    """Events by lane: between lanes there is no order."""
+    found: Events = {}
+    for e in timeline:
+        lane = f"{e.source} -> {e.tier}" if e.kind is EventKind.COPY else f"{e.tier} pool"
+        found.setdefault(lane, []).append((e.kind.name, e.tier, e.bytes, e.label))
+    return found
+
+
+def settle(handle: WeightStreaming) -> None:
+    handle.settle()
+    engine: Any = handle.memory.engine
+    for lane in (engine._disk, engine._copy, engine._back, engine._write):
+        lane.submit(lambda: None).wait()
+
+
+def small_steps(model: nn.Module, ids: torch.Tensor, handle: WeightStreaming, updating: bool) -> None:
+    """Steps of a user's own loop, the optimizer at once or block by block."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    gradients: dict[int, torch.Tensor | None] = {}
+    for _ in range(3):
+        model(ids).logsumexp(-1).sum().backward()
+        if not updating:
+            optimizer.step()
+        else:
+            gradients = {id(p): p.grad for p in model.parameters()}
+            for name, block in handle.blocks:
+                for parameter in model.parameters():
+                    parameter.grad = gradients[id(parameter)] if any(parameter is p for p in block) else None
+                with handle.updating(name):
+                    optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("updating", [False, True], ids=["at once", "by block"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "adapters"])
+@pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        ("cpu", {RAM: 0.6}),
+        ("emulated", {VRAM: 0.6, RAM: 1.5}),
+        ("emulated", {VRAM: 0.6, RAM: 0.8}),
+    ],
+)
+def test_what_is_predicted_is_what_happens(
+    make_tiny: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    shares: dict[str, float],
+    tied: bool,
+    frozen: bool,
+    updating: bool,
+) -> None:
+    monkeypatch.setenv("BRIM_SCRATCH", "/dev/shm")
+
+    def build() -> nn.Module:
+        model = make_tiny(tied=tied).train()
+        if frozen:
+            model.requires_grad_(False)
+            model.batch_norm.requires_grad_(True)
+            model.layers[0].norm.requires_grad_(True)
+        return model
+
+    model = build()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    hardware, need = machine(kind), Need(step_bytes=1000, stay=adapters(model))  # type: ignore[arg-type]
+    budget = {tier: int(size * share) for tier, share in shares.items()}
+    partition, plan = make_plan(model, hardware, budget, need, Weights(), task="train")
+    handle = put_in_force(model, partition, plan, hardware, Weights(), kind, training=True)
+    small_steps(model, torch.arange(10).view(2, 5), handle, updating)
+    settle(handle)
+    real, measured = lanes(handle.timeline()), handle.timeline()
+    peaks = {pool.tier: pool.peak_bytes for pool in (handle.memory.compute, handle.memory.ram)}
+    misses = handle.misses
+    handle.remove()
+    with FakeTensorMode():
+        fake = build()
+        foreseen = predict(fake, partition, plan, hardware, Weights(), training=True)
+        small_steps(fake, torch.zeros(2, 5, dtype=torch.long), foreseen, updating)
+    assert lanes(foreseen.timeline()) == real
+    assert foreseen.misses == misses
+    assert {p.tier: p.peak_bytes for p in (foreseen.memory.compute, foreseen.memory.ram)} == peaks
+    assert measured.copied_bytes(*((DISK, RAM) if kind == "cpu" else (RAM, VRAM))) > 0
+    back = (RAM, DISK) if kind == "cpu" else (VRAM, RAM)
+    assert (measured.copied_bytes(*back) > 0) == (not frozen and (updating or kind == "cpu"))
