@@ -8,6 +8,7 @@ the same, so what is predicted, what is tested without a GPU and what runs on on
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -57,7 +58,8 @@ class Ticket:
     def wait(self) -> None:
         self._done.wait()
         if self._error is not None:
-            raise self._error
+            # A copy: what is raised keeps every frame that it passes, and with them what a failed step had made.
+            raise copy.copy(self._error) from self._error.__cause__
 
 
 class Done:

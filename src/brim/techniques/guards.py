@@ -66,9 +66,16 @@ class Guards:
     def look_up(self, module: nn.Module, home: Home, device: torch.device) -> None:
         """Let an embedding pick its rows where its table rests, and bring only those to the device."""
 
-        def forward(ids: torch.Tensor) -> torch.Tensor:
+        assert isinstance(module, nn.Embedding)
+
+        def rows(ids: torch.Tensor) -> torch.Tensor:
             (table,) = home.rest()
             return nn.functional.embedding(ids.cpu(), home.values()[0] if table is None else table).to(device)
+
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            found: torch.Tensor = _LookUp.apply(module.weight, ids, rows, padding, module.scale_grad_by_freq)
+            return found
 
         self.replace(module, "forward", torch.compiler.disable(forward))
 
@@ -92,6 +99,29 @@ class Guards:
     def _after_load(self) -> None:
         for streamed in self._handle._streamed:
             self._handle._adopt_changes(streamed)
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a table that is elsewhere; the gradient is that of ``nn.functional.embedding``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        rows: Callable[[torch.Tensor], torch.Tensor],
+        padding: int,
+        by_frequency: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.options = weight.shape[0], padding, by_frequency
+        return rows(ids)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        made = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options)
+        return made, None, None, None, None
 
 
 class _OwnState:

@@ -75,6 +75,13 @@ class Streamed:
         marks = zip(self.parameters, self.versions, self.addresses, written, strict=True)
         return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
 
+    def value(self, index: int) -> torch.Tensor:
+        """One of the block's tensors as it is now, on the CPU, in memory of its own."""
+        self.home.settle()
+        if self.is_hollow(index):
+            return self.home.value(index)
+        return self.parameters[index].detach().to("cpu", copy=True)
+
     def values(self) -> list[torch.Tensor]:
         """The block's tensors as they are now, at rest, in memory of their own."""
         kept = self.untouched()

@@ -119,6 +119,19 @@ class WeightStreaming:
         made.facts["misses"] = self.misses
         return made
 
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter or buffer as it is now, wherever it rests, on the CPU and in memory of its own.
+
+        Raises KeyError for a name that the model has not, TransferError when the disk does not give it.
+        """
+        parameter = self._parameters.get(name)
+        for streamed in self._streamed:
+            for index, held in enumerate(streamed.parameters):
+                if held is parameter and not self.memory.fake:
+                    return streamed.value(index)
+        found = parameter if parameter is not None else dict(self.model.named_buffers())[name]
+        return found.detach().to("cpu", copy=True)
+
     def close(self) -> None:
         """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
         self.memory.engine.close()

@@ -60,11 +60,12 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+        self.order = list(range(LAYERS))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
+        for index in self.order:
+            x = self.layers[index](x)
         return self.head(x)
 
 
@@ -148,6 +149,36 @@ def test_gradients_are_those_of_the_module(fit: Callable[..., WeightStreaming], 
     for _ in range(3):
         loss_of(net).backward()
         assert_equal(gradients(net), wanted_gradients(tied=tied))
+
+
+@pytest.mark.parametrize("repeats", [False, True], ids=["", "repeated"])
+@pytest.mark.parametrize("order", [[0, 1, 1, 2, 3, 4, 5], [0, 1, 2, 1, 2, 5, 0], [5, 3, 1], [4, 4, 4]])
+def test_layers_in_any_order_and_more_than_once(
+    fit: Callable[..., WeightStreaming], order: list[int], repeats: bool
+) -> None:
+    net, twin = Net(), Net()
+    fit(net)
+    for model in (net, twin):
+        model.order = order
+        for layer in model.layers:
+            layer.repeats = repeats
+    for _ in range(3):
+        for model in (net, twin):
+            loss_of(model).backward()
+        assert_equal(gradients(net), gradients(twin))
+
+
+def test_layers_that_share_weights_and_a_layer_that_calls_another(fit: Callable[..., WeightStreaming]) -> None:
+    net, twin = Net(), Net()
+    for model in (net, twin):
+        model.layers[1].up.weight = model.layers[4].up.weight
+        inner = model.layers[5]
+        model.layers[2].down.register_forward_hook(lambda _, args, output, inner=inner: output + inner(output))
+    fit(net, slots=4)
+    for _ in range(3):
+        for model in (net, twin):
+            loss_of(model).backward()
+        assert_equal(gradients(net), gradients(twin))
 
 
 def test_a_handle_for_inference_refuses_gradients(fit: Callable[..., WeightStreaming]) -> None:
@@ -443,3 +474,49 @@ def test_options_count_two_loads_and_the_way_back_of_what_is_trained() -> None:
     assert by["layers.2", FROM_DISK].saves_bytes == {VRAM: size}
     assert {row.block for row in options(partition, RAM)} == set(names)
     assert by["layers.1", FROM_RAM].lossless
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_a_table_elsewhere_gets_the_gradient_of_an_embedding(kind: str, padding: int | None) -> None:
+    twin, table = (nn.Embedding(WORDS, WIDTH, padding_idx=padding, scale_grad_by_freq=True) for _ in range(2))
+    with torch.no_grad():
+        table.weight.copy_(twin.weight)
+    net = nn.Sequential(table)
+    partition, memory = find_blocks(net), memory_for(kind)
+    handle = apply(net, partition, plan_of(partition, CHOICES[kind], 2), memory, Weights(), training=True)
+    (streamed,) = handle._streamed
+    handle._guards.look_up(table, streamed.home, torch.device("cpu"))
+    ids = torch.tensor([[1, 3, 3], [1, 1, 7]])
+    for module in (twin, net):
+        module(ids).pow(2).sum().backward()
+    assert torch.equal(table.weight.grad, twin.weight.grad)
+    handle.remove()
+
+
+def test_values_can_be_read_wherever_they_are(fit: Callable[..., WeightStreaming]) -> None:
+    net = Net()
+    net.register_buffer("count", torch.arange(3.0))
+    handle = fit(net)
+    twin = Net()
+    for name, value in twin.named_parameters():
+        assert torch.equal(handle.value(name), value)
+    assert torch.equal(handle.value("count"), torch.arange(3.0))
+    with torch.no_grad():
+        net.layers[1].scale.add_(1)
+        twin.layers[1].scale.add_(1)
+    assert torch.equal(handle.value("layers.1.scale"), twin.layers[1].scale)
+    with handle.updating("layers.1"):
+        assert torch.equal(handle.value("layers.1.scale"), twin.layers[1].scale)
+    with pytest.raises(KeyError):
+        handle.value("nothing")
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+def test_compiled(fit: Callable[..., WeightStreaming]) -> None:
+    net = Net()
+    fit(net)
+    compiled = torch.compile(net, backend="aot_eager")
+    for _ in range(2):
+        loss_of(compiled).backward()
+        assert_equal(gradients(net), wanted_gradients())
+    torch.compiler.reset()
