@@ -74,7 +74,8 @@ class Guards:
 
         def forward(ids: torch.Tensor) -> torch.Tensor:
             padding = -1 if module.padding_idx is None else module.padding_idx
-            found: torch.Tensor = _LookUp.apply(module.weight, ids, rows, padding, module.scale_grad_by_freq)
+            by_frequency = module.scale_grad_by_freq
+            found: torch.Tensor = _LookUp.apply(module.weight, ids, rows, padding, by_frequency)  # type: ignore[no-untyped-call]
             return found
 
         self.replace(module, "forward", torch.compiler.disable(forward))
@@ -105,7 +106,7 @@ class _LookUp(torch.autograd.Function):
     """Rows of a table that is elsewhere; the gradient is that of ``nn.functional.embedding``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         weight: torch.Tensor,
         ids: torch.Tensor,
@@ -118,7 +119,7 @@ class _LookUp(torch.autograd.Function):
         return rows(ids)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (ids,) = ctx.saved_tensors
         made = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options)
         return made, None, None, None, None

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from brim.core import Plan
-from brim.core.hardware import RAM
+from brim.core.hardware import DISK, RAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.homes import DiskHome, Home, RamHome
 from brim.memory.layout import file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, Staging
+from brim.techniques.base import Option
 from brim.techniques.blocks import Block, Partition, tensor_bytes
 from brim.techniques.guards import Guards
 
+NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
 STAGING_SLOTS = "staging_slots"
 
@@ -36,6 +39,33 @@ class Weights:
 def loads_for(block: Block) -> list[str]:
     """The triggers that need the block itself; a lookup reads its few rows where the table rests."""
     return [trigger for trigger in block.triggers if trigger not in block.lookups]
+
+
+def options(partition: Partition, compute: str, *, trained: Collection[str] | None = None) -> list[Option]:
+    """What can be done to each block: stay in the tier ``compute``, or come through the ring from RAM or disk.
+
+    ``trained``: the names of the parameters that an optimizer changes (none: all are frozen); None: for inference,
+    which needs each block once a step. Training needs it twice, and what was changed goes back.
+    """
+    return [
+        _option(block, choice, compute, trained)
+        for block in partition.blocks
+        for choice in ([RESIDENT, FROM_DISK] if compute == RAM else [RESIDENT, FROM_RAM, FROM_DISK])
+    ]
+
+
+def _option(block: Block, choice: str, compute: str, trained: Collection[str] | None) -> Option:
+    changed = trained is not None and not set(trained).isdisjoint(block.tensors)
+    if choice == RESIDENT:
+        return Option(technique=NAME, block=block.name, choice=choice)
+    loads = len(loads_for(block)) * (1 if trained is None else 2) * block.bytes
+    home = RAM if choice == FROM_RAM else DISK
+    way = [home, compute] if compute == RAM or home == RAM else [home, RAM, compute]
+    moves = dict.fromkeys(itertools.pairwise(way), loads)
+    if changed:
+        moves |= {(target, source): block.bytes for source, target in itertools.pairwise(way)}
+    saves = {compute: block.bytes} | ({home: -block.bytes} if choice == FROM_RAM or changed else {})
+    return Option(technique=NAME, block=block.name, choice=choice, saves_bytes=saves, moves_bytes=moves)
 
 
 class Placement:

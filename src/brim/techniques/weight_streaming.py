@@ -7,22 +7,30 @@ Under a cyclic access pattern a pager (LRU) misses every block; the optimum keep
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from brim.core import Plan, Timeline
-from brim.core.hardware import DISK, RAM
 from brim.errors import UsageError
 from brim.memory.homes import DiskHome, RamHome
 from brim.memory.tiers import Memory
-from brim.techniques.base import Option, refuse_second
+from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition
 from brim.techniques.guards import Guards
 from brim.techniques.hooks import Recover, Visit, check_rows, settle_first
-from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT, STAGING_SLOTS, Placement, Weights, loads_for
+from brim.techniques.placement import (
+    FROM_DISK,
+    FROM_RAM,
+    NAME,
+    RESIDENT,
+    STAGING_SLOTS,
+    Placement,
+    Weights,
+    loads_for,
+    options,
+)
 from brim.techniques.recall import Recall
 from brim.techniques.ring import Ring
 from brim.techniques.streamed import Streamed
@@ -30,35 +38,7 @@ from brim.techniques.streamed import Streamed
 __all__ = ["FROM_DISK", "FROM_RAM", "NAME", "RESIDENT", "RING_SLOTS", "STAGING_SLOTS", "Weights"]
 __all__ += ["WeightStreaming", "apply", "options"]
 
-NAME = "weight_streaming"
 RING_SLOTS = "ring_slots"
-
-
-def options(partition: Partition, compute: str, *, trained: Collection[str] | None = None) -> list[Option]:
-    """What can be done to each block: stay in the tier ``compute``, or come through the ring from RAM or disk.
-
-    ``trained``: the names of the parameters that an optimizer changes (none: all are frozen); None: for inference,
-    which needs each block once a step. Training needs it twice, and what was changed goes back.
-    """
-    return [
-        _option(block, choice, compute, trained)
-        for block in partition.blocks
-        for choice in ([RESIDENT, FROM_DISK] if compute == RAM else [RESIDENT, FROM_RAM, FROM_DISK])
-    ]
-
-
-def _option(block: Block, choice: str, compute: str, trained: Collection[str] | None) -> Option:
-    changed = trained is not None and not set(trained).isdisjoint(block.tensors)
-    if choice == RESIDENT:
-        return Option(technique=NAME, block=block.name, choice=choice)
-    loads = len(loads_for(block)) * (1 if trained is None else 2) * block.bytes
-    home = RAM if choice == FROM_RAM else DISK
-    way = [home, compute] if compute == RAM or home == RAM else [home, RAM, compute]
-    moves = dict.fromkeys(itertools.pairwise(way), loads)
-    if changed:
-        moves |= {(target, source): block.bytes for source, target in itertools.pairwise(way)}
-    saves = {compute: block.bytes} | ({home: -block.bytes} if choice == FROM_RAM or changed else {})
-    return Option(technique=NAME, block=block.name, choice=choice, saves_bytes=saves, moves_bytes=moves)
 
 
 def apply(
