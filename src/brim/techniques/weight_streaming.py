@@ -99,19 +99,6 @@ class WeightStreaming:
         made.facts["misses"] = self.misses
         return made
 
-    def value(self, name: str) -> torch.Tensor:
-        """A parameter or buffer as it is now, wherever it rests, on the CPU and in memory of its own.
-
-        Raises KeyError for a name that the model has not, TransferError when the disk does not give it.
-        """
-        parameter = self._parameters.get(name)
-        for streamed in self._streamed:
-            for index, held in enumerate(streamed.parameters):
-                if held is parameter and not self.memory.fake:
-                    return streamed.value(index)
-        found = parameter if parameter is not None else dict(self.model.named_buffers())[name]
-        return found.detach().to("cpu", copy=True)
-
     def close(self) -> None:
         """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
         self.memory.engine.close()
@@ -233,10 +220,10 @@ class WeightStreaming:
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
 
     def _watch_lookup(self, table: nn.Module, streamed: Streamed) -> None:
-        if self.memory.device.type != "cpu":
-            self._guards.look_up(table, streamed.home, self.memory.device)
         if self.memory.fake:
             return
+        if self.memory.device.type != "cpu":
+            self._guards.look_up(table, streamed.home, self.memory.device)
         if isinstance(streamed.home, DiskHome):
             self._hooks.append(check_rows(table, streamed.home, streamed))
         elif self._recall is not None:
@@ -376,6 +363,19 @@ class WeightStreaming:
             home.settle()
         finally:
             buffer.free()
+
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter or buffer as it is now, wherever it rests, on the CPU and in memory of its own.
+
+        Raises KeyError for a name that the model has not, TransferError when the disk does not give it.
+        """
+        parameter = self._parameters.get(name)
+        for streamed in self._streamed:
+            for index, held in enumerate(streamed.parameters):
+                if held is parameter and not self.memory.fake:
+                    return streamed.value(index)
+        found = parameter if parameter is not None else dict(self.model.named_buffers())[name]
+        return found.detach().to("cpu", copy=True)
 
     def settle(self) -> None:
         """Wait until everything that was changed is where it rests. Raises the TransferError that was met."""
