@@ -84,8 +84,12 @@ def memory_for(kind: str) -> Memory:
 CHOICES = {"disk": FROM_DISK, "ram": FROM_RAM, "three tiers": FROM_DISK}
 
 
+def kept_gradients(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
 def gradients(net: nn.Module) -> dict[str, torch.Tensor]:
-    made = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+    made = kept_gradients(net)
     net.zero_grad()
     return made
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from brim.core.hardware import DISK, RAM, VRAM
@@ -17,11 +19,13 @@ from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, Weights, Weigh
 from streamed_training import (
     CHOICES,
     IDS,
+    LAYERS,
     WIDTH,
     WORDS,
     Net,
     assert_equal,
     gradients,
+    kept_gradients,
     loss_of,
     memory_for,
     plan_of,
@@ -91,6 +95,43 @@ def test_updated_during_backward(fit: Callable[..., WeightStreaming]) -> None:
         assert torch.equal(*losses)
         for loss in losses:
             loss.backward()
+    assert_equal(net.state_dict(), twin.state_dict())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_mixture_trains_as_it_would_whole(data: st.DataObject) -> None:
+    """Any order of layers, some repeated in backward, some frozen, updated at once or block by block."""
+    tied, by_block = data.draw(st.booleans()), data.draw(st.booleans())
+    order = data.draw(st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=9))
+    repeated, frozen = (data.draw(st.sets(st.integers(0, LAYERS - 1))) for _ in range(2))
+    net, twin = Net(tied=tied), Net(tied=tied)
+    for model in (net, twin):
+        model.order = order
+        for index, layer in enumerate(model.layers):
+            layer.repeats = index in repeated
+            layer.requires_grad_(index not in frozen)
+    partition, place = find_blocks(net), data.draw(st.sampled_from(sorted(CHOICES)))
+    plan = plan_of(partition, CHOICES[place], data.draw(st.integers(2, 4)))
+    handle = apply(net, partition, plan, memory_for(place), Weights(), training=True)
+    ours, theirs = (
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2) for model in (net, twin)
+    )
+    for _ in range(3):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        assert_equal(kept_gradients(net), kept_gradients(twin))
+        if by_block:
+            step_by_block(handle, ours)
+        else:
+            ours.step()
+            ours.zero_grad()
+        theirs.step()
+        theirs.zero_grad()
+    assert_equal(net.state_dict(), twin.state_dict())
+    handle.remove()
     assert_equal(net.state_dict(), twin.state_dict())
 
 
