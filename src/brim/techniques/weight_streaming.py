@@ -350,7 +350,7 @@ class WeightStreaming:
         engine, home, name = self.memory.engine, streamed.home, streamed.block.name
         buffer = self.memory.compute.allocate(home.layout.bytes, f"{name}, being changed")
         try:
-            home.load(buffer, name, []).wait()
+            home.load(buffer, name, [engine.mark()]).wait()
             streamed.bind(home.layout.views(buffer.tensor))
             streamed.uses += 1
             try:
