@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brim.errors import UnsupportedError
 from brim.memory.homes import DiskHome, Home
@@ -121,6 +122,19 @@ def settle_first(table: nn.Module, home: Home) -> torch.utils.hooks.RemovableHan
         home.settle()
 
     return table.register_forward_pre_hook(torch.compiler.disable(wait))
+
+
+def note_steps(ids: set[int]) -> torch.utils.hooks.RemovableHandle:
+    """After a step of any optimizer, the versions of these parameters tell that they were written to.
+
+    Fused optimizers do not see to that, and a block that looks unchanged would not be brought home.
+    """
+
+    def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        torch.autograd.graph.increment_version([p for p in parameters if id(p) in ids and p.grad is not None])
+
+    return register_optimizer_step_post_hook(note)
 
 
 def _refuse_gradients(

@@ -7,6 +7,7 @@ Under a cyclic access pattern a pager (LRU) misses every block; the optimum keep
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from brim.memory.tiers import Memory
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition
 from brim.techniques.guards import Guards
-from brim.techniques.hooks import Recover, Visit, check_rows, settle_first
+from brim.techniques.hooks import Recover, Visit, check_rows, note_steps, settle_first
 from brim.techniques.placement import (
     FROM_DISK,
     FROM_RAM,
@@ -215,6 +216,10 @@ class WeightStreaming:
             self._hooks.append(visit)
             if self._recall is not None:
                 self._guards.replace(self.model.get_submodule(trigger), "_call_impl", visit.guarded_call())
+        if self._recall is not None:
+            noting = note_steps({id(p) for s in self._streamed for p in s.parameters})
+            self._hooks.append(noting)
+            weakref.finalize(self, noting.remove)  # of all optimizers: it must not outlive the handle
         if "" not in by_trigger:  # there the visit itself sees to it
             recover = torch.compiler.disable(Recover(self))
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
@@ -313,27 +318,32 @@ class WeightStreaming:
     def updating(self, what: str | Iterable[nn.Parameter]) -> Iterator[None]:
         """Within, a block (named as in ``blocks``), or these parameters, have their values in the compute tier.
 
-        What is changed there goes back to where the block rests, beside whatever comes next; ``settle`` waits for
+        What is trained of it goes back to where the block rests, beside whatever comes next; ``settle`` waits for
         it. As many blocks as the ring has slots can be in use at once. Raises UsageError for what is not the
         model's, BudgetError where a table that is only looked up from finds no room.
         """
+        wanted = self._wanted(what)
+        held = {id(parameter) for parameter in wanted}
         with contextlib.ExitStack() as stack:
-            for streamed in self._concerned(what):
+            for streamed in [s for s in self._streamed if not held.isdisjoint(id(p) for p in s.parameters)]:
                 carried = self._ring is not None and self._ring.carries(streamed.index)
                 stack.enter_context(self._in_use(streamed) if carried else self._as_guest(streamed))
-            yield
+            try:
+                yield
+            finally:  # fused optimizers leave no trace in the versions
+                torch.autograd.graph.increment_version([p for p in wanted if p.requires_grad])
 
-    def _concerned(self, what: str | Iterable[nn.Parameter]) -> list[Streamed]:
+    def _wanted(self, what: str | Iterable[nn.Parameter]) -> list[nn.Parameter]:
         if isinstance(what, str):
             named = dict(self.blocks)
             if what not in named:
                 raise UsageError(f"The block {what!r} was to be updated.", f"Known: {', '.join(named)}.")
-            what = named[what]
-        wanted = {id(parameter) for parameter in what}
-        strange = wanted - {id(parameter) for parameter in self._parameters.values()}
+            return named[what]
+        wanted = list(what)
+        strange = {id(p) for p in wanted} - {id(p) for p in self._parameters.values()}
         if strange:
             raise UsageError(f"{len(wanted)} parameters were to be updated.", f"{len(strange)} are not the model's.")
-        return [s for s in self._streamed if not wanted.isdisjoint(id(p) for p in s.parameters)]
+        return wanted
 
     @contextlib.contextmanager
     def _in_use(self, streamed: Streamed) -> Iterator[None]:

@@ -98,6 +98,35 @@ def test_updated_during_backward(fit: Callable[..., WeightStreaming]) -> None:
     assert_equal(net.state_dict(), twin.state_dict())
 
 
+@pytest.mark.parametrize("during", [False, True], ids=["after", "during backward"])
+def test_a_fused_optimizer_of_the_users(fit: Callable[..., WeightStreaming], during: bool) -> None:
+    """It writes to parameters without telling autograd."""
+    net, twin = Net(), Net()
+    fit(net)
+    optimizers = [
+        {p: torch.optim.AdamW([p], lr=1e-2, fused=True) for p in model.parameters()} for model in (net, twin)
+    ]
+
+    def step(parameter: nn.Parameter) -> None:
+        for made in optimizers:
+            if parameter in made:
+                made[parameter].step()
+                parameter.grad = None
+
+    if during:
+        for parameter in [*net.parameters(), *twin.parameters()]:
+            parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(4):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        if not during:
+            for parameter in [*net.parameters(), *twin.parameters()]:
+                step(parameter)
+    assert_equal(net.state_dict(), twin.state_dict())
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_mixture_trains_as_it_would_whole(data: st.DataObject) -> None:
