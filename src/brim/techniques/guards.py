@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
-from brim.memory.tiers import Home
+from brim.memory.homes import Home
 from brim.techniques.base import HANDLE_ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class Guards:
         model = self._handle.model
         modules = {id(m): m for m in [model, *(model.get_submodule(t) for t in triggers)]}
         for module in modules.values():
-            self._set(module, "__deepcopy__", _refusal("be copied (copy.deepcopy)"))
-            self._set(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
-            self._set(module, "_apply", _guarded_apply(module))
-        self._set(model, HANDLE_ATTRIBUTE, self._handle)
+            self.replace(module, "__deepcopy__", _refusal("be copied (copy.deepcopy)"))
+            self.replace(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
+            self.replace(module, "_apply", _guarded_apply(module))
+        self.replace(model, HANDLE_ATTRIBUTE, self._handle)
         self._watch_states([model.get_submodule(trigger) for trigger in triggers])
 
     def _watch_states(self, units: Sequence[nn.Module]) -> None:
@@ -66,11 +66,19 @@ class Guards:
     def look_up(self, module: nn.Module, home: Home, device: torch.device) -> None:
         """Let an embedding pick its rows where its table rests, and bring only those to the device."""
 
-        def forward(ids: torch.Tensor) -> torch.Tensor:
+        assert isinstance(module, nn.Embedding)
+
+        def rows(ids: torch.Tensor) -> torch.Tensor:
             (table,) = home.rest()
             return nn.functional.embedding(ids.cpu(), home.values()[0] if table is None else table).to(device)
 
-        self._set(module, "forward", torch.compiler.disable(forward))
+        def forward(ids: torch.Tensor) -> torch.Tensor:
+            padding = -1 if module.padding_idx is None else module.padding_idx
+            by_frequency = module.scale_grad_by_freq
+            found: torch.Tensor = _LookUp.apply(module.weight, ids, rows, padding, by_frequency)  # type: ignore[no-untyped-call]
+            return found
+
+        self.replace(module, "forward", torch.compiler.disable(forward))
 
     def remove(self) -> None:
         for module, name in self._marked:
@@ -84,13 +92,37 @@ class Guards:
             module._buffers[name] = buffer if moved is None else buffer.copy_(moved)
         self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
 
-    def _set(self, module: nn.Module, name: str, value: object) -> None:
+    def replace(self, module: nn.Module, name: str, value: object) -> None:
+        """Let the module have ``value`` of its own, beside what its class says."""
         vars(module)[name] = value
         self._marked.append((module, name))
 
     def _after_load(self) -> None:
         for streamed in self._handle._streamed:
             self._handle._adopt_changes(streamed)
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a table that is elsewhere; the gradient is that of ``nn.functional.embedding``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        rows: Callable[[torch.Tensor], torch.Tensor],
+        padding: int,
+        by_frequency: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.options = weight.shape[0], padding, by_frequency
+        return rows(ids)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (ids,) = ctx.saved_tensors
+        made = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options)
+        return made, None, None, None, None
 
 
 class _OwnState:
@@ -104,8 +136,13 @@ class _OwnState:
 
     def fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name, (streamed, index) in self._owned.items():
+            streamed.home.settle()
             parameter = streamed.parameters[index]
-            if prefix + name in state and module._parameters.get(name) is parameter and streamed.is_hollow(index):
+            if prefix + name not in state or module._parameters.get(name) is not parameter:
+                continue
+            if streamed.uses:  # in a slot, which will soon be another's
+                state[prefix + name] = parameter.detach().clone()
+            elif streamed.is_hollow(index):
                 state[prefix + name] = streamed.home.value(index)
 
     def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:

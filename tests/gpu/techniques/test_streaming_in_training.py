@@ -1,0 +1,58 @@
+"""Training through streamed weights on a real CUDA device: what the device computes with all weights there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from brim.core import Timeline
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.memory.tiers import cuda_memory
+from brim.techniques.blocks import find_blocks
+from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, Weights, apply
+from streamed_training import IDS, Net, plan_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def loss_of(net: torch.nn.Module) -> torch.Tensor:
+    ids = IDS.cuda()
+    return torch.nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("choice", [FROM_RAM, FROM_DISK])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("repeats", [False, True], ids=["", "checkpointed"])
+def test_steps_of_adamw_block_by_block(choice: str, tied: bool, repeats: bool) -> None:
+    net, twin = Net(tied=tied), Net(tied=tied).cuda()
+    for layer in [*net.layers, *twin.layers]:
+        layer.repeats = repeats
+    partition, device = find_blocks(net), torch.device("cuda", torch.cuda.current_device())
+    memory = cuda_memory(Timeline("training", measured=True), vram_bytes=64 << 20, ram_bytes=64 << 20, device=device)
+    handle = apply(net, partition, plan_of(partition, choice, 2), memory, Weights(), training=True)
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (net, twin))
+    for _ in range(4):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        gradients = {id(p): p.grad for p in net.parameters()}
+        for name, block in handle.blocks:
+            for parameter in net.parameters():
+                parameter.grad = gradients[id(parameter)] if any(parameter is p for p in block) else None
+            with handle.updating(name):
+                ours.step()
+        ours.zero_grad()
+        theirs.step()
+        theirs.zero_grad()
+    handle.settle()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(handle.value(name), value.cpu()), name
+    moved = memory.recorder.copied_bytes
+    assert moved[RAM, VRAM] > 0 and moved[(VRAM, RAM) if choice == FROM_RAM else (RAM, DISK)] > 0
+    handle.remove()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(net.state_dict()[name], value.cpu()), name

@@ -1,0 +1,256 @@
+"""Streamed weights are changed block by block, read wherever they are, and counted for the planner."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import UsageError
+from brim.techniques.blocks import find_blocks
+from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, Weights, WeightStreaming, apply, options
+from streamed_training import (
+    CHOICES,
+    IDS,
+    LAYERS,
+    WIDTH,
+    WORDS,
+    Net,
+    assert_equal,
+    gradients,
+    kept_gradients,
+    loss_of,
+    memory_for,
+    plan_of,
+    wanted_gradients,
+)
+
+# -- updating
+
+
+def step_by_block(handle: WeightStreaming, optimizer: torch.optim.Optimizer) -> None:
+    """What an optimizer does, one block after the other."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = {id(p): p.grad for p in parameters}
+    for name, block in handle.blocks:
+        for parameter in parameters:
+            parameter.grad = kept[id(parameter)] if any(parameter is p for p in block) else None
+        with handle.updating(name):
+            optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_updated_block_by_block(kind: str, fit: Callable[..., WeightStreaming], tied: bool, apart: bool) -> None:
+    net, twin = Net(tied=tied), Net(tied=tied)
+    handle = fit(net)
+    if apart:
+        for streamed in handle._streamed:
+            streamed.apart = not streamed.block.lookups
+            streamed.rest()
+    assert sorted(id(p) for _, block in handle.blocks for p in block) == sorted(id(p) for p in net.parameters())
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (net, twin))
+    for _ in range(4):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        step_by_block(handle, ours)
+        theirs.step()
+        theirs.zero_grad()
+    handle.settle()
+    assert_equal(net.state_dict(), twin.state_dict())
+    moved = handle.memory.recorder.copied_bytes
+    assert moved[RAM, DISK] > 0 if "ram" not in kind else moved[VRAM, RAM] > 0
+    handle.remove()
+    assert_equal(dict(net.named_parameters()), dict(twin.named_parameters()))
+
+
+def test_updated_during_backward(fit: Callable[..., WeightStreaming]) -> None:
+    net, twin = Net(), Net()
+    handle = fit(net)
+
+    def descend(model: nn.Module, parameter: nn.Parameter) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    def ours(parameter: nn.Parameter) -> None:
+        with handle.updating([parameter]):
+            descend(net, parameter)
+
+    for one, other in zip(net.parameters(), twin.parameters(), strict=True):
+        one.register_post_accumulate_grad_hook(ours)
+        other.register_post_accumulate_grad_hook(lambda p: descend(twin, p))
+    for _ in range(4):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    assert_equal(net.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["after", "during backward"])
+def test_a_fused_optimizer_of_the_users(fit: Callable[..., WeightStreaming], during: bool) -> None:
+    """It writes to parameters without telling autograd."""
+    net, twin = Net(), Net()
+    fit(net)
+    optimizers = [
+        {p: torch.optim.AdamW([p], lr=1e-2, fused=True) for p in model.parameters()} for model in (net, twin)
+    ]
+
+    def step(parameter: nn.Parameter) -> None:
+        for made in optimizers:
+            if parameter in made:
+                made[parameter].step()
+                parameter.grad = None
+
+    if during:
+        for parameter in [*net.parameters(), *twin.parameters()]:
+            parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(4):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        if not during:
+            for parameter in [*net.parameters(), *twin.parameters()]:
+                step(parameter)
+    assert_equal(net.state_dict(), twin.state_dict())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_mixture_trains_as_it_would_whole(data: st.DataObject) -> None:
+    """Any order of layers, some repeated in backward, some frozen, updated at once or block by block."""
+    tied, by_block = data.draw(st.booleans()), data.draw(st.booleans())
+    order = data.draw(st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=9))
+    repeated, frozen = (data.draw(st.sets(st.integers(0, LAYERS - 1))) for _ in range(2))
+    net, twin = Net(tied=tied), Net(tied=tied)
+    for model in (net, twin):
+        model.order = order
+        for index, layer in enumerate(model.layers):
+            layer.repeats = index in repeated
+            layer.requires_grad_(index not in frozen)
+    partition, place = find_blocks(net), data.draw(st.sampled_from(sorted(CHOICES)))
+    plan = plan_of(partition, CHOICES[place], data.draw(st.integers(2, 4)))
+    handle = apply(net, partition, plan, memory_for(place), Weights(), training=True)
+    ours, theirs = (
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2) for model in (net, twin)
+    )
+    for _ in range(3):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        assert_equal(kept_gradients(net), kept_gradients(twin))
+        if by_block:
+            step_by_block(handle, ours)
+        else:
+            ours.step()
+            ours.zero_grad()
+        theirs.step()
+        theirs.zero_grad()
+    assert_equal(net.state_dict(), twin.state_dict())
+    handle.remove()
+    assert_equal(net.state_dict(), twin.state_dict())
+
+
+def test_what_does_not_belong_to_the_model_is_not_updated(fit: Callable[..., WeightStreaming]) -> None:
+    handle = fit(Net())
+    with pytest.raises(UsageError, match="'nothing'"), handle.updating("nothing"):
+        pass
+    with pytest.raises(UsageError, match="1 are not the model's"), handle.updating([nn.Parameter(torch.ones(1))]):
+        pass
+
+
+def test_a_graph_that_is_dropped_keeps_nothing(fit: Callable[..., WeightStreaming]) -> None:
+    net = Net()
+    fit(net)
+    logits = net(IDS)
+    node = weakref.ref(logits)
+    del logits
+    gc.collect()
+    assert node() is None
+    loss_of(net).backward()
+    assert_equal(gradients(net), wanted_gradients())
+
+
+def test_options_count_two_loads_and_the_way_back_of_what_is_trained() -> None:
+    net = Net()
+    partition = find_blocks(net)
+    names = [block.name for block in partition.blocks]
+    rows = options(partition, VRAM, trained=["layers.1.up.weight"])
+    assert [(row.block, row.choice) for row in rows if row.block == "layers.1"] == [
+        ("layers.1", "resident"),
+        ("layers.1", FROM_RAM),
+        ("layers.1", FROM_DISK),
+    ]
+    size = next(block.bytes for block in partition.blocks if block.name == "layers.1")
+    by = {(row.block, row.choice): row for row in rows}
+    assert by["layers.1", FROM_RAM].moves_bytes == {(RAM, VRAM): 2 * size, (VRAM, RAM): size}
+    assert by["layers.2", FROM_RAM].moves_bytes == {(RAM, VRAM): 2 * size}
+    assert by["layers.1", FROM_DISK].moves_bytes == {
+        (DISK, RAM): 2 * size,
+        (RAM, VRAM): 2 * size,
+        (RAM, DISK): size,
+        (VRAM, RAM): size,
+    }
+    assert by["layers.1", FROM_DISK].saves_bytes == {VRAM: size, DISK: -size}
+    assert by["layers.2", FROM_DISK].saves_bytes == {VRAM: size}
+    assert {row.block for row in options(partition, RAM)} == set(names)
+    assert by["layers.1", FROM_RAM].lossless
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+def test_a_table_elsewhere_gets_the_gradient_of_an_embedding(kind: str, padding: int | None) -> None:
+    twin, table = (nn.Embedding(WORDS, WIDTH, padding_idx=padding, scale_grad_by_freq=True) for _ in range(2))
+    with torch.no_grad():
+        table.weight.copy_(twin.weight)
+    net = nn.Sequential(table)
+    partition, memory = find_blocks(net), memory_for(kind)
+    handle = apply(net, partition, plan_of(partition, CHOICES[kind], 2), memory, Weights(), training=True)
+    (streamed,) = handle._streamed
+    handle._guards.look_up(table, streamed.home, torch.device("cpu"))
+    ids = torch.tensor([[1, 3, 3], [1, 1, 7]])
+    for module in (twin, net):
+        module(ids).pow(2).sum().backward()
+    assert torch.equal(table.weight.grad, twin.weight.grad)
+    handle.remove()
+
+
+def test_values_can_be_read_wherever_they_are(fit: Callable[..., WeightStreaming]) -> None:
+    net = Net()
+    net.register_buffer("count", torch.arange(3.0))
+    handle = fit(net)
+    twin = Net()
+    for name, value in twin.named_parameters():
+        assert torch.equal(handle.value(name), value)
+    assert torch.equal(handle.value("count"), torch.arange(3.0))
+    with torch.no_grad():
+        net.layers[1].scale.add_(1)
+        twin.layers[1].scale.add_(1)
+    assert torch.equal(handle.value("layers.1.scale"), twin.layers[1].scale)
+    with handle.updating("layers.1"):
+        assert torch.equal(handle.value("layers.1.scale"), twin.layers[1].scale)
+    with pytest.raises(KeyError):
+        handle.value("nothing")
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own
+def test_compiled(fit: Callable[..., WeightStreaming]) -> None:
+    net = Net()
+    fit(net)
+    compiled = torch.compile(net, backend="aot_eager")
+    for _ in range(2):
+        loss_of(compiled).backward()
+        assert_equal(gradients(net), wanted_gradients())
+    torch.compiler.reset()
