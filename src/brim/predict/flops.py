@@ -125,7 +125,7 @@ def _products() -> dict[Any, Callable[..., int]]:
 
 @functools.cache
 def _attention() -> dict[Any, Callable[..., int]]:
-    """Fused attention: two products forward, five backward (the scores again, and a gradient each for q, k, v, scores).
+    """Fused attention: two products forward, five backward (the scores again; gradients of q, k, v and the scores).
 
     PyTorch's registry has the same counts, but before 2.13 it refuses fewer key than query heads.
     """
@@ -138,8 +138,8 @@ def _attention() -> dict[Any, Callable[..., int]]:
 
     kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     names = [f"_scaled_dot_product_{kind}" for kind in (*kinds, "fused_attention_overrideable")]
-    found = {getattr(aten, name): forward for name in names if hasattr(aten, name)}
-    return found | {getattr(aten, f"{name}_backward"): backward for name in names if hasattr(aten, f"{name}_backward")}
+    counts = {name: forward for name in names} | {f"{name}_backward": backward for name in names}
+    return {getattr(aten, name): count for name, count in counts.items() if hasattr(aten, name)}
 
 
 def _score_count(q: torch.Tensor, k: torch.Tensor) -> int:
