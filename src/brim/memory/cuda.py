@@ -120,6 +120,9 @@ class CudaEngine:
         event.record(torch.cuda.current_stream(self.device))
         return StreamPoint(event)
 
+    def finish(self, condition: Waitable) -> None:
+        _HostWait(condition).wait()
+
     def close(self) -> None:
         self._threads.close()
         self._issue.close()

@@ -97,6 +97,9 @@ class Engine(Protocol):
     def mark(self) -> Waitable:
         """Stands for all the compute that has been asked for until now."""
 
+    def finish(self, condition: Waitable) -> None:
+        """Wait until ``condition`` is done for the host too: what was moved may be read and written by the CPU."""
+
     def close(self) -> None:
         """Stop what is under way, wait for it, end every thread. Safe to call twice."""
 
@@ -218,6 +221,9 @@ class ThreadEngine:
     def mark(self) -> Done:
         return Done()
 
+    def finish(self, condition: Waitable) -> None:
+        condition.wait()
+
     def close(self) -> None:
         self._write.stopped.set()
         self._disk.stopped.set()
@@ -276,6 +282,9 @@ class NullEngine:
 
     def mark(self) -> Done:
         return Done()
+
+    def finish(self, condition: Waitable) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         """Nothing is open."""

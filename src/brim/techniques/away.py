@@ -6,7 +6,7 @@ there is a gradient sees one, and code which would silently compute with nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Away(torch.Tensor):
                     tensor.on_zero()
                 else:
                     tensor.zero_()
-            return args[0]
+            return None if isinstance(args[0], (list, tuple)) else args[0]
         found = next(_aways([*args, *(kwargs or {}).values()]))
         if func is _aten.detach.default:
             return found
@@ -48,16 +48,25 @@ class Away(torch.Tensor):
         return f"Away({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def away(like: torch.Tensor, what: str, todo: str, on_zero: Callable[[], None] | None = None) -> Away:
-    """A tensor like ``like`` without values. ``what`` and ``todo`` are for the error; ``on_zero``: see ``zero_``."""
+def away(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    what: str,
+    todo: str,
+    on_zero: Callable[[], None] | None = None,
+) -> Away:
+    """A tensor without values. ``what`` and ``todo`` are for the error; ``on_zero`` is called by ``zero_``."""
     made: Away = torch.Tensor._make_wrapper_subclass(
-        Away, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        Away, tuple(shape), strides=tuple(stride), dtype=dtype, device=device
     )
     made.what, made.todo, made.on_zero = what, todo, on_zero
     return made
 
 
-def _aways(values: Any) -> Any:
+def _aways(values: Iterable[Any]) -> Iterator[Away]:
     for value in values:
         if isinstance(value, Away):
             yield value

@@ -59,9 +59,7 @@ class Field:
         return shaped(flat[self.offset : self.offset + self.bytes], self.dtype, self.shape, self.stride)
 
 
-def shaped(
-    flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
+def shaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """Bytes (uint8, one-dimensional) seen as a tensor whose elements fill them."""
     with torch.inference_mode(False):
         typed = flat.view(dtype)
@@ -168,13 +166,13 @@ class States:
             place = field.view(flat)
             if value.untyped_storage()._cdata != flat.untyped_storage()._cdata:
                 place.copy_(value)
-            block = self._blocks[index]
-            parameter = block.parameters[field.parameter]
-            name = f"{block.names[field.parameter]}.{field.key}"
-            stand_in = parameter if tuple(parameter.shape) == field.shape else parameter.new_empty(0)
-            if stand_in is not parameter or parameter.dtype != field.dtype:
-                stand_in = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="meta")
-            state[field.key] = away(stand_in, f"The optimizer state {name}", self._todo)
+            state[field.key] = self._away(index, field)
+
+    def _away(self, index: int, field: Field) -> Away:
+        block = self._blocks[index]
+        device = block.parameters[field.parameter].device
+        what = f"The optimizer state {block.names[field.parameter]}.{field.key}"
+        return away(field.shape, field.stride, field.dtype, device, what=what, todo=self._todo)
 
     def take_all(self) -> None:
         """Take the states that the optimizer has in memory (it was loaded, or had stepped before)."""
@@ -213,8 +211,7 @@ class States:
             )
         made = torch.empty_strided(field.shape, field.stride, dtype=field.dtype).copy_(tensor)
         self.records.put(index, field.offset, flat_bytes(made))
-        like = torch.empty_strided(field.shape, field.stride, dtype=field.dtype, device="meta")
-        state[key] = away(like, f"The optimizer state {name}", self._todo)
+        state[key] = self._away(index, field)
 
     def restore(self) -> None:
         """Give the optimizer all states as tensors again, each on its parameter's device.
@@ -249,23 +246,24 @@ def state_blocks(
     """
     trial = trial or Trial(optimizer)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    names = {id(p): name for name, p in model.named_parameters()}
+    found = {id(p): name for name, p in model.named_parameters()}
     order = {id(p): p for p in model.parameters() if id(p) in groups}
     order |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    names = {key: found.get(key, f"parameter {number}") for number, key in enumerate(order)}
     open_ = {key: p for key, p in order.items() if p.requires_grad}
     parts: list[tuple[str, list[nn.Parameter]]] = []
     for name, parameters in given:
         mine = [open_.pop(id(p)) for p in parameters if id(p) in open_]
         parts += [(name, mine)] if mine else []
     for group in _within(list(open_.values()), block_bytes):
-        parts.append((names.get(id(group[0]), f"parameter {groups[id(group[0])]}"), group))
+        parts.append((names[id(group[0])], group))
     made = []
     for name, parameters in parts:
         kept = tuple(tuple(trial.kept(groups[id(p)], p)) for p in parameters)
         made.append(
             StateBlock(
                 name=name,
-                names=tuple(names.get(id(p), f"parameter {list(order).index(id(p))}") for p in parameters),
+                names=tuple(names[id(p)] for p in parameters),
                 parameters=tuple(parameters),
                 kept=kept,
                 bytes=sum(p.numel() * p.element_size() for p in parameters),

@@ -73,9 +73,7 @@ class Trial:
                     f"{key!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
                     'Leave its states where they are (states="keep").',
                 )
-        return [
-            Kept(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in found
-        ]
+        return [Kept(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in found]
 
     def _state_of(self, options: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
         """The state after a first step, or what there is of it when that fails."""
@@ -95,7 +93,9 @@ class Trial:
         sample: dict[str, Any] = alone[1][0]
         return sample
 
-    def _run(self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, split: bool) -> tuple[Any, ...]:
+    def _run(
+        self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, split: bool
+    ) -> tuple[Any, ...]:
         """Some steps of two parameters. Returns all that there is afterwards: values, states, options, the rest."""
         count = max(1, torch.Size(shape).numel())
         pair = [(torch.linspace(low, 1, count, dtype=torch.float64)).view(shape).to(dtype) for low in (-1, 0.5)]
@@ -105,7 +105,7 @@ class Trial:
             for sign, parameter in zip((1, -1), pair, strict=True):
                 slope = torch.linspace(0.1, sign * (0.5 + turn), count, dtype=torch.float64)
                 parameter.grad = slope.view(shape).to(dtype)
-            for params in ([pair[:1], pair[1:]] if split else [pair]):
+            for params in [pair[:1], pair[1:]] if split else [pair]:
                 made.param_groups[0]["params"] = params
                 step(made)
         made.param_groups[0]["params"] = []
@@ -142,7 +142,12 @@ def _copy(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Real tensors, also within a trace; no random number of the program is used up."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
         yield
 
 

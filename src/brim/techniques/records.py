@@ -43,9 +43,7 @@ class Records:
     ``buffer_bytes`` bounds the RAM that records on disk pass through; the largest needs that much at least.
     """
 
-    def __init__(
-        self, memory: Memory, sizes: Mapping[int, int], *, tier: str, buffer_bytes: int, label: str
-    ) -> None:
+    def __init__(self, memory: Memory, sizes: Mapping[int, int], *, tier: str, buffer_bytes: int, label: str) -> None:
         self.tier, self._memory, self._label = tier, memory, label
         self.sizes = {record: round_up(bytes, PAGE_BYTES) for record, bytes in sizes.items()}
         self.read_bytes = self.written_bytes = 0  # of the disk, since the beginning
@@ -103,6 +101,12 @@ class Records:
         place.used = False
         if changed:
             place.written = self._write(place)
+
+    def forget(self, record: int) -> None:
+        """What is in the buffer is not what the record is to be: it will be read again. It must not be in use."""
+        place = self._find(record)
+        if place is not None:
+            self._places.remove(place)
 
     def expect(self, records: Sequence[int]) -> None:
         """Begin to read what comes next, as far as there is room beside what is in use."""
