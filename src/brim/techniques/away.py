@@ -27,7 +27,9 @@ class Away(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # straight to dispatch
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _ZEROING:
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
                 if isinstance(tensor, Away) and tensor.on_zero is not None:

@@ -60,7 +60,8 @@ def clip(
 
 def _norm(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
     if foreach is False or gradient.is_sparse:
-        return torch.linalg.vector_norm(gradient, norm_type)
+        alone: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type)
+        return alone
     return torch._foreach_norm([gradient], norm_type)[0]
 
 
@@ -70,4 +71,5 @@ def _total(parameters: Sequence[nn.Parameter], norms: Mapping[int, torch.Tensor]
     order = [index for _, indices in grouped.values() for index in indices]
     device = parameters[0].device
     ordered = [norms[id(parameters[index])].to(device) for index in order]
-    return torch.linalg.vector_norm(torch.stack(ordered), norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
+    return norm

@@ -10,7 +10,7 @@ from torch import nn
 
 from brim.core.hardware import RAM
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES
-from brim.memory.pool import Buffer, round_up
+from brim.memory.pool import Buffer, Pool, round_up
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Waitable
 from brim.techniques.optimizer_states import flat_bytes, shaped
@@ -83,33 +83,34 @@ class Crossing:
             with _gradients_set(parameters, [g[0] if g else None for g in gradients]):
                 yield
             return
-        moved = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        moved = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        places, present = self._bring([(p, *g) for p, g in zip(parameters, gradients, strict=True) if g], label)
+        held, before = [p.data for p in moved], [p.grad for p in moved]
+        try:
+            _swap(moved, places, present)
+            yield
+        finally:
+            _swap(moved, held, before)
+            self._up(places, held, label)
+
+    def _bring(
+        self, tensors: Sequence[tuple[nn.Parameter, torch.Tensor, bool]], label: str
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters and gradients as they are in RAM now."""
         places, present, waits, at = [], [], [], 0
-        for parameter, (gradient, in_ram) in moved:
+        for parameter, gradient, in_ram in tensors:
             place, at = self._room(parameter, at)
             waits.append(self._start_down(parameter, place, label))
             places.append(place)
-            if not in_ram:
-                room, at = self._room(parameter, at)
-                waits.append(self._start_down(gradient, room, label))
-                gradient = room
-            present.append(gradient)
+            if in_ram:
+                present.append(gradient)
+                continue
+            place, at = self._room(parameter, at)
+            waits.append(self._start_down(gradient, place, label))
+            present.append(place)
         for wait in waits:
             self._memory.engine.finish(wait)
-        held = [p.data for p, _ in moved]
-        grads = [p.grad for p, _ in moved]
-        try:
-            for (parameter, _), place, gradient in zip(moved, places, present, strict=True):
-                parameter.grad = None
-                parameter.data = place
-                parameter.grad = gradient
-            yield
-        finally:
-            for (parameter, _), data, before in zip(moved, held, grads, strict=True):
-                parameter.grad = None
-                parameter.data = data
-                parameter.grad = before
-            self._up(places, held, label)
+        return places, present
 
     def _room(self, like: torch.Tensor, at: int) -> tuple[torch.Tensor, int]:
         assert self._work is not None
@@ -142,21 +143,33 @@ class Crossing:
             return
         buffer = self._memory.compute.allocate(sum(tensor_bytes(g) for g in away), label)
         try:
-            set_, at, pairs = [], 0, []
+            present: list[torch.Tensor | None] = []
+            sources, targets, at = [], [], 0
             for gradient in gradients:
                 if gradient is None or not gradient[1]:
-                    set_.append(gradient[0] if gradient else None)
+                    present.append(gradient[0] if gradient else None)
                     continue
-                found = gradient[0]
-                flat = buffer.tensor[at : at + found.numel() * found.element_size()]
-                set_.append(shaped(flat, found.dtype, found.shape, found.stride()))
-                pairs.append((found, set_[-1]))
-                at += tensor_bytes(found)
-            self._up([a for a, _ in pairs], [b for _, b in pairs], label)
-            with _gradients_set(parameters, set_):
+                source = gradient[0]
+                flat = buffer.tensor[at : at + source.numel() * source.element_size()]
+                target = shaped(flat, source.dtype, source.shape, source.stride())
+                sources.append(source)
+                targets.append(target)
+                present.append(target)
+                at += tensor_bytes(source)
+            self._up(sources, targets, label)
+            with _gradients_set(parameters, present):
                 yield
         finally:
             buffer.free()
+
+
+def _swap(
+    parameters: Sequence[nn.Parameter], data: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    for parameter, values, gradient in zip(parameters, data, gradients, strict=True):
+        parameter.grad = None  # it must be where the parameter is
+        parameter.data = values
+        parameter.grad = gradient
 
 
 @contextlib.contextmanager
@@ -171,6 +184,6 @@ def _gradients_set(parameters: Sequence[nn.Parameter], gradients: Sequence[torch
             parameter.grad = gradient
 
 
-def _target(pool: object, flat: torch.Tensor) -> Buffer:
+def _target(pool: Pool, flat: torch.Tensor) -> Buffer:
     """Memory that is somebody's already, as the target of a move."""
-    return Buffer(pool, flat, flat.numel(), -1, "")  # type: ignore[arg-type]
+    return Buffer(pool, flat, flat.numel(), -1, "")

@@ -215,7 +215,7 @@ class Arrivals:
         if task not in self._come:
             self._come[task] = {}
             if task != -1:
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))  # type: ignore[attr-defined]
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         come = self._come[task].setdefault(index, set())
         come.add(number)
         if len(come) == len(self._blocks[index].parameters):

@@ -26,14 +26,14 @@ from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.base import HANDLE_ATTRIBUTE, Option
 from brim.techniques.clipping import clip
-from brim.techniques.crossing import Crossing, tensor_bytes
-from brim.techniques.gradients import Arrivals, Gradients
-from brim.techniques.optimizer_states import StateBlock, States, as_number, state_blocks
+from brim.techniques.gradients import Arrivals
+from brim.techniques.optimizer_places import KEEP, Choices, Places, usual_buffer_bytes, work_bytes
+from brim.techniques.optimizer_states import StateBlock, state_blocks
 from brim.techniques.optimizer_trial import Trial, raw_step
+from brim.techniques.optimizer_whole import WholeState
 from brim.techniques.updates import Recomputation, narrowed, root_task
 
 NAME = "optimizer_offload"
-KEEP = "keep"
 CHOICES = (KEEP, RAM, DISK)
 BLOCK_BYTES = 16 << 20
 _AHEAD = 4  # blocks whose states are fetched while one is updated, as far as they fit
@@ -70,8 +70,8 @@ def options(
         if compute != RAM:
             saves = {compute: block.state_bytes, RAM: -block.state_bytes}
             made.append(Option(technique=NAME, block=block.name, choice=RAM, saves_bytes=saves, moves_bytes=crossing))
-    work = 0 if compute == RAM else max((_work_bytes(block) for block in blocks), default=0)
-    rooms = {DISK: _buffer_bytes([b.state_bytes for b in blocks]) + work, RAM: work}
+    work = 0 if compute == RAM else work_bytes(blocks)
+    rooms = {DISK: usual_buffer_bytes([b.state_bytes for b in blocks]) + work, RAM: work}
     return made + [
         Option(technique=NAME, block="", choice=choice, saves_bytes={RAM: -bytes})
         for choice, bytes in rooms.items()
@@ -127,9 +127,8 @@ def apply(
     unknown = set(keep) - {block.name for block in blocks}
     if unknown:
         raise UsageError(f"keep={sorted(unknown)} was asked of {NAME}.", "There are no such blocks.")
-    return OptimizerOffload(
-        model, optimizer, memory, blocks, trial, states, gradients, frozenset(keep), streaming, buffer_bytes
-    )
+    choices = Choices(states=states, gradients=gradients, keep=frozenset(keep), buffer_bytes=buffer_bytes)
+    return OptimizerOffload(model, optimizer, memory, blocks, trial, choices, streaming)
 
 
 class OptimizerOffload:
@@ -142,15 +141,12 @@ class OptimizerOffload:
         memory: Memory,
         blocks: Sequence[StateBlock],
         trial: Trial,
-        states: str,
-        gradients: str,
-        keep: frozenset[str],
+        choices: Choices,
         streaming: Streaming | None,
-        buffer_bytes: int | None,
     ) -> None:
         self.model, self.optimizer, self.memory = model, optimizer, memory
         self.blocks = dict(enumerate(blocks))
-        self._trial, self._streaming = trial, streaming
+        self._streaming = streaming
         self._done: set[int] = set()  # blocks of the step under way that are updated
         self._order: list[int] = list(reversed(self.blocks))  # in which backward completes them, learned
         self._seen: list[int] = []
@@ -158,48 +154,11 @@ class OptimizerOffload:
         self._root = -1
         self._written_before = 0
         self._written: int | None = None
-        tiers = {"states": states, "gradients": gradients}
-        # What is in RAM already need not be brought there.
-        away = {
-            what: tier for what, tier in tiers.items() if tier != KEEP and not (tier == RAM and memory.host is None)
-        }
-        leaving = {i: b for i, b in self.blocks.items() if "states" in away and b.name not in keep}
-        with contextlib.ExitStack() as stack:
-            self._crossing = Crossing(
-                memory,
-                work_bytes=max((_work_bytes(b) for b in leaving.values()), default=0),
-                down_bytes=max((tensor_bytes(p) for b in blocks for p in b.parameters), default=0)
-                if "gradients" in away
-                else 0,
-            )
-            stack.callback(self._crossing.free)
-            self._states = States(
-                optimizer,
-                memory,
-                leaving,
-                tier=away.get("states", RAM),
-                buffer_bytes=buffer_bytes or _buffer_bytes([b.state_bytes for b in leaving.values()]),
-            )
-            stack.callback(self._states.records.free)
-            self._gradients = Gradients(
-                memory,
-                self.blocks,
-                self._crossing,
-                tier=away.get("gradients"),
-                buffer_bytes=buffer_bytes or _buffer_bytes([b.bytes for b in blocks]),
-            )
-            stack.callback(self._gradients.free)
-            self._leaving = leaving
-            stack.callback(self._states.restore)
-            self._states.take_all()
-            stack.pop_all()
+        self._places = Places(optimizer, memory, self.blocks, choices)
         self._recomputation = Recomputation(model)
         self._arrivals = Arrivals(self.blocks, self._complete, self._over)
         self._plain_step = vars(optimizer).get("step")
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(self._fill, prepend=True),
-            optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
-        ]
+        self._whole = WholeState(optimizer, self.blocks, self._places.leaving, self._places.states, trial)
         vars(optimizer)["step"] = self._step = types.MethodType(_stepping(self), optimizer)
         vars(optimizer)[HANDLE_ATTRIBUTE] = self
 
@@ -252,7 +211,7 @@ class OptimizerOffload:
             self._update(index, self._order[at + 1 :], dropping=True)
             self._recomputation.forbid(self.blocks[index])
         else:
-            self._gradients.store(index)
+            self._places.gradients.store(index)
 
     def _over(self, task: int, incomplete: Sequence[int]) -> None:
         """A backward pass has ended; these blocks have got some of their gradients."""
@@ -263,7 +222,7 @@ class OptimizerOffload:
             return
         for index in incomplete:
             if index not in self._done or not self._after_final:
-                self._gradients.store(index)
+                self._places.gradients.store(index)
 
     def _step_all(self, *args: Any, **kwargs: Any) -> None:
         if any(value is not None for value in (*args[:1], kwargs.get("closure"))):
@@ -279,7 +238,7 @@ class OptimizerOffload:
         self._done.clear()
         self._arrivals.reset()
         self._after_final = self._clipped = False
-        written = self._written_bytes()
+        written = self._places.written_bytes
         self._written, self._written_before = written - self._written_before, written
 
     def _step_rest(self) -> None:
@@ -292,16 +251,16 @@ class OptimizerOffload:
 
     def _update(self, index: int, ahead: Sequence[int], *, dropping: bool) -> None:
         """The optimizer's own step on one block. It counts as done even if that raises: it did what it did."""
-        block, leaves = self.blocks[index], index in self._leaving
+        block, leaves = self.blocks[index], index in self._places.leaving
         soon = [i for i in ahead if i not in self._done][:_AHEAD]
         bound = self._streaming.updating(block.parameters) if self._streaming else contextlib.nullcontext()
-        with torch.no_grad(), bound, self._gradients.present(index, dropping=dropping) as gradients:
+        with torch.no_grad(), bound, self._places.gradients.present(index, dropping=dropping) as gradients:
             stepping = [gradient is not None for gradient in gradients]
-            states = self._states.present(index, stepping=stepping) if leaves else contextlib.nullcontext()
+            states = self._places.states.present(index, stepping=stepping) if leaves else contextlib.nullcontext()
             with states:
-                self._states.expect([i for i in soon if i in self._leaving])
-                self._gradients.expect(soon)
-                place = self._crossing.stepping_in_ram if leaves else self._crossing.stepping_in_place
+                self._places.states.expect([i for i in soon if i in self._places.leaving])
+                self._places.gradients.expect(soon)
+                place = self._places.crossing.stepping_in_ram if leaves else self._places.crossing.stepping_in_place
                 with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
                     self._done.add(index)
                     raw_step(self.optimizer)(self.optimizer)
@@ -328,7 +287,7 @@ class OptimizerOffload:
                 "Leave out final() in steps that clip.",
             )
         found = list(self.model.parameters() if parameters is None else parameters)
-        norm = clip(found, self.blocks, self._gradients, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = clip(found, self.blocks, self._places.gradients, max_norm, norm_type, error_if_nonfinite, foreach)
         self._clipped = True
         return norm
 
@@ -340,12 +299,7 @@ class OptimizerOffload:
         """
         if self._written is not None:
             return self._written
-        records = [self._states.records, *([self._gradients.records] if self._gradients.records else [])]
-        return sum(sum(one.sizes.values()) for one in records if one.tier == DISK)
-
-    def _written_bytes(self) -> int:
-        gradients = self._gradients.records
-        return self._states.records.written_bytes + (gradients.written_bytes if gradients else 0)
+        return self._places.disk_bytes
 
     # -- states as a whole
 
@@ -362,56 +316,11 @@ class OptimizerOffload:
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state as (parameter's name + "." + key, tensor on the CPU), one in memory at a time; numbers too."""
-        for index, block in self.blocks.items():
-            for number, (name, parameter) in enumerate(zip(block.names, block.parameters, strict=True)):
-                away = self._states.away_fields(index, number) if index in self._leaving else {}
-                for key, value in list(self.optimizer.state.get(parameter, {}).items()):
-                    if key in away:
-                        yield f"{name}.{key}", self._states.value(index, away[key])
-                    elif isinstance(value, (torch.Tensor, bool, int, float)):
-                        yield f"{name}.{key}", _on_cpu(value)
+        return self._whole.items()
 
     def load_state(self, name: str, tensor: torch.Tensor) -> None:
-        """Put back what ``iter_state`` gave. Raises UsageError for a name or shape that this optimizer has not."""
-        path, _, key = name.rpartition(".")
-        for index, block in self.blocks.items():
-            if path not in block.names:
-                continue
-            number = block.names.index(path)
-            parameter = block.parameters[number]
-            groups = enumerate(self.optimizer.param_groups)
-            group = next(g for g, options in groups if any(p is parameter for p in options["params"]))
-            sample = self._trial.sample(group, parameter)
-            if key not in sample:
-                break
-            if index in self._leaving:
-                self._states.load(index, number, key, tensor, sample)
-            else:
-                value = as_number(tensor, sample[key])
-                moved = value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
-                self.optimizer.state[parameter][key] = moved
-            return
-        raise UsageError(
-            f"The optimizer state {name!r} was to be loaded.", f"{type(self.optimizer).__name__} keeps no such thing."
-        )
-
-    def _fill(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Complete what ``optimizer.state_dict()`` is about to return."""
-        numbers = {
-            id(p): n
-            for packed, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
-            for n, p in zip(packed["params"], group["params"], strict=True)
-        }
-        for index, block in self._leaving.items():
-            for number, parameter in enumerate(block.parameters):
-                away = self._states.away_fields(index, number)
-                if away:
-                    held = state["state"][numbers[id(parameter)]]
-                    values = {key: self._states.value(index, field) for key, field in away.items()}
-                    state["state"][numbers[id(parameter)]] = {**held, **values}
-
-    def _loaded(self, optimizer: Optimizer) -> None:
-        self._states.take_all()
+        """Put back what ``iter_state`` gave. Raises UsageError for a name or a shape that this optimizer has not."""
+        self._whole.load(name, tensor)
 
     # -- the end
 
@@ -422,22 +331,18 @@ class OptimizerOffload:
         """
         if self._removed:
             return
-        self._states.restore()
-        self._gradients.restore()
+        self._places.restore()
         self._removed = True
         self._arrivals.remove()
         self._recomputation.allow()
-        for hook in self._hooks:
-            hook.remove()
+        self._whole.remove()
         mine = vars(self.optimizer)
         if mine.get("step") is self._step:  # else somebody wrapped it since, and it only passes on from now on
             del mine["step"]
             if self._plain_step is not None:
                 mine["step"] = self._plain_step
         del mine[HANDLE_ATTRIBUTE]
-        self._gradients.free()
-        self._states.records.free()
-        self._crossing.free()
+        self._places.free()
 
 
 def _stepping(handle: OptimizerOffload) -> Any:
@@ -465,17 +370,3 @@ def _stepping(handle: OptimizerOffload) -> Any:
 
 def _has_gradient(block: StateBlock) -> bool:
     return any(p.grad is not None for p in block.parameters)
-
-
-def _work_bytes(block: StateBlock) -> int:
-    return 2 * sum(tensor_bytes(p) for p in block.parameters)
-
-
-def _buffer_bytes(sizes: Sequence[int]) -> int:
-    """Room for three ordinary blocks: one is read, one worked on, one written. A very large one may need more."""
-    ordinary = sorted(sizes)[: max(1, len(sizes) * 9 // 10)]
-    return max([3 * max(ordinary, default=0)] if len(sizes) > 1 else [0, *sizes])
-
-
-def _on_cpu(value: Any) -> torch.Tensor:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(value)

@@ -95,7 +95,7 @@ class Trial:
 
     def _run(
         self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, split: bool
-    ) -> tuple[Any, ...]:
+    ) -> list[Any]:
         """Some steps of two parameters. Returns all that there is afterwards: values, states, options, the rest."""
         count = max(1, torch.Size(shape).numel())
         pair = [(torch.linspace(low, 1, count, dtype=torch.float64)).view(shape).to(dtype) for low in (-1, 0.5)]

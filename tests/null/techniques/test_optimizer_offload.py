@@ -483,7 +483,7 @@ def test_written_bytes_are_known_before_and_after(folder: Path) -> None:
         for _ in range(2):
             before = memory.recorder.copied_bytes.get((RAM, DISK), 0)
             train(model, optimizer, steps=[0])
-            handle._states.records.settle()
+            handle._places.states.records.settle()
             assert memory.recorder.copied_bytes[RAM, DISK] - before == handle.written_bytes_per_step == foreseen
         train(model, optimizer, steps=[1], parts=3)
         assert handle.written_bytes_per_step > foreseen
@@ -535,9 +535,7 @@ class _Bound:
 
 @pytest.mark.parametrize(("kind", "states"), PLACES)
 @pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
-def test_streamed_weights_are_updated_where_they_are_bound(
-    kind: str, states: str, early: bool, folder: Path
-) -> None:
+def test_streamed_weights_are_updated_where_they_are_bound(kind: str, states: str, early: bool, folder: Path) -> None:
     model, twin = make(), make()
     optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin))
     slots = Slots(model)
