@@ -7,6 +7,7 @@ the new gradient alone; that is then added to the one in the record, as autograd
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -53,7 +54,7 @@ class Gradients:
         self.records = Records(memory, sizes, tier=tier, buffer_bytes=buffer_bytes, label="gradients")
         for index, block in blocks.items():
             for number, parameter in enumerate(block.parameters):
-                self._hooks.append(parameter.register_hook(partial(self._before, index, number)))
+                self._hooks.append(parameter.register_hook(_weakly(self._before, index, number)))
 
     def _before(self, index: int, number: int, gradient: torch.Tensor | None) -> None:
         """Autograd is about to give the parameter a gradient."""
@@ -158,7 +159,7 @@ class Gradients:
     def _away(self, index: int, number: int) -> Away:
         block, field = self._blocks[index], self._fields[index][number]
         device = block.parameters[number].device
-        what, on_zero = f"The gradient of {block.names[number]}", partial(self._zero, index, number)
+        what, on_zero = f"The gradient of {block.names[number]}", _weakly(self._zero, index, number)
         return away(field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=on_zero)
 
     def expect(self, indices: Sequence[int]) -> None:
@@ -186,9 +187,6 @@ class Gradients:
             self.records.free()
 
 
-Arrival = Callable[[int, int], None]
-
-
 class Arrivals:
     """Tells when a backward pass has made the last gradient of a block, and when the pass is over.
 
@@ -205,7 +203,7 @@ class Arrivals:
         self._blocks, self._complete, self._over = blocks, complete, over
         self._come: dict[int, dict[int, set[int]]] = {}  # by pass: block -> parameters
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrive, index, number))
+            parameter.register_post_accumulate_grad_hook(_weakly(self._arrive, index, number))
             for index, block in blocks.items()
             for number, parameter in enumerate(block.parameters)
         ]
@@ -232,6 +230,18 @@ class Arrivals:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _weakly(method: Callable[..., None], *args: int) -> Callable[..., None]:
+    """``method`` for a hook on a tensor: what tensors hold in C++ is out of the garbage collector's sight."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*more: torch.Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found(*args, *more)
+
+    return call
 
 
 def _as_kept(parameter: torch.Tensor) -> Kept:

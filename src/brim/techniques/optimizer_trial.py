@@ -93,9 +93,7 @@ class Trial:
         sample: dict[str, Any] = alone[1][0]
         return sample
 
-    def _run(
-        self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, split: bool
-    ) -> list[Any]:
+    def _run(self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, split: bool) -> list[Any]:
         """Some steps of two parameters. Returns all that there is afterwards: values, states, options, the rest."""
         count = max(1, torch.Size(shape).numel())
         pair = [(torch.linspace(low, 1, count, dtype=torch.float64)).view(shape).to(dtype) for low in (-1, 0.5)]
