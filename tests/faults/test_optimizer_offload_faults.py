@@ -194,6 +194,17 @@ def _full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_a_disk_budget_that_is_too_small_is_told_before_anything_is_changed(folder: Path) -> None:
+    memory = machine("cpu", folder)
+    memory.close()
+    memory.use_disk(folder=str(folder), limit_bytes=10_000)
+    model, optimizer = make_both()
+    with pytest.raises(BudgetError, match="of disk were asked for"):
+        apply(model, optimizer, memory, states="disk", block_bytes=3000)
+    assert is_plain(model, optimizer) and memory.ram.held_bytes == 0
+    memory.close()
+
+
 def test_an_exception_of_the_optimizer_itself_is_passed_on_and_breaks_nothing(memory: Memory) -> None:
     model, optimizer = make_both()
     handle = apply(model, optimizer, memory, states="disk", gradients="disk", block_bytes=3000)

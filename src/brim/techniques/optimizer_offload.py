@@ -152,9 +152,8 @@ class OptimizerOffload:
         self._seen: list[int] = []
         self._in_final = self._after_final = self._clipped = self._removed = False
         self._root = -1
-        self._written_before = 0
-        self._written: int | None = None
         self._places = Places(optimizer, memory, self.blocks, choices)
+        self._written_before, self._written = self._places.written_bytes, -1
         self._recomputation = Recomputation(model)
         self._arrivals = Arrivals(self.blocks, self._complete, self._over)
         self._plain_step = vars(optimizer).get("step")
@@ -169,8 +168,9 @@ class OptimizerOffload:
         """Around the last backward pass before ``step``: each block is updated as soon as its gradients are there.
 
         Its gradients are gone then; ``step`` does what is left. One backward pass only, and no clipping: raises
-        UsageError. A block of which a part is computed by a backward pass within the backward pass (reentrant
-        checkpointing) waits for the end, as it may be computed again with the old weights.
+        UsageError. Not with a gradient scaler either: gradients are used before it sees them. A block of which a
+        part is computed by a backward pass within the backward pass (reentrant checkpointing) waits for the end, as
+        it may be computed again with the old weights.
         """
         if self._in_final or self._after_final or self._clipped:
             found = "Gradients were clipped" if self._clipped else "The last final() was not followed by step()"
@@ -205,13 +205,14 @@ class OptimizerOffload:
                     "Enter it for the last backward pass only, and call step() before the next.",
                 )
             self.reset()  # a step() that failed was given up
+        ahead = self._order[self._order.index(index) + 1 :]
         if self._in_final and task == self._root:
             self._seen.append(index)
-            at = self._order.index(index)
-            self._update(index, self._order[at + 1 :], dropping=True)
+            self._update(index, ahead, dropping=True)
             self._recomputation.forbid(self.blocks[index])
         else:
             self._places.gradients.store(index)
+            self._places.gradients.expect(ahead[:_AHEAD])
 
     def _over(self, task: int, incomplete: Sequence[int]) -> None:
         """A backward pass has ended; these blocks have got some of their gradients."""
@@ -235,11 +236,17 @@ class OptimizerOffload:
         for position, index in enumerate(todo):
             self._update(index, todo[position + 1 :], dropping=False)
         self._step_rest()
-        self._done.clear()
-        self._arrivals.reset()
-        self._after_final = self._clipped = False
+        order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
+        self._expect(order)  # so the next step begins with what is there
+        self.reset()
         written = self._places.written_bytes
         self._written, self._written_before = written - self._written_before, written
+
+    def _expect(self, ahead: Sequence[int]) -> None:
+        """Begin to fetch what the next of these blocks need."""
+        soon = ahead[:_AHEAD]
+        self._places.states.expect([i for i in soon if i in self._places.leaving])
+        self._places.gradients.expect(soon)
 
     def _step_rest(self) -> None:
         """What is in no block: parameters that came later, or were frozen when the blocks were made."""
@@ -252,14 +259,12 @@ class OptimizerOffload:
     def _update(self, index: int, ahead: Sequence[int], *, dropping: bool) -> None:
         """The optimizer's own step on one block. It counts as done even if that raises: it did what it did."""
         block, leaves = self.blocks[index], index in self._places.leaving
-        soon = [i for i in ahead if i not in self._done][:_AHEAD]
         bound = self._streaming.updating(block.parameters) if self._streaming else contextlib.nullcontext()
         with torch.no_grad(), bound, self._places.gradients.present(index, dropping=dropping) as gradients:
             stepping = [gradient is not None for gradient in gradients]
             states = self._places.states.present(index, stepping=stepping) if leaves else contextlib.nullcontext()
             with states:
-                self._places.states.expect([i for i in soon if i in self._places.leaving])
-                self._places.gradients.expect(soon)
+                self._expect([i for i in ahead if i not in self._done])
                 place = self._places.crossing.stepping_in_ram if leaves else self._places.crossing.stepping_in_place
                 with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
                     self._done.add(index)
@@ -297,9 +302,7 @@ class OptimizerOffload:
 
         Before the first step: what one with one backward pass will write.
         """
-        if self._written is not None:
-            return self._written
-        return self._places.disk_bytes
+        return self._places.disk_bytes if self._written < 0 else self._written
 
     # -- states as a whole
 

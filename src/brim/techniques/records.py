@@ -115,9 +115,10 @@ class Records:
                 return
 
     def settle(self) -> None:
-        """Wait for all writes. Raises the TransferError of one that failed; its record stays in RAM."""
+        """Wait for all that is under way. Raises the TransferError of a failed write, whose record stays in RAM."""
         for place in list(self._places):
             for one in (*place.displaced, place):
+                Settled(one.ready).wait()
                 one.written.wait()
 
     # -- parts

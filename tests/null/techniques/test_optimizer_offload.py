@@ -239,6 +239,30 @@ def test_a_recomputation_with_new_weights_is_refused(memory: Memory) -> None:
         handle.reset()
 
 
+class Detached(nn.Module):
+    """Computes with its weight twice, once without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight.detach()).sin() + self.weight
+
+
+@pytest.mark.parametrize(("kind", "states"), PLACES)
+def test_a_use_without_a_gradient_that_comes_too_late_is_autograds_error(
+    kind: str, states: str, folder: Path
+) -> None:
+    model = Detached()
+    with offloaded(model, torch.optim.SGD(model.parameters(), lr=1), machine(kind, folder), states=states) as handle:
+        x = torch.ones(4, requires_grad=True)
+        loss = model(x).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), handle.final():
+            loss.backward()
+        handle.reset()
+
+
 def test_a_second_backward_after_final_is_refused(memory: Memory) -> None:
     model = make()
     with offloaded(model, torch.optim.SGD(model.parameters(), lr=1), memory, states="disk") as handle:
@@ -344,8 +368,10 @@ def test_states_are_loaded_into_a_fitted_optimizer_and_out_of_one(kind: str, fol
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "nadam", "lion", "adagrad", "sgd momentum"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_states_go_one_by_one_into_a_checkpoint_and_back(name: str, keep: bool, folder: Path) -> None:
+@pytest.mark.parametrize(("keep", "place"), [(False, ("cpu", "disk")), (True, ("emulated", "ram"))])
+def test_states_go_one_by_one_into_a_checkpoint_and_back(
+    name: str, keep: bool, place: tuple[str, str], folder: Path
+) -> None:
     model = make()
     optimizer = OPTIMIZERS[name](groups(model))
     with offloaded(model, optimizer, machine("cpu", folder), states="keep" if keep else "disk") as handle:
@@ -356,7 +382,7 @@ def test_states_go_one_by_one_into_a_checkpoint_and_back(name: str, keep: bool, 
     twin = make(seed=5)
     twin.load_state_dict(weights)
     resumed = OPTIMIZERS[name](groups(twin))
-    with offloaded(twin, resumed, machine("emulated", folder), states="ram") as handle:
+    with offloaded(twin, resumed, machine(place[0], folder), states=place[1]) as handle:
         for key, value in saved.items():
             handle.load_state(key, value)
         assert [name for name, _ in handle.iter_state()] == list(saved)
