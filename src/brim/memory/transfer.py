@@ -98,7 +98,7 @@ class Engine(Protocol):
         """Stands for all the compute that has been asked for until now."""
 
     def finish(self, condition: Waitable) -> None:
-        """Wait until ``condition`` is done for the host too: what was moved may be read and written by the CPU."""
+        """Make the host wait, also for what would otherwise make only later device work wait."""
 
     def close(self) -> None:
         """Stop what is under way, wait for it, end every thread. Safe to call twice."""

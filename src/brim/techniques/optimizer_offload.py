@@ -147,6 +147,7 @@ class OptimizerOffload:
         self.model, self.optimizer, self.memory = model, optimizer, memory
         self.blocks = dict(enumerate(blocks))
         self._streaming = streaming
+        self._streamed = {id(p) for _, held in (streaming.blocks if streaming else ()) for p in held}
         self._done: set[int] = set()  # blocks of the step under way that are updated
         self._order: list[int] = list(reversed(self.blocks))  # in which backward completes them, learned
         self._seen: list[int] = []
@@ -237,16 +238,10 @@ class OptimizerOffload:
             self._update(index, todo[position + 1 :], dropping=False)
         self._step_rest()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
-        self._expect(order)  # so the next step begins with what is there
+        self._places.states.expect(order[:_AHEAD])  # the next step begins with what is there
         self.reset()
         written = self._places.written_bytes
         self._written, self._written_before = written - self._written_before, written
-
-    def _expect(self, ahead: Sequence[int]) -> None:
-        """Begin to fetch what the next of these blocks need."""
-        soon = ahead[:_AHEAD]
-        self._places.states.expect([i for i in soon if i in self._places.leaving])
-        self._places.gradients.expect(soon)
 
     def _step_rest(self) -> None:
         """What is in no block: parameters that came later, or were frozen when the blocks were made."""
@@ -259,16 +254,28 @@ class OptimizerOffload:
     def _update(self, index: int, ahead: Sequence[int], *, dropping: bool) -> None:
         """The optimizer's own step on one block. It counts as done even if that raises: it did what it did."""
         block, leaves = self.blocks[index], index in self._places.leaving
-        bound = self._streaming.updating(block.parameters) if self._streaming else contextlib.nullcontext()
-        with torch.no_grad(), bound, self._places.gradients.present(index, dropping=dropping) as gradients:
+        with (
+            torch.no_grad(),
+            self._bound(block),
+            self._places.gradients.present(index, dropping=dropping) as gradients,
+        ):
             stepping = [gradient is not None for gradient in gradients]
             states = self._places.states.present(index, stepping=stepping) if leaves else contextlib.nullcontext()
             with states:
-                self._expect([i for i in ahead if i not in self._done])
+                soon = [i for i in ahead if i not in self._done][:_AHEAD]
+                self._places.states.expect(soon)
+                self._places.gradients.expect(soon)
                 place = self._places.crossing.stepping_in_ram if leaves else self._places.crossing.stepping_in_place
                 with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
                     self._done.add(index)
                     raw_step(self.optimizer)(self.optimizer)
+
+    def _bound(self, block: StateBlock) -> contextlib.AbstractContextManager[Any]:
+        """Streamed weights have their values within."""
+        streamed = [p for p in block.parameters if id(p) in self._streamed]
+        if self._streaming is None or not streamed:
+            return contextlib.nullcontext()
+        return self._streaming.updating(streamed)
 
     # -- clipping and reports
 

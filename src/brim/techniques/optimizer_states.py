@@ -119,7 +119,7 @@ class States:
 
     def expect(self, indices: Sequence[int]) -> None:
         """Begin to fetch the states of these blocks."""
-        self.records.expect([index for index in indices if self._is_away(index)])
+        self.records.expect([index for index in indices if index in self._blocks and self._is_away(index)])
 
     def _is_away(self, index: int) -> bool:
         return any(type(self.state(index, f.parameter).get(f.key)) is Away for f in self._fields[index])

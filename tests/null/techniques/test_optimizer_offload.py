@@ -443,6 +443,32 @@ def test_strides_of_states_are_kept(memory: Memory) -> None:
     assert_same_state(optimizer.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw fused"])
+def test_a_gradient_scaler_works_beside_it(name: str, memory: Memory) -> None:
+    model, twin = make(), make()
+    optimizer, plain = OPTIMIZERS[name](groups(model)), OPTIMIZERS[name](groups(twin))
+    with offloaded(model, optimizer, memory, states="disk"):
+        for one, its in ((model, optimizer), (twin, plain)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, growth_interval=2)
+            for step in range(40):
+                scaler.scale(one(batch(step))).backward()
+                scaler.step(its)
+                scaler.update()
+                its.zero_grad()
+        assert_same(model, twin)
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+
+def test_a_gradient_scaler_that_finds_no_gradients_is_told(memory: Memory) -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offloaded(model, optimizer, memory, states="disk", gradients="disk"):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(batch(0))).backward()
+        with pytest.raises(UnsupportedError, match="keep"):
+            scaler.step(optimizer)
+
+
 # -- what is refused
 
 
