@@ -106,21 +106,7 @@ def apply(
     Raises UsageError for an unknown choice or an optimizer that is fitted already, UnsupportedError for an
     optimizer that needs all its parameters at once, BudgetError and TransferError; then nothing has changed.
     """
-    if HANDLE_ATTRIBUTE in vars(optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__} was to be fitted.",
-            "It is fitted already.",
-            "Call .brim.remove() on it first.",
-        )
-    for what, choice in (("states", states), ("gradients", gradients)):
-        if choice not in CHOICES:
-            raise UsageError(f"{what}={choice!r} was asked of {NAME}.", f"Known are {', '.join(CHOICES)}.")
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} was to be fitted.",
-            "Its step was replaced by a function of somebody else's.",
-            "Fit the optimizer first, and wrap its step then.",
-        )
+    _check(optimizer, states=states, gradients=gradients)
     given = () if streaming is None else streaming.blocks
     trial = Trial(optimizer)
     blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=given, trial=trial)
@@ -129,6 +115,24 @@ def apply(
         raise UsageError(f"keep={sorted(unknown)} was asked of {NAME}.", "There are no such blocks.")
     choices = Choices(states=states, gradients=gradients, keep=frozenset(keep), buffer_bytes=buffer_bytes)
     return OptimizerOffload(model, optimizer, memory, blocks, trial, choices, streaming)
+
+
+def _check(optimizer: Optimizer, **choices: str) -> None:
+    if HANDLE_ATTRIBUTE in vars(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} was to be fitted.",
+            "It is fitted already.",
+            "Call .brim.remove() on it first.",
+        )
+    for what, choice in choices.items():
+        if choice not in CHOICES:
+            raise UsageError(f"{what}={choice!r} was asked of {NAME}.", f"Known are {', '.join(CHOICES)}.")
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} was to be fitted.",
+            "Its step was replaced by a function of somebody else's.",
+            "Fit the optimizer first, and wrap its step then.",
+        )
 
 
 class OptimizerOffload:
