@@ -1,0 +1,157 @@
+"""Optimizer states on disk against what the disk gives: one step against a raw read and write of the same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Timeline
+from brim.memory.tiers import cpu_memory
+from brim.techniques.optimizer_offload import apply
+
+MIB = 1 << 20
+_CHUNK_BYTES = 16 * MIB
+_STEPS = 3  # in a row: what one writes last is written while the next one reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """``layers`` square matrices of ``width``."""
+
+    layers: int
+    width: int
+
+
+FULL, TINY = Size(layers=48, width=1024), Size(layers=8, width=256)
+
+
+def measure(size: Size, directory: Path, *, rounds: int, buffer_bytes: int | None = None) -> dict[str, Any]:
+    """Medians over interleaved rounds: seconds of a step whose states are on disk, and of the raw transfer.
+
+    The raw transfer reads and writes as many bytes by O_DIRECT, in turn or both at once, whichever is faster here.
+    """
+    model = nn.Sequential(*[nn.Linear(size.width, size.width, bias=False) for _ in range(size.layers)])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    memory = cpu_memory(Timeline("bench", measured=True), ram_bytes=1 << 40)
+    memory.use_disk(folder=str(directory), limit_bytes=None)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    twin = _resident(size)
+    handle = apply(model, optimizer, memory, states="disk", buffer_bytes=buffer_bytes)
+    records = handle._places.states.records
+    try:
+        optimizer.step()  # makes the states
+        records.settle()
+        moved = sum(records.sizes.values())
+        seconds: dict[str, list[float]] = {name: [] for name in ("step", "resident", "raw_in_turn", "raw_at_once")}
+        with _RawFile(directory, moved) as raw:
+            for _ in range(rounds):
+                seconds["raw_in_turn"].append(raw.in_turn_s())
+                seconds["raw_at_once"].append(raw.at_once_s())
+                began_s = time.perf_counter()
+                twin.step()
+                seconds["resident"].append(time.perf_counter() - began_s)
+                began_s = time.perf_counter()
+                for _ in range(_STEPS):
+                    optimizer.step()
+                records.settle()
+                seconds["step"].append((time.perf_counter() - began_s) / _STEPS)
+        return _report(seconds, moved, memory.ram.peak_bytes, handle.written_bytes_per_step)
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        handle.remove()
+        memory.close()
+
+
+def _report(seconds: dict[str, list[float]], moved: int, ram_bytes: int, written: int) -> dict[str, Any]:
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    raw_s = min(medians["raw_in_turn"], medians["raw_at_once"])
+    bound_s = max(raw_s, medians["resident"])
+    return {
+        "state_bytes": moved,
+        "written_bytes_per_step": written,
+        "ram_bytes": ram_bytes,
+        "seconds": seconds,
+        "step_s": medians["step"],
+        "resident_step_s": medians["resident"],
+        "raw_s": raw_s,
+        "step_bytes_per_s": 2 * moved / medians["step"],
+        "raw_bytes_per_s": 2 * moved / raw_s,
+        "of_the_disk": raw_s / medians["step"],
+        "of_the_bound": bound_s / medians["step"],
+    }
+
+
+def _resident(size: Size) -> torch.optim.Optimizer:
+    """The plain optimizer with everything in memory: what the step computes."""
+    parameters = [nn.Parameter(torch.randn(size.width, size.width)) for _ in range(size.layers)]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+class _RawFile:
+    """A file without a name, twice as long as what is moved: the first half is read, the second half is written."""
+
+    def __init__(self, directory: Path, bytes: int) -> None:
+        self._bytes = bytes // _CHUNK_BYTES * _CHUNK_BYTES or bytes
+        self._scale = bytes / self._bytes
+        descriptor, name = tempfile.mkstemp(dir=directory)
+        self._fd = os.open(name, os.O_RDWR | os.O_DIRECT)
+        os.close(descriptor)
+        Path(name).unlink()
+        self._buffers = [mmap.mmap(-1, min(_CHUNK_BYTES, self._bytes)) for _ in range(3)]
+        for buffer in self._buffers:
+            buffer.write(os.urandom(len(buffer)))
+        self._write(0)
+        self._write(self._bytes)
+
+    def __enter__(self) -> _RawFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def in_turn_s(self) -> float:
+        began_s = time.perf_counter()
+        self._read()
+        self._write(self._bytes)
+        return (time.perf_counter() - began_s) * self._scale
+
+    def at_once_s(self) -> float:
+        began_s = time.perf_counter()
+        others = [
+            threading.Thread(target=self._write, args=(self._bytes,)),
+            threading.Thread(target=self._read, args=(1, 2)),
+        ]
+        for other in others:
+            other.start()
+        self._read(0, 2)
+        for other in others:
+            other.join()
+        return (time.perf_counter() - began_s) * self._scale
+
+    def _read(self, first: int = 0, step: int = 1) -> None:
+        size = len(self._buffers[first])
+        for offset in range(first * size, self._bytes, step * size):
+            os.preadv(self._fd, [self._buffers[first]], offset)
+
+    def _write(self, offset: int) -> None:
+        window = (ctypes.c_char * len(self._buffers[2])).from_buffer(self._buffers[2])
+        done = 0
+        while done < self._bytes:
+            done += os.pwrite(self._fd, window, offset + done)

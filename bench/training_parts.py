@@ -1,0 +1,48 @@
+"""The parts of training that move bytes, each against what bounds it.
+
+    python bench/training_parts.py --optimizer            AdamW states on disk, CPU, 48 matrices of 4 MiB
+    python bench/training_parts.py --optimizer --tiny     the same with 8 of 256 KiB, to see that it works
+
+``of the disk`` is the time of a raw O_DIRECT read and write of the same bytes over that of a step; rounds are
+interleaved, numbers are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+import _harness as harness
+import _training_optimizer as optimizer
+from brim.units import format_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimizer", action="store_true", help="optimizer states on disk")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", type=Path, default=Path(os.environ.get("BRIM_SCRATCH", tempfile.gettempdir())))
+    parser.add_argument("--output", type=Path, help="write the JSON here")
+    options = parser.parse_args()
+    if not options.optimizer:
+        parser.error("name a part: --optimizer")
+    size = optimizer.TINY if options.tiny else optimizer.FULL
+    found = optimizer.measure(size, options.directory, rounds=options.rounds)
+    print(
+        f"states on disk      {format_bytes(found['state_bytes'])}, through {format_bytes(found['ram_bytes'])} of RAM"
+    )
+    print(f"written per step    {format_bytes(found['written_bytes_per_step'])}")
+    print(f"a step              {found['step_s']:.3f} s, {found['step_bytes_per_s'] / 1e9:.2f} GB/s both ways")
+    print(f"the disk alone      {found['raw_s']:.3f} s, {found['raw_bytes_per_s'] / 1e9:.2f} GB/s both ways")
+    print(f"the update alone    {found['resident_step_s']:.3f} s")
+    print(f"of the disk         {found['of_the_disk']:.2f}")
+    print(f"of the bound        {found['of_the_bound']:.2f} (the slower of disk and update)")
+    if options.output:
+        harness.write_json(options.output, found)
+
+
+if __name__ == "__main__":
+    main()

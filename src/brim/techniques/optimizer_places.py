@@ -1,0 +1,90 @@
+"""Where the states and the gradients of an optimizer's blocks rest, and the room that they pass through."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from brim.core.hardware import DISK, RAM
+from brim.memory.tiers import Memory
+from brim.techniques.crossing import Crossing, tensor_bytes
+from brim.techniques.gradients import Gradients
+from brim.techniques.optimizer_states import StateBlock, States
+
+KEEP = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """``states`` and ``gradients``: ``keep``, ``ram`` or ``disk``; ``keep``: names of blocks whose states stay."""
+
+    states: str
+    gradients: str
+    keep: frozenset[str]
+    buffer_bytes: int | None
+
+
+class Places:
+    """``states`` of the blocks in ``leaving``, ``gradients`` of all, and ``crossing`` between RAM and compute."""
+
+    def __init__(
+        self, optimizer: Optimizer, memory: Memory, blocks: Mapping[int, StateBlock], choices: Choices
+    ) -> None:
+        here = {KEEP, memory.compute.tier}  # what is in RAM already need not be brought there
+        gradients = None if choices.gradients in here else choices.gradients
+        self.leaving = {
+            index: block
+            for index, block in blocks.items()
+            if choices.states not in here and block.name not in choices.keep
+        }
+        leaving = self.leaving.values()
+        largest = max((tensor_bytes(p) for b in blocks.values() for p in b.parameters), default=0)
+        with contextlib.ExitStack() as undo:
+            self.crossing = Crossing(
+                memory, work_bytes=work_bytes(leaving), down_bytes=largest if gradients is not None else 0
+            )
+            undo.callback(self.crossing.free)
+            room = choices.buffer_bytes or usual_buffer_bytes([b.state_bytes for b in leaving])
+            tier = RAM if choices.states == KEEP else choices.states
+            self.states = States(optimizer, memory, self.leaving, tier=tier, buffer_bytes=room)
+            undo.callback(self.states.records.free)
+            room = choices.buffer_bytes or usual_buffer_bytes([b.bytes for b in blocks.values()])
+            self.gradients = Gradients(memory, blocks, self.crossing, tier=gradients, buffer_bytes=room)
+            undo.callback(self.gradients.free)
+            undo.callback(self.states.restore)
+            self.states.take_all()
+            undo.pop_all()
+        self._records = [self.states.records, *([self.gradients.records] if self.gradients.records else [])]
+
+    @property
+    def written_bytes(self) -> int:
+        """To disk, until now."""
+        return sum(records.written_bytes for records in self._records)
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(sum(records.sizes.values()) for records in self._records if records.tier == DISK)
+
+    def restore(self) -> None:
+        """All states and gradients in memory again. After an error it can be called again."""
+        self.states.restore()
+        self.gradients.restore()
+
+    def free(self) -> None:
+        self.gradients.free()
+        self.states.records.free()
+        self.crossing.free()
+
+
+def work_bytes(blocks: Iterable[StateBlock]) -> int:
+    """RAM for the parameters and the gradients of one block while it is stepped there."""
+    return max((2 * sum(tensor_bytes(p) for p in block.parameters) for block in blocks), default=0)
+
+
+def usual_buffer_bytes(sizes: Sequence[int]) -> int:
+    """Room for three ordinary blocks: one is read, one worked on, one written. A very large one may need more."""
+    ordinary = sorted(sizes)[: max(1, len(sizes) * 9 // 10)]
+    return max([3 * max(ordinary, default=0)] if len(sizes) > 1 else [0, *sizes])

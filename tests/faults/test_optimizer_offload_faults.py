@@ -1,0 +1,262 @@
+"""Memory and disks that end while an optimizer is offloaded: one clear error, nothing leaked, right afterwards."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from brim.errors import BrimError, BudgetError, TransferError
+from brim.memory.pool import Buffer, Pool
+from brim.memory.tiers import Memory
+from brim.techniques.away import Away
+from brim.techniques.optimizer_offload import OptimizerOffload, apply
+from offloaded import Words, assert_same, assert_same_state, backward, groups, machine, make, train
+from tiny_model import held
+
+CASES = [
+    ("cpu", "disk", "disk"),
+    ("emulated", "ram", "ram"),
+    ("emulated", "disk", "ram"),
+    ("emulated", "keep", "ram"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+
+
+@pytest.fixture
+def memory(folder: Path) -> Iterator[Memory]:
+    made = machine("cpu", folder)
+    yield made
+    made.close()
+
+
+def make_both() -> tuple[Words, torch.optim.Optimizer]:
+    model = make(layers=3)
+    return model, torch.optim.AdamW(groups(model), lr=1e-2)
+
+
+def is_plain(model: Words, optimizer: torch.optim.Optimizer) -> bool:
+    """Nothing of ours is on it."""
+    hooks = [p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()]
+    aways = [v for state in optimizer.state.values() for v in state.values() if type(v) is Away]
+    aways += [p.grad for p in model.parameters() if type(p.grad) is Away]
+    return not any(hooks) and not aways and not {"step", "brim"} & vars(optimizer).keys()
+
+
+def repeat_until_done(optimizer: torch.optim.Optimizer) -> int:
+    """Call ``step`` again after each error. Returns how many there were."""
+    for errors in range(50):
+        try:
+            optimizer.step()
+        except BrimError:
+            continue
+        return errors
+    raise AssertionError("it never went through")
+
+
+@pytest.mark.parametrize(("kind", "states", "gradients"), CASES)
+def test_wherever_memory_ends_nothing_is_lost(
+    kind: str, states: str, gradients: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, plain = make_both()
+    train(twin, plain, steps=range(2))
+    enter, calls, bad = Pool._enter, [0], [0]
+
+    def counted(self: Pool, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
+        calls[0] += 1
+        if calls[0] != bad[0]:
+            return enter(self, bytes, label, make)
+        limit, self.limit_bytes = self.limit_bytes, self.held_bytes + bytes - 1
+        try:
+            return enter(self, bytes, label, make)
+        finally:
+            self.limit_bytes = limit
+
+    monkeypatch.setattr(Pool, "_enter", counted)
+    before, total = held(), 1
+    n = 0
+    while n <= total:
+        calls[0], bad[0] = 0, n
+        memory = machine(kind, folder)
+        model, optimizer = make_both()
+        options: dict[str, Any] = {"states": states, "gradients": gradients, "block_bytes": 3000}
+        errors = 0
+        try:
+            handle = apply(model, optimizer, memory, **options)
+        except BudgetError as error:
+            assert error.smallest_bytes and is_plain(model, optimizer)
+            assert memory.ram.held_bytes == memory.compute.held_bytes == 0
+            errors, handle = 1, apply(model, optimizer, memory, **options)
+        for step in range(2):
+            backward(model, step)
+            errors += repeat_until_done(optimizer)
+            optimizer.zero_grad()
+        handle.remove()
+        assert errors == (n > 0)
+        assert_same(model, twin)
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+        assert is_plain(model, optimizer)
+        assert memory.ram.held_bytes == memory.compute.held_bytes == 0
+        memory.close()
+        total, n = (calls[0] if n == 0 else total), n + 1
+    assert total >= 4
+    assert held() == before
+
+
+class Failing:
+    """``os.<name>`` fails at the call number ``at``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+        self._real, self._code = getattr(os, name), code
+        self.calls = self.at = 0
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise OSError(self._code, os.strerror(self._code))
+        return self._real(*args)
+
+
+@pytest.mark.parametrize(("name", "code"), [("pwrite", errno.ENOSPC), ("preadv", errno.EIO)])
+@pytest.mark.parametrize("buffer_bytes", [None, 1])
+def test_a_disk_that_fails_once_is_one_error_and_the_step_goes_on(
+    name: str, code: int, buffer_bytes: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, plain = make_both()
+    train(twin, plain, steps=range(2))
+    fault = Failing(monkeypatch, name, code)
+    n, total = 0, 1
+    while n <= total:
+        memory = machine("cpu", folder)
+        model, optimizer = make_both()
+        handle = apply(model, optimizer, memory, states="disk", block_bytes=3000, buffer_bytes=buffer_bytes)
+        fault.calls, fault.at = 0, n
+        errors = 0
+        for step in range(2):
+            backward(model, step)
+            errors += repeat_until_done(optimizer)
+            optimizer.zero_grad()
+        errors += remove_until_done(handle)
+        assert errors <= (n > 0)
+        assert_same(model, twin)
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+        assert is_plain(model, optimizer)
+        assert memory.ram.held_bytes == 0
+        memory.close()
+        total, n = (fault.calls if n == 0 else total), n + 1
+    assert total > 4
+
+
+def remove_until_done(handle: OptimizerOffload) -> int:
+    for errors in range(50):
+        try:
+            handle.remove()
+        except TransferError:
+            continue
+        return errors
+    raise AssertionError("it never went through")
+
+
+def test_a_disk_that_stays_full_is_told_at_each_step_and_the_optimizer_can_be_given_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, plain = make_both()
+    memory = machine("cpu", folder)
+    model, optimizer = make_both()
+    handle = apply(model, optimizer, memory, states="disk", block_bytes=3000)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", _full)
+    backward(model, 0)
+    backward(twin, 0)
+    for _ in range(3):
+        with pytest.raises(TransferError, match="No space left"):
+            optimizer.step()
+    monkeypatch.setattr(os, "pwrite", real)
+    repeat_until_done(optimizer)
+    plain.step()
+    assert_same(model, twin)
+    handle.remove()
+    assert_same_state(optimizer.state_dict(), plain.state_dict())
+    memory.close()
+
+
+def _full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_budget_that_is_too_small_is_told_before_anything_is_changed(folder: Path) -> None:
+    memory = machine("cpu", folder)
+    memory.close()
+    memory.use_disk(folder=str(folder), limit_bytes=10_000)
+    model, optimizer = make_both()
+    with pytest.raises(BudgetError, match="of disk were asked for"):
+        apply(model, optimizer, memory, states="disk", block_bytes=3000)
+    assert is_plain(model, optimizer) and memory.ram.held_bytes == 0
+    memory.close()
+
+
+def test_an_exception_of_the_optimizer_itself_is_passed_on_and_breaks_nothing(memory: Memory) -> None:
+    model, optimizer = make_both()
+    handle = apply(model, optimizer, memory, states="disk", gradients="disk", block_bytes=3000)
+    train(model, optimizer, steps=[0])
+    good = [group["betas"] for group in optimizer.param_groups]
+    backward(model, 1)
+    for group in optimizer.param_groups:
+        group["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert [len(group["params"]) for group in optimizer.param_groups] == [len(g["params"]) for g in groups(model)]
+    for group, betas in zip(optimizer.param_groups, good, strict=True):
+        group["betas"] = betas
+    handle.reset()
+    optimizer.zero_grad()
+    train(model, optimizer, steps=[2], final=handle.final)
+    handle.remove()
+    assert is_plain(model, optimizer)
+    assert memory.ram.held_bytes == 0
+
+
+def test_a_backward_pass_that_fails_in_the_middle_leaves_the_next_one_right(memory: Memory) -> None:
+    model, optimizer = make_both()
+    twin, plain = make_both()
+    with_handle: OptimizerOffload = apply(model, optimizer, memory, states="disk", gradients="disk", block_bytes=3000)
+
+    class Stop(Exception):
+        pass
+
+    def stop(_: torch.Tensor) -> None:
+        raise Stop
+
+    for its_model, its in ((model, optimizer), (twin, plain)):
+        backward(its_model, 5)
+        hook = its_model.layers[1].up.weight.register_hook(stop)
+        with pytest.raises(Stop):
+            backward(its_model, 6)
+        hook.remove()
+        its.zero_grad()
+        train(its_model, its)
+    assert_same(model, twin)
+    with_handle.remove()
+
+
+def test_dropping_a_fitted_optimizer_leaves_no_thread_or_file(folder: Path) -> None:
+    def once() -> None:
+        model, optimizer = make_both()
+        memory = machine("cpu", folder)
+        apply(model, optimizer, memory, states="disk", gradients="disk", block_bytes=3000)
+        train(model, optimizer, steps=[0])
+
+    once()
+    before = held()
+    once()
+    assert held() == before

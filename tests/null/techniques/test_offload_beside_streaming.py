@@ -1,0 +1,64 @@
+"""Optimizer offload and weight streaming together: weights, gradients and states rest elsewhere; all is exact."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from brim.techniques import optimizer_offload, weight_streaming
+from brim.techniques.blocks import find_blocks
+
+streamed = pytest.importorskip("streamed_training", reason="weight streaming does not train yet")
+
+PLACES = [
+    ("disk", "disk", "keep"),
+    ("disk", "disk", "disk"),
+    ("ram", "ram", "ram"),
+    ("three tiers", "disk", "ram"),
+    ("ram", "keep", "ram"),
+]
+# early, tied, twice, repeats
+WAYS = [
+    (False, False, False, False),
+    (True, False, False, False),
+    (True, True, False, False),
+    (True, False, True, True),
+    (True, True, True, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "states", "gradients"), PLACES)
+@pytest.mark.parametrize(("early", "tied", "twice", "repeats"), WAYS)
+def test_nothing_stays_and_nothing_differs(
+    kind: str, states: str, gradients: str, early: bool, tied: bool, twice: bool, repeats: bool, tmp_path: Path
+) -> None:
+    net, twin = streamed.Net(tied=tied), streamed.Net(tied=tied)
+    for one in (net, twin):
+        one.order = [0, 1, 0, 2, 3, 4, 5, 1] if twice else one.order
+        for layer in one.layers:
+            layer.repeats = repeats
+    optimizer, plain = (torch.optim.AdamW(n.parameters(), lr=1e-2) for n in (net, twin))
+    partition, memory = find_blocks(net), streamed.memory_for(kind)
+    memory.use_disk(folder="/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path), limit_bytes=None)
+    plan = streamed.plan_of(partition, streamed.CHOICES[kind], 3)
+    weights = weight_streaming.apply(net, partition, plan, memory, weight_streaming.Weights(), training=True)
+    handle = optimizer_offload.apply(
+        net, optimizer, memory, states=states, gradients=gradients, streaming=weights, block_bytes=10_000
+    )
+    for _ in range(3):
+        for part in range(2):
+            loss, want = streamed.loss_of(net), streamed.loss_of(twin)
+            with handle.final() if early and part == 1 else contextlib.nullcontext():
+                loss.backward()
+            want.backward()
+            assert loss.item() == want.item()
+        for its in (optimizer, plain):
+            its.step()
+            its.zero_grad()
+    handle.remove()
+    weights.remove()
+    for (name, one), other in zip(net.named_parameters(), twin.named_parameters(), strict=True):
+        assert torch.equal(one, other[1]), name
