@@ -8,12 +8,11 @@ only the order of summation over tokens differs from the whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +20,7 @@ from brim.core import Hardware
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.cost import flops_per_s
 from brim.techniques.base import Option
+from brim.techniques.dry_run import call_with, dry_run
 from brim.techniques.lazy_logits import RULES, View, defer
 
 NAME = "chunked_loss"
@@ -110,10 +110,9 @@ def _called(model: nn.Module, example: Any, linear: Sequence[str]) -> list[str]:
     hooks = [
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name)) for name in linear
     ]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.no_grad(), mode:
-            made = model(**example) if isinstance(example, Mapping) else model(*example)
+        with torch.no_grad(), dry_run(model, example) as inputs:
+            made = call_with(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
