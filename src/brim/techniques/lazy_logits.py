@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -31,7 +32,8 @@ class HeadCall:
 
     def run(self, rows: torch.Tensor) -> torch.Tensor:
         """The head's own call, hooks included, on ``rows`` (..., hidden), under the autocast it was called in."""
-        with _autocast(rows, self._autocast):
+        # A cast of the weight made without gradients must not be cached for those who need them.
+        with _autocast(rows, self._autocast), _autocast_cache(torch.is_grad_enabled()):
             logits: torch.Tensor = type(self.head)._call_impl(self.head, rows)
         return logits
 
@@ -86,10 +88,25 @@ class LazyLogits(torch.Tensor):
     @staticmethod
     def __new__(cls, view: View) -> LazyLogits:
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
-            cls, view.shape, dtype=view.sample.dtype, device=view.rows.device
+            cls, view.shape, dtype=view.sample.dtype, device=_true_device(view.rows)
         )
         made.view_ = view
         return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.view_.rows.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.view_.rows.is_cuda
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self.view_.rows.is_cpu
+
+    def get_device(self) -> int:
+        return self.view_.rows.get_device()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,6 +128,12 @@ class LazyLogits(torch.Tensor):
         """Reached from within somebody's autograd function, where autograd knows this tensor by ``_Defer``."""
         whole = tree_map_only(LazyLogits, lambda lazy: lazy.view_.whole().detach(), (args, kwargs or {}))
         return func(*whole[0], **whole[1])
+
+
+def _true_device(tensor: torch.Tensor) -> torch.device:
+    """A trace's tensors may say that they lie on a GPU that is not there."""
+    made: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return made
 
 
 class _Defer(torch.autograd.Function):
@@ -309,6 +332,16 @@ def _autocast(rows: torch.Tensor, wanted: _State) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _autocast_cache(enabled: bool) -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(before and enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def _functions(*names: str) -> Iterator[Any]:
     for name in names:
         for owner in (torch.Tensor, torch):
@@ -318,12 +351,12 @@ def _functions(*names: str) -> Iterator[Any]:
 
 _FLATTEN = (("start_dim", 0), ("end_dim", -1))
 # Questions about the tensor, not its values.
-_ABOUT = {
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_cuda",
-                 "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "output_nr")
-} | set(_functions("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point",
-                   "is_complex", "stride", "is_contiguous", "get_device", "__len__", "__hash__"))  # fmt: skip
+_PROPERTIES = ("shape", "dtype", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "is_meta", "is_sparse",
+               "is_quantized", "is_nested", "output_nr")  # fmt: skip
+_ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES} | set(
+    _functions("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+               "stride", "is_contiguous", "__len__", "__hash__")
+)  # fmt: skip
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(_functions("float", "double", "half", "bfloat16", "tanh", "mul", "div", "multiply", "divide",

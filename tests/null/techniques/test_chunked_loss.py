@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+import brim
+from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques import chunked_loss
 from brim.techniques.lazy_logits import LazyLogits
@@ -294,3 +296,32 @@ def test_options_of_smaller_chunks_save_more(known_machine) -> None:
     assert saved == sorted(saved, reverse=True)
     assert saved[2] == 4096 * 50000 * 14
     assert all(row.compute_s > 0 and row.lossless for row in rows)
+
+
+@pytest.mark.parametrize("precision_of", [torch.float32, torch.bfloat16])
+def test_a_trace_for_a_gpu_has_no_whole_logits(precision_of: torch.dtype) -> None:
+    def build(chunk: int) -> Callable[[], None]:
+        config = transformers.LlamaConfig(
+            vocab_size=4096, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, use_cache=False,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).cuda().train()
+        if chunk:
+            chunked_loss.apply(model, chunk)
+        ids = torch.zeros(2, 64, dtype=torch.long).cuda()
+
+        def step() -> None:
+            with torch.autocast("cuda", precision_of, enabled=precision_of is torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            model.zero_grad()
+
+        return step
+
+    def largest(chunk: int) -> int:
+        made = brim.trace(lambda: build(chunk), target="cuda", steps=1)
+        made_in_step = [s for s in made.storages if s.born >= made.step_starts[0]]
+        return max(s.bytes for s in made_in_step if s.category is not Category.WORKSPACE)
+
+    assert largest(0) == 128 * 4096 * 4
+    assert largest(16) == 16 * 4096 * 4  # a chunk's logits; the weight's gradient is as large
