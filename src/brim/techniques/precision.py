@@ -33,6 +33,7 @@ from brim.techniques.rounding import WideSteps
 NAME = "precision"
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")
 _MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+_MARK = "brim_precision"
 _PURE = ("bf16", "bf16-stochastic", "bf16-master")
 _FP8_CAPABILITY = (8, 9)  # Ada Lovelace
 _TF32_CAPABILITY = (8, 0)  # Ampere
@@ -47,12 +48,10 @@ def apply(model: nn.Module, optimizer: Optimizer | None, precision: str, *, seed
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r} was asked for.", f"The known ones are {', '.join(PRECISIONS)}.")
-    if any(isinstance(hook, _CastInputs) for hook in model._forward_pre_hooks.values()) or (
-        optimizer is not None and isinstance(vars(optimizer).get("step"), _Step)
-    ):
+    if _MARK in vars(model):
         raise UsageError(
             f"precision={precision} was asked for {type(model).__name__}.",
-            "Another precision is in force on it.",
+            f"It is in {vars(model)[_MARK]} already.",
             "Remove the first handle before.",
         )
     return PrecisionHandle(model, optimizer, precision, seed)
@@ -65,7 +64,16 @@ class PrecisionHandle:
         self.precision, self._optimizer = precision, optimizer
         first = next(model.parameters(), torch.empty(0))
         self._device = "cuda" if first.is_cuda else first.device.type
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = [lambda: vars(model).pop(_MARK)]
+        vars(model)[_MARK] = precision
+        try:
+            self._apply(model, optimizer, seed)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _apply(self, model: nn.Module, optimizer: Optimizer | None, seed: int) -> None:
+        precision = self.precision
         self._wide: WideSteps | None = None
         self._scaler = torch.amp.GradScaler(self._device) if precision == "fp16-mixed" else None
         if precision == "tf32":

@@ -11,6 +11,7 @@ from torch import nn
 
 import brim
 import trained
+from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques import precision, rounding
 from brim.techniques.rounding import round_at_random
@@ -256,9 +257,13 @@ def test_misuse() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="bf16-mixed"):
         precision.apply(model, None, "bf17")
-    handle = precision.apply(model, None, "bf16-master")
-    with pytest.raises(UsageError, match="Another precision"):
+    with pytest.raises(UnsupportedError):
+        precision.apply(model, None, "tf32")
+    handle = precision.apply(model, None, "bf16-mixed")
+    with pytest.raises(UsageError, match="in bf16-mixed already"):
         precision.apply(model, None, "bf16")
+    handle.remove()
+    handle = precision.apply(model, None, "bf16-master")
     with pytest.raises(UsageError, match="fp16-mixed"):
         handle.load_state_dict({"precision": "fp16-mixed"})
     with pytest.raises(UsageError, match="masters"):
@@ -283,3 +288,32 @@ def test_options_are_halves_of_what_a_trace_holds(known_machine) -> None:
     assert saved["bf16-stochastic"] - saved["bf16-master"] == pytest.approx(2 * weights, rel=0.01)
     assert saved["fp32"] == saved["tf32"] == 0 < saved["bf16-mixed"] < saved["bf16"]
     assert [name for name, row in rows.items() if row.lossless] == ["fp32"]
+
+
+@pytest.mark.parametrize("kind", precision.PRECISIONS[:-1])
+def test_a_step_can_be_traced_for_a_gpu(kind: str) -> None:
+    """As it would run there: with TF32's settings, CUDA's autocast, a scaled loss, steps in float32."""
+
+    def build():
+        model = trained.make("gpt2").cuda()
+        optimizer = adamw(model)
+        handle = precision.apply(model, optimizer, kind)
+        inputs = {name: value.cuda() for name, value in trained.batch("gpt2", 0).items()}
+
+        def step() -> None:
+            with handle.forward():
+                loss = model(**inputs).loss
+            handle.backward(loss)
+            assert handle.step(optimizer) is True
+            optimizer.zero_grad()
+
+        return step
+
+    before = torch.backends.cuda.matmul.fp32_precision
+    made = brim.trace(build, target="cuda", steps=2)
+    torch.backends.cuda.matmul.fp32_precision = before
+    weights = sum(p.numel() for p in trained.make("gpt2").parameters())
+    state = sum(s.bytes for s in made.storages if s.category is Category.OPTIMIZER_STATE and s.died is None)
+    parameters = sum(s.bytes for s in made.storages if s.category is Category.PARAMETER and s.died is None)
+    each = {"bf16": (4, 2), "bf16-stochastic": (4, 2), "bf16-master": (8, 2)}.get(kind, (8, 4))
+    assert (state, parameters) == (each[0] * weights, each[1] * weights)
