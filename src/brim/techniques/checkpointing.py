@@ -104,6 +104,16 @@ class _Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._active and self._module.training and torch.is_grad_enabled()):
             return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._outside_graph(*args, **kwargs)
+        return self._checkpointed(*args, **kwargs)
+
+    @torch._disable_dynamo  # imports the compiler when it is called, not when it is defined
+    def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Contexts of checkpoints cannot be compiled: a graph ends before the block and another begins after it."""
+        return self._checkpointed(*args, **kwargs)
+
+    def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
         names, count = tuple(kwargs), len(args)
         # By position: torch.utils.checkpoint keeps those through saved-tensor hooks, others by reference.
         given = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]

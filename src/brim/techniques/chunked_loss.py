@@ -32,8 +32,9 @@ def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None
     """Never make more than ``chunk_tokens`` rows of logits at once for a cross-entropy loss.
 
     ``head`` is the path of the layer that makes the logits, of whatever kind, as long as it treats every row alike;
-    without it, it is found by ``find_head``. A call on ``chunk_tokens`` rows or fewer is left alone. Raises
-    UsageError for a wrong size or path or a second application, UnsupportedError where no head is found.
+    without it, it is found by ``find_head``. A call on ``chunk_tokens`` rows or fewer is left alone, and so is one in
+    a graph of ``torch.compile``. Raises UsageError for a wrong size or path or a second application, UnsupportedError
+    where no head is found.
     """
     if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise UsageError(f"A loss in chunks of {chunk_tokens!r} tokens was asked for.", "It must be 1 or more.")
@@ -73,7 +74,8 @@ class _Deferring:
         self._module, self._chunk_tokens = module, chunk_tokens
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if len(args) == 1 and not kwargs else None
+        # A compiler would have to see through lazy logits: it gets the whole ones.
+        hidden = args[0] if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() else None
         if isinstance(hidden, torch.Tensor) and hidden.is_floating_point() and hidden.dim() > 1:
             width = hidden.shape[-1]
             if width and hidden.numel() // width > self._chunk_tokens:
