@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -119,6 +120,25 @@ def test_a_flipped_bit_in_a_converted_model_is_found(sharded: Path, cli: Cli) ->
     raw[-100] ^= 2
     path.write_bytes(raw)
     refused(cli(sharded), "checksum differs")
+
+
+def test_verify_finds_a_flipped_bit_in_a_hub_download_and_says_where_it_cannot_tell(
+    sharded: Path, tmp_path: Path, cli: Cli
+) -> None:
+    refused(cli(sharded, "--verify"), "no checksums")
+    repo = tmp_path / "models--some--model"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots").mkdir()
+    snapshot = sharded.rename(repo / "snapshots" / "abc")
+    for shard in sorted(snapshot.glob("*.safetensors")):
+        blob = repo / "blobs" / hashlib.sha256(shard.read_bytes()).hexdigest()
+        shard.rename(blob)
+        shard.symlink_to(Path("../../blobs") / blob.name)
+    assert cli(snapshot, "--verify")[0] == 0
+    raw = bytearray(blob.read_bytes())
+    raw[-100] ^= 2
+    blob.write_bytes(raw)
+    refused(cli(snapshot, "--verify"), "damaged", "fetch it again")
 
 
 def test_a_tokenizer_that_is_missing_or_of_another_model_is_one_clear_error(sharded: Path, cli: Cli) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @device_option
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")
+@click.option("--verify", is_flag=True, help="First compare a hub download with its SHA-256: reads all of it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
 @json_option
 def generate(
@@ -34,6 +35,7 @@ def generate(
     device: str,
     max_new_tokens: int,
     chat: bool | None,
+    verify: bool,
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
@@ -52,6 +54,7 @@ def generate(
         device=device,  # type: ignore[arg-type]  # click's choice has checked it
         max_new_tokens=max_new_tokens,
         chat=chat,
+        verify=verify,
         trust_remote_code=trust_remote_code,
     )
     progress = Console(stderr=True)

@@ -20,6 +20,10 @@ from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
 Device = Literal["auto", "cuda", "cpu"]
 
 
+# Raised when what is measured, or how, changes: what was remembered before is measured again.
+_METHOD = 2
+
+
 def cache_folder() -> Path:
     """Where brim keeps what it can make again: ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``. It may not exist."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -77,16 +81,16 @@ def _compute_tier(device: str) -> str:
 
 def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
     from brim.measure import bandwidth
-    from brim.measure.disk import disk_link, uncached_file
+    from brim.measure.disk import disk_link, uncached_file, write_link
 
     with uncached_file(directory) as file:
-        disk = disk_link(file)
+        disk = [disk_link(file), *([write_link(file)] if file.writable else [])]
         way = "O_DIRECT" if file.direct else "dropped page cache"
     tiers = [
         Tier(name=RAM, capacity_bytes=0, bytes_per_s=bandwidth.ram_read_rate()),
-        Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk.bytes_per_s),
+        Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk[0].bytes_per_s),
     ]
-    links: list[Link] = [disk, bandwidth.ram_link()]
+    links: list[Link] = [*disk, bandwidth.ram_link()]
     if compute == VRAM:
         from brim.measure import cuda
 
@@ -139,6 +143,7 @@ def _fingerprint(compute: str, directory: Path) -> dict[str, Any]:
         "driver": driver,
         "torch": str(torch.__version__),
         "filesystem": _filesystem(directory),
+        "method": _METHOD,
     }
 
 

@@ -66,6 +66,11 @@ class TensorSource:
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_mappable(self) -> bool:
+        """Whether the file seen as memory holds the tensor as it is: in one piece, aligned as its type wants."""
+        return len(self.extents) == 1 and self.extents[0].offset % self.dtype.itemsize == 0
+
 
 def merge_extents(extents: Iterable[Extent]) -> tuple[Extent, ...]:
     """The same bytes in the same order with as few extents as possible: neighbours joined, empty ones dropped."""

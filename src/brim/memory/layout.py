@@ -66,7 +66,7 @@ def file_layout(sources: Sequence[TensorSource]) -> BlockLayout:
     It also gives each tensor the alignment it has in the memory-mapped file, so that kernels whose rounding depends
     on alignment compute what they compute on the mapped checkpoint.
     """
-    whole = [s for s in sources if len(s.extents) == 1 and s.extents[0].offset % s.dtype.itemsize == 0]
+    whole = [s for s in sources if s.is_mappable]
     pieced = [s for s in sources if s not in whole]
     runs: list[ReadRun] = []
     offsets: dict[str, int] = {}

@@ -265,7 +265,7 @@ class DiskHome:
 def _view(source: TensorSource, maps: Mapping[str, FileMap]) -> torch.Tensor | None:
     if not source.bytes:
         return torch.empty(source.shape, dtype=source.dtype)
-    if len(source.extents) != 1 or source.extents[0].offset % source.dtype.itemsize:
+    if not source.is_mappable:
         return None
     (extent,) = source.extents
     return maps[extent.path].view(extent.offset, source.dtype, source.shape)

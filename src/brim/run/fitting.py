@@ -20,7 +20,7 @@ from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.tiers import Memory, cpu_memory, cuda_memory, emulated_memory, fake_memory
 from brim.planner import BlockCost, Job, plan_streaming
 from brim.run.step_memory import Observation, watch_example
-from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
+from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
@@ -143,7 +143,8 @@ def make_plan(
     """
     best: tuple[Partition, Plan] | None = None
     refusal: BudgetError | None = None
-    for partition in _partitions(model, need):
+    for found in _partitions(model, need):
+        partition = _without_unreadable_lookups(found, weights)
         try:
             plan = plan_streaming(make_job(model, partition, hardware, need, weights, task), hardware, budget)
         except BudgetError as error:
@@ -167,6 +168,16 @@ def _partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
     while partition is not None:
         yield partition
         partition = _finer(model, partition, need)
+
+
+def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Partition:
+    """Rows can be picked from a file only where the file seen as memory is the table; else the block is loaded."""
+
+    def checked(block: Block) -> Block:
+        stored = [weights.sources[name] for name in block.tensors if name in weights.sources]
+        return block if all(source.is_mappable for source in stored) else replace(block, lookups=())
+
+    return replace(partition, blocks=tuple(checked(block) for block in partition.blocks))
 
 
 def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:

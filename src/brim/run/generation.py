@@ -17,7 +17,7 @@ from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor
 from brim.run.fitting import Device, budgets, machine
 from brim.run.inference import load_opened
-from brim.run.models import open_model, open_tokenizer, prepare
+from brim.run.models import open_model, open_tokenizer, prepare, verify_files
 from brim.run.step_memory import Inputs
 from brim.techniques.base import HANDLE_ATTRIBUTE
 from brim.techniques.weight_streaming import WeightStreaming
@@ -25,7 +25,7 @@ from brim.techniques.weight_streaming import WeightStreaming
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation. ``chat`` None: the tokenizer's chat template where it has one."""
+    """One generation. ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files."""
 
     model: str | Path
     prompt: str
@@ -35,6 +35,7 @@ class Request:
     max_new_tokens: int = 128
     chat: bool | None = None
     trust_remote_code: bool = False
+    verify: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,9 @@ def generate(
     budget = budgets(hardware, request.vram, request.ram, request.device)
     on_stage("opening the model")
     directory = prepare(request.model, trust_remote_code=request.trust_remote_code)
+    if request.verify:
+        on_stage("comparing the weights with their checksums")
+        verify_files(directory)
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
         opened = open_model(directory, trust_remote_code=request.trust_remote_code)

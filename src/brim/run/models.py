@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from brim.errors import ModelError, UsageError
+from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
-from brim.memory.checksums import read_manifest
+from brim.memory.checksums import read_manifest, verify_hub_blob
 from brim.run.architecture import build_module, model_class, read_config
 from brim.run.converted import convert_tensors
 from brim.run.dtypes import check_dtypes
@@ -95,6 +95,23 @@ def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
     directory = path if path.is_dir() else convert_gguf(path)
     model_class(directory, read_config(directory, trust_remote_code=trust_remote_code), trust_remote_code)
     return directory
+
+
+def verify_files(directory: Path) -> None:
+    """Compare every weight file with the checksum that it came with; reads them whole.
+
+    Raises ModelError for one that is damaged, UnsupportedError where nothing says what the bytes should be: only hub
+    downloads (named by their SHA-256) and what brim wrote (which is checked whenever it is read) have checksums.
+    """
+    if read_manifest(directory) is not None:
+        return
+    for path in sorted(directory.glob("*.safetensors")):
+        if not verify_hub_blob(path):
+            raise UnsupportedError(
+                f"{path} was to be verified.",
+                "It does not come from a hub's cache folder, and no checksums lie beside it.",
+                "Leave out the verification, or compare it with its source by other means.",
+            )
 
 
 def open_tokenizer(opened: OpenedModel) -> Any:

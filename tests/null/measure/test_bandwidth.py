@@ -39,7 +39,9 @@ def test_where_the_filesystem_refuses_direct_reads_the_cache_is_dropped_first(tm
     with path.open("rb") as opened:
         os.fsync(opened.fileno())
         with Monitor() as monitor:
-            link = disk_link(UncachedFile(descriptor=opened.fileno(), size_bytes=64 * MIB, direct=False))
+            link = disk_link(
+                UncachedFile(descriptor=opened.fileno(), size_bytes=64 * MIB, direct=False, writable=False)
+            )
     assert link.bytes_per_s > 0
     assert monitor.usage().disk_read_bytes > 5 * 64 * MIB  # every round of it, not the first alone
 
