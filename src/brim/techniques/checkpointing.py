@@ -108,7 +108,7 @@ class _Checkpointed:
             return self._outside_graph(*args, **kwargs)
         return self._checkpointed(*args, **kwargs)
 
-    @torch._disable_dynamo  # imports the compiler when it is called, not when it is defined
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler when called, not when defined
     def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
         """Contexts of checkpoints cannot be compiled: a graph ends before the block and another begins after it."""
         return self._checkpointed(*args, **kwargs)
