@@ -49,6 +49,8 @@ class PretendCuda(ValueMode):
         }
 
     def on_device(self, tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, FakeTensor):  # one that stands for something computed later knows where
+            return tensor.device.type == "cuda"
         life = self.recording.life_of(tensor)
         return life is not None and life.on_device
 
