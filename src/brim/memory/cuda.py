@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import OpenFiles
@@ -69,7 +70,7 @@ class _IssuedLater:
 
 
 class CudaEngine:
-    """Copies on a stream of their own; disk reads on the thread engine's lane."""
+    """Copies on streams of their own, one for each way; disk reads and writes on the thread engine's lanes."""
 
     def __init__(
         self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer], device: torch.device
@@ -78,7 +79,7 @@ class CudaEngine:
         self.device = device
         self._threads = ThreadEngine(recorder, files, make_bounce)
         self._issue = _Lane("issue")
-        self._stream = torch.cuda.Stream(device)
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
         # The slot that is read into may be the source of a copy still in the stream: that needs the host to wait.
@@ -105,11 +106,12 @@ class CudaEngine:
         event: torch.cuda.Event,
     ) -> None:
         begin_s = self.recorder.now_s()
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        stream = self._out if way[0] == VRAM else self._in
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for condition in after:
                 condition.wait()
             target.tensor[: source.numel()].copy_(source, non_blocking=True)
-            event.record(self._stream)
+            event.record(stream)
         self.recorder.copied(*way, source.numel(), begin_s, label)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
@@ -123,7 +125,8 @@ class CudaEngine:
     def close(self) -> None:
         self._threads.close()
         self._issue.close()
-        self._stream.synchronize()
+        self._in.synchronize()
+        self._out.synchronize()
 
 
 class _HostWait:

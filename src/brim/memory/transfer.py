@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from brim.core.hardware import DISK, RAM
+from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BrimError, TransferError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import CHUNK_BYTES, DirectReader, OpenFiles, write_pages
@@ -139,6 +139,7 @@ class _Lane:
         if entry is None:
             return False
         job, ticket = entry
+        del entry
         error: BrimError | None = _closed() if self.stopped.is_set() else None
         if error is None:
             try:
@@ -148,6 +149,7 @@ class _Lane:
             except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
                 error = TransferError("Bytes were to be moved between tiers.", repr(failure))
                 error.__cause__ = failure
+        del job  # who waits may count on the memory that it held
         ticket.finish(error)
         return True
 
@@ -157,7 +159,8 @@ def _closed() -> TransferError:
 
 
 class ThreadEngine:
-    """Lanes of threads: one reads files, with another's help for large blocks; one copies in RAM; one writes files.
+    """Lanes of threads: one reads files, with another's help for large blocks; one writes files; in RAM, one copies
+    to the compute tier and one from it.
 
     Compute is synchronous, so a mark is always done. ``make_bounce`` gives the buffer that unaligned reads pass
     through; it is taken from a pool on first use.
@@ -167,7 +170,7 @@ class ThreadEngine:
         self.recorder = recorder
         self._reader = DirectReader(make_bounce, files)
         self._disk, self._disk_helper, self._copy = _Lane("disk"), _Lane("disk-helper"), _Lane("copy")
-        self._files, self._write = files, _Lane("write")
+        self._files, self._write, self._copy_out = files, _Lane("write"), _Lane("copy-out")
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
@@ -201,7 +204,7 @@ class ThreadEngine:
             target.tensor[: source.numel()].copy_(source)
             self.recorder.copied(*way, source.numel(), begin_s, label)
 
-        return self._copy.submit(job)
+        return (self._copy_out if way[0] == VRAM else self._copy).submit(job)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
@@ -225,6 +228,7 @@ class ThreadEngine:
         self._disk.close()
         self._disk_helper.close()
         self._copy.close()
+        self._copy_out.close()
         self._write.close()
 
 
