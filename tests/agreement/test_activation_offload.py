@@ -1,4 +1,4 @@
-"""Activation offload on fake tensors and for real: the same copies, the same peaks, and what the process allocates."""
+"""Activation offload on fake tensors and for real: the same copies and peaks, and what the process allocates."""
 
 from __future__ import annotations
 

@@ -284,16 +284,15 @@ class Activations:
 
     def _clear(self, *, wait: bool) -> None:
         """Release what nobody needs any more; with ``wait``, also what is still being moved."""
-        later = []
-        while self._remains:
-            left = self._remains.popleft()
-            if not wait and not left.is_still():
-                later.append(left)
-                continue
-            if left.stage in self._bytes:
-                self._bytes[left.stage] -= left.bytes
-            left.release()
-        self._remains.extend(later)
+        for _ in range(len(self._remains)):
+            left = self._remains[0]  # and it stays there while it is waited for: Ctrl-C may come
+            if wait or left.is_still():
+                left.release()
+                self._remains.popleft()
+                if left.stage in self._bytes:
+                    self._bytes[left.stage] -= left.bytes
+            else:
+                self._remains.rotate(-1)
 
     def settle(self) -> None:
         """Release whatever nobody needs any more, in all places."""
