@@ -93,7 +93,9 @@ class RawReader:
             for offset in range(0, _direct_bytes(file), piece_bytes)
         ]
         self._descriptors = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files}
-        self._buffers = [mmap.mmap(-1, piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(readers)]
+        self._buffers = [
+            mmap.mmap(-1, piece_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(readers)
+        ]
         for buffer in self._buffers:
             buffer.madvise(mmap.MADV_HUGEPAGE)
             buffer.write(bytes(piece_bytes))
