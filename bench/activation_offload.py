@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import gc
 import mmap
@@ -159,6 +160,7 @@ def _begin_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
+    ctypes.CDLL(None).malloc_trim(0)  # what the C library kept of earlier runs would hide what this one takes
     harness.reset_rss_peak()
     return harness.status_bytes("VmRSS")
 

@@ -40,13 +40,19 @@ class HostSource:
     """
 
     def make(self, bytes: int) -> torch.Tensor:
-        mapped = mmap.mmap(-1, max(bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            # A first touch by 4 KiB pages takes longer than the disk takes to fill them, and so does pinning them.
-            with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
-                mapped.madvise(mmap.MADV_HUGEPAGE)
+        huge = bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        spare = _HUGE_PAGE_BYTES - PAGE_BYTES if huge else 0  # addresses only: nobody touches them
+        mapped = mmap.mmap(-1, max(bytes, 1) + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
-            return torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1))[:bytes]
+            whole = torch.frombuffer(mapped, dtype=torch.uint8)
+            begin = -whole.data_ptr() % _HUGE_PAGE_BYTES if huge else 0
+            if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+                # A first touch by small pages takes longer than the disk takes to fill them, as does pinning them.
+                # A huge page begins at a multiple of its size, and must not reach beyond what was asked for.
+                with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+                    mapped.madvise(mmap.MADV_NOHUGEPAGE)
+                    mapped.madvise(mmap.MADV_HUGEPAGE, begin, huge)
+            return whole[begin : begin + bytes]
 
     def release(self, tensor: torch.Tensor) -> None:
         """Nothing to do: the mapping goes when its last view does."""

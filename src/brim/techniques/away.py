@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Protocol
 
 import torch
@@ -67,6 +68,9 @@ class Way(Protocol):
         Raises BudgetError and TransferError when there is no room.
         """
 
+    def shrink(self) -> None:
+        """Sources of many bytes have been let go: let the memory that they were in go too."""
+
     def trim(self) -> None:
         """Give back what is not in use."""
 
@@ -88,6 +92,9 @@ class ToRam:
 
     def send(self, source: torch.Tensor) -> Away:
         return _AwayInRam(self._memory, self._arena.take(source.numel()), source)
+
+    def shrink(self) -> None:
+        """The caching allocator uses it again."""
 
     def trim(self) -> None:
         self._arena.trim()
@@ -121,9 +128,16 @@ class ToDisk:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
+        # glibc's: other C libraries give large blocks back by themselves.
+        self._malloc_trim = None if memory.fake else getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def send(self, source: torch.Tensor) -> Away:
         return AwayOnDisk(self._memory, source)
+
+    def shrink(self) -> None:
+        """``malloc`` keeps freed blocks of up to 32 MiB between those in use, and they count as resident memory."""
+        if self._malloc_trim is not None:
+            self._malloc_trim(0)
 
     def trim(self) -> None:
         """The scratch file keeps its length: its pages are used again."""
