@@ -40,19 +40,13 @@ class HostSource:
     """
 
     def make(self, bytes: int) -> torch.Tensor:
-        huge = bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-        spare = _HUGE_PAGE_BYTES - PAGE_BYTES if huge else 0  # addresses only: nobody touches them
-        mapped = mmap.mmap(-1, max(bytes, 1) + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = mmap.mmap(-1, max(bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            # A first touch by 4 KiB pages takes longer than the disk takes to fill them, and so does pinning them.
+            with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
+                mapped.madvise(mmap.MADV_HUGEPAGE)
         with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
-            whole = torch.frombuffer(mapped, dtype=torch.uint8)
-            begin = -whole.data_ptr() % _HUGE_PAGE_BYTES if huge else 0
-            if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-                # A first touch by small pages takes longer than the disk takes to fill them, as does pinning them.
-                # A huge page begins at a multiple of its size, and must not reach beyond what was asked for.
-                with contextlib.suppress(OSError):  # a kernel without huge pages: only slower
-                    mapped.madvise(mmap.MADV_NOHUGEPAGE)
-                    mapped.madvise(mmap.MADV_HUGEPAGE, begin, huge)
-            return whole[begin : begin + bytes]
+            return torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1))[:bytes]
 
     def release(self, tensor: torch.Tensor) -> None:
         """Nothing to do: the mapping goes when its last view does."""
@@ -111,9 +105,12 @@ class Pool:
         self._storages: set[int] = set()
         self._died: deque[Buffer] = deque()  # handed over, and their storages are gone
 
-    def allocate(self, bytes: int, label: str) -> Buffer:
-        """``bytes`` out of the pool. Raises BudgetError when that would pass the limit."""
-        return self._enter(bytes, label, lambda: self.source.make(bytes))
+    def allocate(self, bytes: int, label: str, source: Source | None = None) -> Buffer:
+        """``bytes`` out of the pool. Raises BudgetError when that would pass the limit.
+
+        ``source`` makes them instead of the pool's own; its ``release`` must have nothing to do.
+        """
+        return self._enter(bytes, label, lambda: (source or self.source).make(bytes))
 
     def _enter(self, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
         with self._lock:

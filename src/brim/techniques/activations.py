@@ -122,7 +122,6 @@ class Activations:
         self._kept: deque[weakref.ref[Activation]] = deque()
         self._leaving: deque[weakref.ref[Activation]] = deque()
         self._bytes = {Stage.KEPT: 0, Stage.LEAVING: 0}
-        self._gone_bytes = 0  # since memory last shrank
         self._order: Order = []  # since the last backward
         self._given = False  # whether backward has begun since
         self._fetched: weakref.WeakSet[Activation] = weakref.WeakSet()  # and not used yet
@@ -191,13 +190,6 @@ class Activations:
             raise
         activation.source = None
         self._move_on(activation, Stage.AWAY)
-        self._shrink_after(activation.bytes)
-
-    def _shrink_after(self, bytes: int) -> None:
-        self._gone_bytes += bytes
-        if 2 * self._gone_bytes > self.window_bytes:
-            self._gone_bytes = 0
-            self._way.shrink()
 
     def _move_on(self, activation: Activation, stage: Stage) -> None:
         for counted, sign in ((activation.stage, -1), (stage, 1)):
@@ -278,7 +270,6 @@ class Activations:
         if activation.unused <= 0 and activation.source is None:
             activation.back = None
             activation.done_in = torch._C._current_graph_task_id()
-            self._shrink_after(activation.bytes)  # gradients of its size come and go about it
 
     def _forget(self, wanted: Activation) -> None:
         """What was fetched ahead is not what is asked for: it must not take the room of what is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Protocol
 
 import torch
@@ -10,11 +9,12 @@ import torch
 from brim.core.hardware import DISK, RAM
 from brim.memory.arena import Arena
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES, ReadRun
-from brim.memory.pool import PAGE_BYTES, Buffer, round_up
+from brim.memory.pool import PAGE_BYTES, Buffer, TorchSource, round_up
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Settled, Ticket, Waitable
 
 _LABEL = "activations"
+_TORCH = TorchSource(torch.device("cpu"))
 MIB = 1 << 20
 
 
@@ -68,9 +68,6 @@ class Way(Protocol):
         Raises BudgetError and TransferError when there is no room.
         """
 
-    def shrink(self) -> None:
-        """Sources of many bytes have been let go: let the memory that they were in go too."""
-
     def trim(self) -> None:
         """Give back what is not in use."""
 
@@ -92,9 +89,6 @@ class ToRam:
 
     def send(self, source: torch.Tensor) -> Away:
         return _AwayInRam(self._memory, self._arena.take(source.numel()), source)
-
-    def shrink(self) -> None:
-        """The caching allocator uses it again."""
 
     def trim(self) -> None:
         self._arena.trim()
@@ -128,16 +122,9 @@ class ToDisk:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        # glibc's: other C libraries give large blocks back by themselves.
-        self._malloc_trim = None if memory.fake else getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def send(self, source: torch.Tensor) -> Away:
         return AwayOnDisk(self._memory, source)
-
-    def shrink(self) -> None:
-        """``malloc`` keeps freed blocks of up to 32 MiB between those in use, and they count as resident memory."""
-        if self._malloc_trim is not None:
-            self._malloc_trim(0)
 
     def trim(self) -> None:
         """The scratch file keeps its length: its pages are used again."""
@@ -164,11 +151,13 @@ class AwayOnDisk:
 
     def fetch(self) -> Coming:
         memory, extent = self._memory, self._extent
-        # A page for what comes before, two for what comes after.
-        buffer = memory.compute.allocate(self._pages_bytes + 3 * PAGE_BYTES, _LABEL)
-        run = ReadRun(path=extent.path, offset=extent.offset, bytes=extent.bytes, at=PAGE_BYTES, direct=True)
+        # A page to align in, one for what comes before, two for what comes after. From PyTorch's allocator: what
+        # forward let go of is there again, and its pages need not be made anew, which takes longer than reading them.
+        buffer = memory.compute.allocate(self._pages_bytes + 4 * PAGE_BYTES, _LABEL, _TORCH)
+        at = PAGE_BYTES + (0 if memory.fake else -buffer.tensor.data_ptr() % PAGE_BYTES)
+        run = ReadRun(path=extent.path, offset=extent.offset, bytes=extent.bytes, at=at, direct=True)
         there = memory.engine.read([run], buffer, _LABEL, [self.moved])
-        return Coming(self, buffer, there, PAGE_BYTES - self._before, self._bytes)
+        return Coming(self, buffer, there, at - self._before, self._bytes)
 
     def fill_edges(self, buffer: torch.Tensor, at: int) -> None:
         after = self._before + self._pages_bytes
