@@ -17,7 +17,7 @@ from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 from brim.techniques.activation_offload import apply, options
 from cpu_truth import measured_peak_bytes
-from offloaded import BLOCKS, FAKES, KIB, MIB, SMALLEST, TIERS, WINDOW, Net, step
+from offloaded_activations import BLOCKS, FAKES, KIB, MIB, SMALLEST, TIERS, WINDOW, Net, step
 
 STEPS = 3
 

@@ -19,7 +19,7 @@ from brim.memory.pool import Buffer, Pool
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Ticket
 from brim.techniques.activation_offload import ActivationOffload, apply
-from offloaded import KIB, TIERS, Net, example, same, step
+from offloaded_activations import KIB, TIERS, Net, example, same, step
 from tiny_model import held
 
 BLOCKS = ("blocks.0",)

@@ -16,7 +16,7 @@ import torch
 
 from brim.errors import BrimError, BudgetError
 from brim.memory.transfer import Done, Settled, Ticket
-from brim.techniques.away import Away, Coming, Way
+from brim.techniques.activation_ways import Away, Coming, Way
 from brim.techniques.saved import Unchanged
 
 Order = list["weakref.ref[Activation]"]  # of packing

@@ -20,7 +20,7 @@ from brim.errors import UsageError
 from brim.memory.tiers import Memory
 from brim.techniques import activation_offload
 from brim.techniques.activation_offload import ActivationOffload, apply, options
-from offloaded import BLOCKS, KIB, SMALLEST, TIERS, WINDOW, Block, Net, example, same, step
+from offloaded_activations import BLOCKS, KIB, SMALLEST, TIERS, WINDOW, Block, Net, example, same, step
 
 
 @pytest.fixture(params=list(TIERS))
