@@ -124,3 +124,21 @@ def test_a_long_run_keeps_its_totals_and_a_bounded_number_of_events():
 @pytest.mark.parametrize(("count", "multiple", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (9, 8, 16)])
 def test_round_up(count, multiple, expected):
     assert round_up(count, multiple) == expected
+
+
+def test_what_is_handed_over_counts_until_its_storage_dies(pool):
+    pool.limit_bytes = 1000
+    buffer = pool.allocate(600, "kept elsewhere")
+    inside = buffer.tensor[3:9]
+    assert pool.owns(inside)
+    tensor = buffer.hand_over()
+    assert not pool.owns(inside)
+    view = tensor[10:20].view(2, 5)
+    del tensor, inside
+    pool.settle()
+    assert pool.held_bytes == 600
+    with pytest.raises(BudgetError):
+        pool.allocate(500, "more")
+    del view
+    pool.allocate(500, "more").free()
+    assert (pool.held_bytes, pool.peak_bytes) == (0, 600)

@@ -111,3 +111,20 @@ def test_a_graph_that_is_dropped_frees_what_it_kept() -> None:
     gc.collect()
     alive = [storage() for storage in storages]
     assert {storage._cdata for storage in alive if storage is not None} <= own
+
+
+def test_what_was_modified_in_place_is_refused_as_by_plain_autograd() -> None:
+    _, _, x = _layers()
+
+    class Nothing:
+        def pack(self, tensor: torch.Tensor) -> Kept | None:
+            return None
+
+    with Saving(Nothing()):
+        y = x.exp()
+        z = (y * y).sum()
+    y.add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation: \[torch.FloatTensor \[4, 8\]\] is at v"
+    ):
+        z.backward()
