@@ -138,7 +138,7 @@ def _attention() -> dict[Any, Callable[..., int]]:
 
     kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     names = [f"_scaled_dot_product_{kind}" for kind in (*kinds, "fused_attention_overrideable")]
-    counts = {name: forward for name in names} | {f"{name}_backward": backward for name in names}
+    counts = dict.fromkeys(names, forward) | {f"{name}_backward": backward for name in names}
     return {getattr(aten, name): count for name, count in counts.items() if hasattr(aten, name)}
 
 

@@ -19,8 +19,8 @@ from brim.core.hardware import VRAM
 from brim.errors import UsageError
 from brim.memory.pool import PAGE_BYTES
 from brim.memory.tiers import Memory
-from brim.techniques.activations import Activations, Saved
 from brim.techniques.activation_ways import ToDisk, ToRam, way_for
+from brim.techniques.activations import Activations, Saved
 from brim.techniques.base import Option
 from brim.techniques.saved import Saving, is_recomputed, keepers_in_force
 

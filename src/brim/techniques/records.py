@@ -251,6 +251,10 @@ class _Both:
     def __init__(self, conditions: Sequence[Waitable]) -> None:
         self._conditions = conditions
 
+    @property
+    def done(self) -> bool:
+        return all(condition.done for condition in self._conditions)
+
     def wait(self) -> None:
         for condition in self._conditions:
             condition.wait()
