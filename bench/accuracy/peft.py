@@ -4,8 +4,8 @@ A run's batches differ in length; its peak is set by the longest. The tokenizer 
 length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty
 and the cache is emptied every ten steps, so the longest follows upon an empty cache.
 
-Adapters are peft's own classes. Four rows cannot be built: FRoD, LoHa and WaveFT ask for values of random tensors
-(which entries a mask keeps, whether a layer is dropped), and a trace has none.
+Adapters are peft's own classes. FRoD, WaveFT and UniLoRA cannot be built, as they index by values of random tensors,
+nor can LoHa, which asks a random number whether to drop a layer: a trace has no values.
 """
 
 from __future__ import annotations

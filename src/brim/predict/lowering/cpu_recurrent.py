@@ -1,6 +1,6 @@
 """What an LSTM layer takes on the CPU: oneDNN's workspace, its scratchpad and the weights in the order that it reads.
 
-aten/src/ATen/native/mkldnn/RNN.cpp, and oneDNN's src/cpu/rnn/rnn_utils.cpp (``get_good_ld``, ``set_workspace_sizes``).
+aten/src/ATen/native/mkldnn/RNN.cpp; oneDNN, src/cpu/rnn/rnn_utils.cpp (``get_good_ld``, ``set_workspace_sizes``).
 Sizes were checked against the profiler's memory events of real layers.
 """
 
