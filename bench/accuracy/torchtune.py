@@ -4,8 +4,8 @@ The ladder is cumulative. From its third rung on everything is compiled, and bri
 activation checkpointing a compiled layer still keeps its input only, so what differs is the loss. ``CompiledLoss``
 says by hand what the compiler makes of it, from sources and not from the measured peaks: torchtune compiles
 ``compute_cross_entropy``, as "the CE and upcasting have to be compiled together" (torchtune/modules/loss/
-ce_chunked_output_loss.py); AOTAutograd's partitioner keeps the narrowest tensors from forward to backward and computes
-pointwise operations again (torch/_functorch/partitioners.py), here keeping the bf16 logits and numbers per row; and
+ce_chunked_output_loss.py); AOTAutograd's partitioner keeps the narrowest tensors from forward to backward and
+computes pointwise operations again (torch/_functorch/partitioners.py), so here bf16 logits and numbers per row; and
 Inductor fuses the rest into one loop that writes the gradient. The note ``eager GiB`` is the rung predicted with the
 loss as it is written, uncompiled. Rungs in between, and those of 8-bit optimizers and 4-bit weights, are left out.
 """

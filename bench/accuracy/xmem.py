@@ -28,10 +28,11 @@ from zoo import MODELS
 STEPS = 4
 _TOKENS = 128
 # Batches of fewer than ten lines are often shorter than the 128 tokens that a line is cut at, and differ from one
-# another. How long they were was not recorded: predicted is a run of full ones. The bound is for rising lengths, the
-# order in which nothing that is cached serves the next batch.
+# another. How long they were was not recorded: predicted is a run of full ones. The bound is also for lengths that
+# rise and for short batches between full ones, where what is cached does not serve the next batch.
 _FULL_FROM = 10
-_FULL, _RISING = (_TOKENS,) * STEPS, (32, 64, 96, 128)
+_FULL = (_TOKENS,) * STEPS
+_VARIED = ((32, 64, 96, 128), (64, 128, 96, 128))
 _CNNS = {
     "vgg16": "vgg16", "vgg19": "vgg19", "resnet101": "resnet101", "resnet152": "resnet152",
     "mobilenetv2": "mobilenet_v2", "mobilenetv3small": "mobilenet_v3_small", "mobilenetv3large": "mobilenet_v3_large",
@@ -140,7 +141,7 @@ def predict(row: dict[str, str]) -> Row:
     reserved = timeline.peak_bytes.reserved
     bound = _bound_bytes(made, card.name)
     if row["family"] != "CNN" and int(row["batch_size"]) < _FULL_FROM:
-        bound = max(bound, _bound_bytes(_traced(row, _RISING), card.name))
+        bound = max(bound, *(_bound_bytes(_traced(row, lengths), card.name) for lengths in _VARIED))
     measured = float(row["ground_bytes"])
     rivals = {name: row[f"{name}_rel_err"] for name in ("xMem", "DNNmem", "SchedTune", "LLmem")}
     return Row(
