@@ -3,6 +3,9 @@
 A run's batches differ in length; its peak is set by the longest. The tokenizer cuts at 768 tokens, and that is the
 length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty
 and the cache is emptied every ten steps, so the longest follows upon an empty cache.
+
+Adapters are peft's own classes. FRoD, WaveFT and UniLoRA cannot be built, as they index by values of random tensors,
+nor can LoHa, which asks a random number whether to drop a layer: a trace has no values.
 """
 
 from __future__ import annotations
@@ -28,6 +31,13 @@ from brim.errors import BrimError
 STEPS = 2
 LONGEST = 768
 _SHORT = 256  # of the batch that creates the optimizer's state
+# What the table's copy of a configuration leaves out: experiments/osf/llama-3.2-3B-rank128/adapter_config.json there.
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "osf/llama-3.2-3B-rank128": {
+        "rank_pattern": dict.fromkeys(("q_proj", "o_proj", "gate_proj", "down_proj", "up_proj"), 2944)
+        | dict.fromkeys(("k_proj", "v_proj"), 896)
+    }
+}
 
 
 def _model(row: dict[str, str]) -> Any:
@@ -36,7 +46,7 @@ def _model(row: dict[str, str]) -> Any:
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, row["dtype"])).to("cuda")
     if row["peft_type"] == "FULL":
         return model
-    given = json.loads(row["peft_config"])
+    given = json.loads(row["peft_config"]) | _LEFT_OUT.get(row["experiment"], {})
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(given.pop("peft_type"))]
     fields = {field.name for field in dataclasses.fields(kind)}
     chosen = kind(**{name: value for name, value in given.items() if name in fields})
@@ -52,12 +62,21 @@ def _optimizer(row: dict[str, str], model: Any) -> torch.optim.Optimizer:
     return getattr(torch.optim, row["optimizer"])(model.parameters(), **options)  # type: ignore[no-any-return]
 
 
+def _check_trained(row: dict[str, str], model: Any) -> None:
+    """The adapter is the measured one if as many parameters are trained."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    measured = int(row["num_trainable_params"])
+    if trained != measured:
+        print(f"{row['experiment']}: {trained:,} parameters trained here, {measured:,} there", file=sys.stderr)
+
+
 def build(row: dict[str, str]) -> Callable[[], Callable[[], None]]:
     """One experiment's training step, with the loop's variables alive from step to step."""
 
     def loop() -> Iterator[None]:
         model = _model(row)
         optimizer = _optimizer(row, model)
+        _check_trained(row, model)
         model.train()
         yield
         for tokens in (_SHORT, LONGEST):

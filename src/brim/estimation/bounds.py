@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from brim import catalog
 from brim.core import Op, Timeline, Trace
 from brim.estimation.simulation import Place, simulate
+from brim.estimation.workspaces import CONVOLUTIONS, ENGINES, with_workspaces
 from brim.memory.device_memory import SimulatedDevice
 from brim.predict.cost import base_name
 from brim.units import MIB, format_bytes
-
-_CONVOLUTIONS = ("convolution", "convolution_backward", "_convolution", "cudnn_convolution")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +39,20 @@ class _AscendingDevice(SimulatedDevice):
 
 
 def margins(
-    trace: Trace, timeline: Timeline, place: Place, alloc_conf: str, config: Mapping[str, Any]
+    trace: Trace, timeline: Timeline, place: Place, alloc_conf: str, crowded: Trace | None = None
 ) -> tuple[Margin, ...]:
-    """What to add to ``timeline``'s process bytes for a safe bound. Empty for a trace of the CPU."""
+    """What to add to ``timeline``'s process bytes for a safe bound. Empty for a trace of the CPU.
+
+    ``crowded``: the step of a mixture of experts traced with all tokens at the same experts.
+    """
     if trace.target == "cpu":
         return ()
     found = (
         _addresses(trace, timeline, alloc_conf),
         _context(place),
-        _convolutions(trace),
+        _convolutions(trace, timeline, place, alloc_conf),
         _not_modelled(trace),
-        _routing(trace, config),
+        _routing(crowded, timeline, alloc_conf),
     )
     return tuple(margin for margin in found if margin.bytes)
 
@@ -75,18 +75,27 @@ def _context(place: Place) -> Margin:
     return Margin(name="context", bytes=max(largest.bytes - place.context.bytes, 0), why=why)
 
 
-def _convolutions(trace: Trace) -> Margin:
-    largest = max((_moved(op) for op in trace.ops if base_name(op.name) in _CONVOLUTIONS), default=0)
+def _convolutions(trace: Trace, timeline: Timeline, place: Place, alloc_conf: str) -> Margin:
+    """What the most demanding engine adds; one that there is no room for gives way to the next (Conv_v8.cpp)."""
+    if not any(base_name(op.name) in CONVOLUTIONS for op in trace.ops):
+        return Margin(name="convolution workspaces", bytes=0, why="")
+    reserved = timeline.peak_bytes.reserved
+    found = [
+        (simulate(with_workspaces(trace, engine), None, alloc_conf).peak_bytes.reserved - reserved, engine)
+        for engine in ENGINES
+    ]
+    most, engine = max(found, key=lambda entry: entry[0])
+    if place.total_bytes is not None:
+        most = min(most, place.total_bytes - place.context.bytes - reserved)
     return Margin(
         name="convolution workspaces",
-        bytes=largest,
-        why="cuDNN chooses the algorithm at run time; its workspace is taken to be at most the operands of the "
-        "largest convolution",
+        bytes=max(most, 0),
+        why=f"cuDNN chooses the engine at run time; the one that takes the most here {engine.name}",
     )
 
 
 def _not_modelled(trace: Trace) -> Margin:
-    names = {base_name(text.partition(":")[0]) for text in trace.not_modelled} - set(_CONVOLUTIONS)
+    names = {base_name(text.partition(":")[0]) for text in trace.not_modelled} - set(CONVOLUTIONS)
     largest = max((_moved(op) for op in trace.ops if base_name(op.name) in names), default=0)
     return Margin(
         name="operations not modelled",
@@ -95,18 +104,15 @@ def _not_modelled(trace: Trace) -> Margin:
     )
 
 
-def _routing(trace: Trace, config: Mapping[str, Any]) -> Margin:
-    """A loop over experts works on one expert's tokens at a time: at worst on all of them."""
-    experts = next((config[n] for n in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(n)), 0)
-    chosen = config.get("num_experts_per_tok") or 0
-    looped = [op for op in trace.ops if "experts." in op.module]
-    if not (experts and chosen and looped) or "routing" not in trace.notes:
+def _routing(crowded: Trace | None, timeline: Timeline, alloc_conf: str) -> Margin:
+    """The same step with every token at the same experts, simulated. Experts that run grouped take no more for it."""
+    if crowded is None:
         return Margin(name="routing", bytes=0, why="")
-    factor = experts / chosen - 1
+    worst = simulate(crowded, None, alloc_conf).peak_bytes.reserved
     return Margin(
         name="routing",
-        bytes=int(max(_moved(op) for op in looped) * factor),
-        why=f"all tokens may choose one expert of {experts}, where the trace spreads them evenly",
+        bytes=max(worst - timeline.peak_bytes.reserved, 0),
+        why="all tokens may choose the same experts, where the trace spreads them evenly",
     )
 
 

@@ -132,7 +132,7 @@ class Study:
         timeline, failure = self._timeline()
         peaks = timeline.peak_bytes
         found: Breakdown = at_peak(self.trace, timeline)
-        added = margins(self.trace, timeline, self.place, self.alloc_conf, self.source.config)
+        added = margins(self.trace, timeline, self.place, self.alloc_conf, self._crowded())
         time = cost.step_cost(self.trace, self.hardware) if self.hardware is not None else None
         last = max((op.step for op in self.trace.ops), default=0)
         return Estimate(
@@ -152,6 +152,12 @@ class Study:
             notes=self._notes(),
             out_of_memory=failure,
         )
+
+    def _crowded(self) -> Trace | None:
+        """The same step with all tokens at the same experts, where what it takes depends on that."""
+        if "routing" not in self.trace.notes:
+            return None
+        return traced(Job(self.source, self.workload), self.capability, "crowded")
 
     def _timeline(self) -> tuple[Timeline, str]:
         """What memory does on this GPU, or, with what failed, on one without end."""
@@ -175,31 +181,31 @@ class Study:
         return growth.solve(setting, traced)
 
 
-def traced(job: Job, capability: tuple[int, int]) -> Trace:
+def traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """The trace of a job; of a long generation, a few tokens are traced and repeated where that is exact."""
     asked = job.workload
     new = asked.new_tokens or DEFAULT_NEW_TOKENS
     if asked.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
-        return _traced(job, capability)
+        return _traced(job, capability, routing)
     brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS), asked=asked)
-    few = _traced(brief, capability)
+    few = _traced(brief, capability, routing)
     job.ignored, job.workload = brief.ignored, brief.workload
     if brief.workload.new_tokens is None:  # it does not generate text
         return few
     job.workload = replace(brief.workload, new_tokens=new)
     prompt = brief.workload.seq or 1
     longer = Job(job.source, replace(brief.workload, seq=prompt + new - TRACED_TOKENS))
-    found = stretched(few, new, _traced(longer, capability))
-    return found if found is not None else _traced(Job(job.source, job.workload), capability)
+    found = stretched(few, new, _traced(longer, capability, routing))
+    return found if found is not None else _traced(Job(job.source, job.workload), capability, routing)
 
 
-def _traced(job: Job, capability: tuple[int, int]) -> Trace:
+def _traced(job: Job, capability: tuple[int, int], routing: str) -> Trace:
     """Whatever goes wrong in building or running the model is one clear error."""
     try:
         with quiet():
             return trace(
                 job.build, steps=_STEPS[job.workload.task], target="cuda", model=job.source.name,
-                capability=capability,
+                capability=capability, routing=routing,
             )  # fmt: skip
     except BrimError:
         raise

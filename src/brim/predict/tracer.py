@@ -25,6 +25,7 @@ from brim.predict.recorder import Recorder
 from brim.predict.values import KnownValues
 
 TARGETS = ("cuda", "cpu")
+ROUTINGS = ("balanced", "crowded")
 
 
 def trace(
@@ -34,13 +35,15 @@ def trace(
     target: str = "cuda",
     model: str = "",
     capability: tuple[int, int] = (8, 0),
+    routing: str = "balanced",
 ) -> Trace:
     """Trace ``steps`` steps of what ``build()`` returns, as they would run on ``target``.
 
     ``build`` makes model, optimizer and inputs and returns ``step``, a function of no arguments; both may do what
     they like with tensors, and nothing is allocated. The first step creates optimizer state, so the peak is often
     in the second. For CUDA, ``capability`` is the GPU's (it decides between attention kernels), and only what the
-    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole.
+    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole. A mixture
+    of experts sees its tokens spread evenly, or with ``routing="crowded"`` all on the same experts.
 
     Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values (naming the line) or
     an operation that has no fake kernel (naming it).
@@ -49,8 +52,10 @@ def trace(
         raise UsageError(f"target={target!r} was asked of trace().", f"Known targets are {', '.join(TARGETS)}.")
     if steps < 1:
         raise UsageError(f"steps={steps} was asked of trace().", "A trace has at least one step.")
+    if routing not in ROUTINGS:
+        raise UsageError(f"routing={routing!r} was asked of trace().", f"Known are {', '.join(ROUTINGS)}.")
     recorder, modules = Recorder(), ModuleTracker()
-    mode = RecordingMode(recorder, modules, KnownValues(), rules_for(target, capability))
+    mode = RecordingMode(recorder, modules, KnownValues(routing), rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
     mode.after_backward = lambda: _mark_gradients(mode)
     with ExitStack() as stack:
@@ -72,7 +77,7 @@ def trace(
             step()
             _categorize(mode)
         if mode.values.used_routing:
-            recorder.notes["routing"] = "balanced: each token's experts follow on the ones of the token before"
+            recorder.notes["routing"] = _ROUTING_NOTES[routing]
         paths = modules.paths()
         made = Trace(
             model=model or _name(modules, build),
@@ -85,6 +90,12 @@ def trace(
         )
         del step
     return made
+
+
+_ROUTING_NOTES = {
+    "balanced": "balanced: each token's experts follow on the ones of the token before",
+    "crowded": "crowded: all tokens choose the same experts",
+}
 
 
 def _name(modules: ModuleTracker, build: Callable[[], Any]) -> str:

@@ -2,7 +2,8 @@
 
 Small tensors whose values follow from the program alone (``arange``, ``ones``, ``torch.tensor([...])`` and what is
 computed from them) are computed for real beside their fakes, so that masks and index tables can be asked about.
-The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...
+The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...; or, where
+the worst case is asked for, as crowded: every token goes to the first k experts.
 Nothing else is guessed.
 """
 
@@ -48,7 +49,8 @@ def known(tensor: object) -> Known | None:
 class KnownValues:
     """Carries known values from operation to operation."""
 
-    def __init__(self) -> None:
+    def __init__(self, routing: str = "balanced") -> None:
+        self._crowded = routing == "crowded"
         self.used_routing = False
 
     def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
@@ -86,7 +88,7 @@ class KnownValues:
                     result._brim_known = Known(real)
             return
         if func is _aten.topk.default:
-            _route(args, result)
+            _route(args, result, self._crowded)
             return
         inputs = [t for t in _leaves((args, kwargs)) if getattr(t, "_brim_known", None) is not None]
         if not inputs:
@@ -146,7 +148,7 @@ class KnownValues:
         fake._brim_known = made  # type: ignore[attr-defined]
 
 
-def _route(args: tuple[Any, ...], result: Any) -> None:
+def _route(args: tuple[Any, ...], result: Any, crowded: bool) -> None:
     scores, count = args[0], args[1]
     dim = args[2] if len(args) > 2 else -1
     indices = result[1]
@@ -156,7 +158,7 @@ def _route(args: tuple[Any, ...], result: Any) -> None:
     with _disable_current_modes():
         experts = scores.size(-1)
         rows = indices.numel() // count
-        first = torch.arange(rows).mul(count).unsqueeze(1)
+        first = torch.arange(rows).mul(0 if crowded else count).unsqueeze(1)
         picks = (first + torch.arange(count)).remainder(experts).view(tuple(indices.shape))
     indices._brim_known = Known(picks)
     indices._brim_known.state["routing"] = True

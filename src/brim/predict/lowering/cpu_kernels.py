@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from brim.predict.lowering import cpu_recurrent
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -234,11 +235,6 @@ def _upsampled(kernel: Kernel) -> None:
         kernel.temp(nbytes(kernel.result))
 
 
-def _recurrent(kernel: Kernel) -> None:
-    """mkldnn/RNN.cpp: oneDNN says how large a workspace it saves for the backward pass."""
-    kernel.unknown = f"{kernel.func.overloadpacket}: oneDNN's workspace"
-
-
 def _indexed(kernel: Kernel) -> None:
     """TensorAdvancedIndexing.cpp: 32-bit indices are widened."""
     kernel.emit()
@@ -308,8 +304,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.roll.default: _roll,
     _aten.isinf.default: _isinf,
     _aten.gather.default: _indexed,
-    _aten.mkldnn_rnn_layer.default: _recurrent,
-    _aten.mkldnn_rnn_layer_backward.default: _recurrent,
+    **cpu_recurrent.RULES,
     _aten.scatter.src: _indexed,
     _aten.scatter.value: _indexed,
     _aten.scatter_.src: _indexed,

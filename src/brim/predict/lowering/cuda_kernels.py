@@ -1,7 +1,6 @@
 """What PyTorch's CUDA kernels and the libraries below them allocate besides their outputs.
 
-Each rule names the file under aten/src/ATen that it follows. cuDNN's workspaces are chosen by its heuristics at run
-time and are not known here; the trace says so.
+Each rule names the file under aten/src/ATen that it follows. Convolutions have a file of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from math import ceil, prod
 
 import torch
 
+from brim.predict.lowering import cuda_convolution
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -171,12 +171,8 @@ def _efficient_backward(kernel: Kernel) -> None:
         kernel.temp(batch * heads * ceil(rows / 64) * 64 * ceil(size / 32) * 32 * 4)
 
 
-def _convolution(kernel: Kernel) -> None:
-    """cudnn/Conv_v8.cpp takes the workspace that the chosen engine asks for."""
-    kernel.unknown = f"{kernel.func.overloadpacket}: cuDNN's workspace"
-
-
 RULES: dict[torch._ops.OpOverload, Rule] = {
+    **cuda_convolution.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_batch_norm.default: _statistics_in_float,
     _aten.native_group_norm.default: _group_norm,
@@ -190,8 +186,6 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._log_softmax.default: _contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
-    _aten.convolution.default: _convolution,
-    _aten.convolution_backward.default: _convolution,
     _aten._safe_softmax.default: _safe_softmax,
     _aten.logsumexp.default: _logsumexp,
     _aten.embedding_dense_backward.default: _embedding_backward,

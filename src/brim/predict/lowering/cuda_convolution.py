@@ -1,0 +1,54 @@
+"""What convolutions take on CUDA besides their outputs, as far as it follows from their arguments.
+
+PyTorch runs the first engine of cuDNN's heuristics with the workspace that it asks for (cudnn/Conv_v8.cpp under
+aten/src/ATen/native). Which one that is cannot be known here, so the trace says so and ``estimation/workspaces.py``
+has those that are known. Depthwise convolutions in float32 take PyTorch's own kernels, without any.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from brim.predict.lowering.kernel import Kernel, Rule, nbytes
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _forward(kernel: Kernel) -> None:
+    x, w = kernel.arg("input"), kernel.arg("weight")
+    _note_engine(kernel, x, w)
+
+
+def _backward(kernel: Kernel) -> None:
+    """Convolution.cpp, cudnn/ConvShared.cpp: a gradient that is not dense is copied first."""
+    y, x, w = kernel.arg("grad_output"), kernel.arg("input"), kernel.arg("weight")
+    _note_engine(kernel, x, w)
+    if not y.is_contiguous() and not _channels_last(y, w):
+        kernel.temp(nbytes(y))
+
+
+def _note_engine(kernel: Kernel, x: torch.Tensor, w: torch.Tensor) -> None:
+    if not _native_depthwise(kernel, x, w):
+        kernel.unknown = f"{kernel.func.overloadpacket}: cuDNN's workspace"
+
+
+def _native_depthwise(kernel: Kernel, x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Convolution.cpp, ``use_cudnn_depthwise`` (half precision may go to cuDNN); cuda/DepthwiseConv2d.cu."""
+    groups = kernel.arg("groups")
+    depthwise = groups > 1 and groups == x.size(1) and w.size(0) % groups == 0 and not kernel.arg("transposed")
+    return bool(depthwise and x.dtype not in _HALF and not _channels_last(x, w))
+
+
+def _channels_last(*operands: torch.Tensor) -> bool:
+    """ConvUtils.h, ``cudnn_conv_suggest_memory_format``: either operand's layout decides."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(operands[0].dim())
+    return layout is not None and any(
+        t.is_contiguous(memory_format=layout) and not t.is_contiguous() for t in operands
+    )
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten.convolution.default: _forward,
+    _aten.convolution_backward.default: _backward,
+}
