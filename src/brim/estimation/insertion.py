@@ -8,8 +8,10 @@ same rule in all copies or the answer is None. Nothing is assumed of what a laye
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,17 +80,18 @@ def deepened(traces: Sequence[Trace], layers: int) -> Trace | None:
     """The trace with ``layers`` layers more than the first of three has, or None where the rule does not hold."""
     numbers: dict[Any, int] = {}
     first, second, third = (_Sequence(trace, numbers) for trace in traces)
-    chunks = _chunks(first.tokens, second.tokens)
-    if chunks is None:
+    found = _chunks(first.tokens, second.tokens)
+    if found is None:
         return None
-    places = [list(_places(chunks, len(first.tokens), copies)) for copies in (1, 2)]
-    homes = {place: index for index, place in enumerate(places[0])}
-    if [second.tokens[homes[number, 0, offset]] for number, _, offset in places[1]] != third.tokens:
-        return None
-    try:
-        return _Growth(traces[0], (first, second, third), chunks, places).at(layers)
-    except _NoRule:
-        return None
+    for turns in (1, 0):
+        chunks = [_whole(_turned(chunk, second.tokens, turns), second) for chunk in found]
+        places = [list(_places(chunks, len(first.tokens), copies)) for copies in (1, 2)]
+        homes = {place: index for index, place in enumerate(places[0])}
+        if [second.tokens[homes[number, 0, offset]] for number, _, offset in places[1]] != third.tokens:
+            return None
+        with suppress(_NoRule):
+            return _Growth(traces[0], (first, second, third), chunks, places).at(layers)
+    return None
 
 
 def _chunks(first: Sequence[int], second: Sequence[int]) -> list[_Chunk] | None:
@@ -108,6 +111,34 @@ def _chunks(first: Sequence[int], second: Sequence[int]) -> list[_Chunk] | None:
         length = max(candidates, key=lambda skip: (_agreement(first, here, second, there + skip), -skip))
         found.append(_Chunk(here, there, length))
         there, left = there + length, left - length
+
+
+def _turned(chunk: _Chunk, tokens: Sequence[int], turns: int) -> _Chunk:
+    """The same insertion as many times its length earlier, where the same events come before it.
+
+    Agreement is followed to its end, so copies lie behind all layers of the first trace. One turn on they lie between
+    its first and its last one, in the forward pass as in the backward pass: copies of one layer have one number.
+    """
+    back = turns * chunk.length
+    if back <= chunk.before and all(
+        tokens[at] == tokens[at + chunk.length] for at in range(chunk.start - back, chunk.start)
+    ):
+        return _Chunk(chunk.before - back, chunk.start - back, chunk.length)
+    return chunk
+
+
+def _whole(chunk: _Chunk, second: _Sequence) -> _Chunk:
+    """The same insertion, begun at an operation where it can be: what an operation does is then not torn apart.
+
+    Tokens of operations outside of modules are the same whatever they work on, so agreement went too far by one.
+    """
+    for back in range(min(chunk.before, chunk.length)):
+        start = chunk.start - back
+        if second.events[start].kind == "op":
+            return _Chunk(chunk.before - back, start, chunk.length)
+        if second.tokens[start - 1] != second.tokens[start - 1 + chunk.length]:
+            break
+    return chunk
 
 
 def _agreement(first: Sequence[int], here: int, second: Sequence[int], there: int) -> int:
@@ -238,12 +269,8 @@ class _Growth:
         if rule is None:
             rule = self._origins[number, offset] = self._origin_rule(number, offset)
         target, inside, forward, shift, fixed = rule
-        if target < 0:
-            return -1, 0, inside
-        other = (copy if forward else copies - 1 - copy) + shift
-        if number < 0:
-            other = 0 if forward else copies - 1
-        if 0 <= other < copies:
+        other = _copy(copy, copies, forward, shift)
+        if target >= 0 and other is not None:
             return target, other, inside
         if fixed is None:
             raise _NoRule
@@ -251,27 +278,19 @@ class _Growth:
 
     def _origin_rule(self, number: int, offset: int) -> tuple[Any, ...]:
         """(chunk, offset in it, whether copies count from the first, how many on, the birth beside the copies)."""
-        if number < 0:
-            one, two = (self._born(which, (-1, 0, offset)) for which in (0, 1))
-            if one[0] < 0 and one == two:
-                return -1, one[2], True, 0, None
-            if one[0] >= 0 and (one[0], one[2]) == (two[0], two[2]):
-                return one[0], one[2], two[1] == 0, 0, None
+        told = [(0, 1), (0, 2)] if number < 0 else [(0, 1), (0, 2), (1, 2)]  # copy, of how many
+        born = [self._born(copies - 1, (number, copy, offset)) for copy, copies in told]
+        inside = {(place[0], place[2]) for place in born if place[0] >= 0}
+        outside = {place[2] for place in born if place[0] < 0}
+        if len(inside) > 1 or len(outside) > 1:
             raise _NoRule
-        one = self._born(0, (number, 0, offset))
-        pair = [self._born(1, (number, copy, offset)) for copy in (0, 1)]
-        inside = {(born[0], born[2]) for born in (one, *pair) if born[0] >= 0}
-        outside = {born[2] for born in (one, *pair) if born[0] < 0}
-        if len(inside) != 1 or len(outside) > 1:
-            raise _NoRule
-        (target, inner), fixed = inside.pop(), outside.pop() if outside else None
-        for forward in (True, False):
-            for shift in (0, -1, 1):
-                if all(
-                    (born[1] if born[0] >= 0 else None) == _copy(copy, total, forward, shift)
-                    for born, copy, total in ((one, 0, 1), (pair[0], 0, 2), (pair[1], 1, 2))
-                ):
-                    return target, inner, forward, shift, fixed
+        fixed = outside.pop() if outside else None
+        if not inside:
+            return -1, -1, True, 0, fixed
+        copies_found = [place[1] if place[0] >= 0 else None for place in born]
+        for forward, shift in itertools.product((True, False), (0, -1, 1)):
+            if copies_found == [_copy(copy, copies, forward, shift) for copy, copies in told]:
+                return (*inside.pop(), forward, shift, fixed)
         raise _NoRule
 
     def _born(self, which: int, place: Place) -> Place:
