@@ -90,8 +90,11 @@ def _stack(source: Source, config: Any, layers: int) -> nn.ModuleList | None:
     kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
     if kind is None:
         return None
-    with no_init_weights(), torch.device("meta"):
-        model: nn.Module = kind._from_config(config)
+    try:
+        with no_init_weights(), torch.device("meta"):
+            model: nn.Module = kind._from_config(config)
+    except Exception:  # what is wrong with the configuration the trace will tell
+        return None
     found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
     return found[0] if len(found) == 1 else None
 

@@ -198,7 +198,8 @@ def traced(job: Job, capability: tuple[int, int]) -> Trace:
 
 def _traced(job: Job, capability: tuple[int, int]) -> Trace:
     """The trace of a job; of a deep model, a few layers are traced and repeated where that is exact."""
-    found = repeated(job, lambda part: _traced_whole(part, capability))
+    with quiet():
+        found = repeated(job, lambda part: _traced_whole(part, capability))
     return found if found is not None else _traced_whole(job, capability)
 
 

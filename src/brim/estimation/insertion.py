@@ -37,26 +37,37 @@ class _Sequence:
     """A trace's events in order, each with a token that leaves out what may differ between layers."""
 
     def __init__(self, trace: Trace, numbers: dict[Any, int]) -> None:
-        changes: list[tuple[int, str, Op | Storage]] = [(op.at, "op", op) for op in trace.ops]
-        for storage in trace.storages:
-            changes.append((storage.born, "born", storage))
-            if storage.died is not None:
-                changes.append((storage.died, "died", storage))
-        changes.sort(key=lambda change: change[0])
         births: dict[int, int] = {}
         self.events: list[_Event] = []
         self.tokens: list[int] = []
-        for index, (_, kind, what) in enumerate(changes):
+        for kind, what in _in_order(trace):
             if isinstance(what, Storage):
-                if kind == "born":
-                    births[what.id] = index
-                event = _Event(what, kind, births[what.id])
+                event = _Event(what, kind, births.setdefault(what.id, len(self.events)))
                 token = (kind, what.bytes, what.category, _split(what.module)[0], what.dtype)
             else:
                 event = _Event(what, kind)
                 token = (kind, what.name, what.phase, _split(what.module)[0], what.dtype, what.step)
             self.events.append(event)
             self.tokens.append(numbers.setdefault(token, len(numbers)))
+
+
+def _in_order(trace: Trace) -> Iterator[tuple[str, Op | Storage]]:
+    """Operations, births and deaths. Deaths in a row are in the order of their births: what is let go at once has no
+    order of its own that one could rely on."""
+    changes: list[tuple[int, str, Op | Storage]] = [(op.at, "op", op) for op in trace.ops]
+    for storage in trace.storages:
+        changes.append((storage.born, "born", storage))
+        if storage.died is not None:
+            changes.append((storage.died, "died", storage))
+    changes.sort(key=lambda change: change[0])
+    for kind, group in itertools.groupby(changes, key=lambda change: change[1]):
+        found = [what for _, _, what in group]
+        if kind == "died":
+            found.sort(key=lambda what: what.born if isinstance(what, Storage) else 0)
+        elif kind == "op":  # of several in a row while building, all but the last make nothing on the device
+            found = [what for what in found[:-1] if isinstance(what, Op) and what.step >= 0] + found[-1:]
+        for what in found:
+            yield kind, what
 
 
 def _split(path: str) -> tuple[str, int]:

@@ -64,12 +64,10 @@ def _gemm_4bit_flops(input: torch.Tensor, packed: object, absmax: object, width:
 class Linear4bit(nn.Linear):
     """``weight``: (in * out / 2, 1) bytes; ``absmax``: a float32 per block; ``code``: the 16 values."""
 
-    def __init__(self, source: nn.Module) -> None:
-        inside, outside, bias = _shape_of(source)
-        _become(self, source, inside, outside, bias)
-        packed = torch.zeros(-(-inside * outside // 2), 1, dtype=torch.uint8)
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.register_buffer("absmax", torch.zeros(-(-inside * outside // _BLOCK)))
+    def take_over(self) -> None:
+        count = self.in_features * self.out_features
+        self.weight = nn.Parameter(torch.zeros(-(-count // 2), 1, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("absmax", torch.zeros(-(-count // _BLOCK)))
         self.register_buffer("code", torch.zeros(_CODES))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -110,11 +108,10 @@ class _Product4bit(torch.autograd.Function):
 class Linear8bit(nn.Linear):
     """``weight``: (out, in) bytes; ``scale``: (out,) float32."""
 
-    def __init__(self, source: nn.Module) -> None:
-        inside, outside, bias = _shape_of(source)
-        _become(self, source, inside, outside, bias)
-        self.weight = nn.Parameter(torch.zeros(outside, inside, dtype=torch.int8), requires_grad=False)
-        self.register_buffer("scale", torch.zeros(outside))
+    def take_over(self) -> None:
+        shape = (self.out_features, self.in_features)
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("scale", torch.zeros(self.out_features))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = _Product8bit.apply(input, self.weight, self.scale, self.bias)
@@ -162,10 +159,8 @@ def _rescaled(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dty
 class Float8Linear(nn.Linear):
     """To train: the weight stays as it is, and what goes into each of the three products is rounded anew."""
 
-    def __init__(self, source: nn.Module) -> None:
-        inside, outside, bias = _shape_of(source)
-        _become(self, source, inside, outside, bias)
-        self.weight = source.weight  # type: ignore[assignment]
+    def take_over(self) -> None:
+        """The weight is used as it is."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.numel() // input.shape[-1]
@@ -201,10 +196,9 @@ class _ProductFloat8(torch.autograd.Function):
 class Float8WeightLinear(nn.Linear):
     """To generate: ``weight`` (out, in) of one byte each and one scale; inputs are rounded at every call."""
 
-    def __init__(self, source: nn.Module) -> None:
-        inside, outside, bias = _shape_of(source)
-        _become(self, source, inside, outside, bias)
-        self.weight = nn.Parameter(torch.zeros(outside, inside, dtype=_E4M3), requires_grad=False)
+    def take_over(self) -> None:
+        shape = (self.out_features, self.in_features)
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=_E4M3), requires_grad=False)
         self.register_buffer("scale", torch.zeros(1, 1))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -251,8 +245,8 @@ class Scheme:
     """How a precision is made: by which library, and as which layer to train or to generate."""
 
     told: str
-    to_train: Callable[[nn.Module], nn.Module]
-    to_generate: Callable[[nn.Module], nn.Module]
+    to_train: type[nn.Linear]
+    to_generate: type[nn.Linear]
     multiple: int = 1  # of the sides of a weight; layers with others are left
 
 
@@ -280,7 +274,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     no layer can be replaced.
     """
     scheme = SCHEMES[precision]
-    make = scheme.to_train if training else scheme.to_generate
+    kind = scheme.to_train if training else scheme.to_generate
     named, chosen = [(name, module) for name, module in model.named_modules() if _is_linear(module)], _choice(model)
     wanted = [(name, module) for name, module in named if chosen(name) and _fits(module, scheme.multiple)]
     if not wanted:
@@ -291,10 +285,9 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
         )
     total = sum(p.numel() for p in model.parameters())
     replaced = 0
-    for name, module in wanted:
+    for _, module in wanted:
         replaced += module.weight.numel()  # type: ignore[union-attr, operator]
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, make(module))
+        _become(module, kind)
     return (
         f"{scheme.told}: in {len(wanted):,} linear layers with {replaced:,} of {total:,} parameters; "
         "the others stay in bfloat16"
@@ -322,17 +315,13 @@ def _choice(model: nn.Module) -> Callable[[str], bool]:
     return lambda name: should_convert_module(name, kept)
 
 
-def _shape_of(source: nn.Module) -> tuple[int, int, bool]:
-    weight: Any = source.weight
-    inside, outside = weight.shape if type(source).__name__ == "Conv1D" else reversed(weight.shape)
-    return inside, outside, source.bias is not None
-
-
-def _become(made: nn.Linear, source: nn.Module, inside: int, outside: int, bias: bool) -> None:
-    """An nn.Linear without a weight of its own: LoRA knows layers by that class and its attributes."""
-    nn.Module.__init__(made)
-    made.in_features, made.out_features = inside, outside
-    made.register_parameter("bias", source.bias if bias else None)  # type: ignore[arg-type]
+def _become(module: Any, kind: type[nn.Linear]) -> None:
+    """Make a linear layer one of another kind in its place: a new one would leave the old one's tensors behind."""
+    shape = tuple(module.weight.shape)
+    outside, inside = reversed(shape) if type(module).__name__ == "Conv1D" else shape
+    module.__class__ = kind
+    module.in_features, module.out_features = inside, outside
+    module.take_over()
 
 
 # -- under LoRA -------------------------------------------------------------------------------------------------------
