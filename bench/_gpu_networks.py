@@ -189,7 +189,9 @@ class _Modulated(nn.Module):
         self.heads = heads
         self.first, self.second = (nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
         self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
         self.told = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:

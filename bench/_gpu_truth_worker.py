@@ -38,7 +38,7 @@ def main() -> None:
             handle.write(json.dumps(record) + "\n")
 
 
-# -- prediction -------------------------------------------------------------------------------------------------------
+# -- prediction -----------------------------------------------------------------------------------------------------
 
 
 def predict(case: Case, capability: tuple[int, int], device: str) -> Record:
@@ -70,7 +70,7 @@ def predict(case: Case, capability: tuple[int, int], device: str) -> Record:
     return record
 
 
-# -- measurement ------------------------------------------------------------------------------------------------------
+# -- measurement ----------------------------------------------------------------------------------------------------
 
 
 def measure(case: Case, device: str, position: int, predicted: Record) -> Record:

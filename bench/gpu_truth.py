@@ -1,8 +1,8 @@
 """Runs on a real GPU against what brim predicts for them: allocated, reserved, process, seconds, and a safe bound.
 
-    python bench/gpu_truth.py                            predict, measure, append to measurements/gpu_truth.jsonl, compare
-    python bench/gpu_truth.py --predict                  compare what is recorded there; needs no GPU
-    python bench/gpu_truth.py --dry-run                  the whole path on the CPU with tiny models; nothing is kept
+    python bench/gpu_truth.py             predict, measure, append to measurements/gpu_truth.jsonl, compare
+    python bench/gpu_truth.py --predict   compare what is recorded there; needs no GPU
+    python bench/gpu_truth.py --dry-run   the whole path on the CPU with tiny models; nothing is kept
 
 Predictions are made first, in processes that see no GPU. Then every family runs in one fresh process, case by case:
 peaks after a few steps, the median of three timed steps, and the same case again with memory capped at the predicted
@@ -83,7 +83,7 @@ def _capability(options: argparse.Namespace) -> tuple[int, int]:
     return torch.cuda.get_device_capability(0)
 
 
-# -- workers ----------------------------------------------------------------------------------------------------------
+# -- workers --------------------------------------------------------------------------------------------------------
 
 
 def _predict_all(
@@ -149,7 +149,7 @@ def append(path: Path, records: list[Record]) -> None:
             handle.write(json.dumps(record) + "\n")
 
 
-# -- comparison -------------------------------------------------------------------------------------------------------
+# -- comparison -----------------------------------------------------------------------------------------------------
 
 
 def errors(records: list[Record], predicted: dict[str, Record]) -> dict[str, list[tuple[str, float]]]:

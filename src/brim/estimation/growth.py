@@ -94,9 +94,7 @@ class Solved:
     def _changes(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Which storage each allocation and free is of, in order, and its sign."""
         changes = [(s.born, index, 1) for index, s in enumerate(self.traces[0][1].storages)]
-        changes += [
-            (s.died, index, -1) for index, s in enumerate(self.traces[0][1].storages) if s.died is not None
-        ]
+        changes += [(s.died, index, -1) for index, s in enumerate(self.traces[0][1].storages) if s.died is not None]
         changes.sort()
         return np.array([index for _, index, _ in changes], dtype=np.int64), np.array([sign for *_, sign in changes])
 

@@ -61,11 +61,11 @@ def _in_order(trace: Trace) -> Iterator[tuple[str, Op | Storage]]:
             changes.append((storage.died, "died", storage))
     changes.sort(key=lambda change: change[0])
     for kind, group in itertools.groupby(changes, key=lambda change: change[1]):
-        found = [what for _, _, what in group]
+        found: list[Op | Storage] = [what for _, _, what in group]
         if kind == "died":
             found.sort(key=lambda what: what.born if isinstance(what, Storage) else 0)
         elif kind == "op":  # of several in a row while building, all but the last make nothing on the device
-            found = [what for what in found[:-1] if isinstance(what, Op) and what.step >= 0] + found[-1:]
+            found = [what for what in found if what is found[-1] or (isinstance(what, Op) and what.step >= 0)]
         for what in found:
             yield kind, what
 
@@ -236,8 +236,9 @@ class _Growth:
         rule = self._work.get((number, offset))
         if rule is None:
             rule = self._work[number, offset] = self._work_rule(number, offset)
-        done = {field: size + copies * more for field, (size, more) in zip(_WORK, rule, strict=True)}
-        return replace(op, module=self._name(place, copies), at=tick, **done)
+        flops, read, written = (size + copies * more for size, more in rule)
+        name = self._name(place, copies)
+        return replace(op, module=name, at=tick, flops=flops, read_bytes=read, written_bytes=written)
 
     def _work_rule(self, number: int, offset: int) -> list[tuple[int, int]]:
         """What the operation does, and how much more per layer that is added."""

@@ -7,7 +7,7 @@ bitsandbytes 0.50, bitsandbytes/autograd/_functions.py and bitsandbytes/backends
 (torchao 0.18) with one scale per tensor: torchao/float8/float8_linear.py to train, where weights and saved inputs
 stay in bfloat16, and Float8DynamicActivationFloat8WeightConfig to generate, where weights take one byte.
 
-Only memory and work are those of the libraries. The values are not: nothing here is to compute with.
+Only memory and work are those of the libraries. There are no values: nothing here is to compute with.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ _FLOAT8_ALIGNMENT = 16  # of both sides of a float8 product (aten/src/ATen/nativ
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-# -- kernels of which PyTorch has none --------------------------------------------------------------------------------
+# -- kernels of which PyTorch has none ------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("brim::dequantize_4bit", mutates_args=())
-def _dequantize_4bit(packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.Tensor) -> torch.Tensor:
+def _dequantize_4bit(
+    packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.Tensor
+) -> torch.Tensor:
     raise UnsupportedError("A layer of 4 bits was run.", "It is made for traces only.")
 
 
@@ -58,21 +60,25 @@ def _gemm_4bit_flops(input: torch.Tensor, packed: object, absmax: object, width:
     return 2 * input.numel() * width
 
 
-# -- int4 -------------------------------------------------------------------------------------------------------------
+# -- int4 -----------------------------------------------------------------------------------------------------------
 
 
 class Linear4bit(nn.Linear):
     """``weight``: (in * out / 2, 1) bytes; ``absmax``: a float32 per block; ``code``: the 16 values."""
 
+    absmax: torch.Tensor
+
     def take_over(self) -> None:
         count = self.in_features * self.out_features
-        self.weight = nn.Parameter(torch.zeros(-(-count // 2), 1, dtype=torch.uint8), requires_grad=False)
-        self.register_buffer("absmax", torch.zeros(-(-count // _BLOCK)))
-        self.register_buffer("code", torch.zeros(_CODES))
+        self.weight = nn.Parameter(torch.empty(-(-count // 2), 1, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("absmax", torch.empty(-(-count // _BLOCK)))
+        self.register_buffer("code", torch.empty(_CODES))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
-            made: torch.Tensor = _Product4bit.apply(input, self.weight, self.absmax, self.bias, self.out_features)
+            made: torch.Tensor = _Product4bit.apply(  # type: ignore[no-untyped-call]
+                input, self.weight, self.absmax, self.bias, self.out_features
+            )
             return made
         return _product_4bit(input, self.weight, self.absmax, self.bias, self.out_features)
 
@@ -102,7 +108,7 @@ class _Product4bit(torch.autograd.Function):
         return torch.matmul(grad, weight), None, None, None, None
 
 
-# -- int8 -------------------------------------------------------------------------------------------------------------
+# -- int8 -----------------------------------------------------------------------------------------------------------
 
 
 class Linear8bit(nn.Linear):
@@ -110,11 +116,13 @@ class Linear8bit(nn.Linear):
 
     def take_over(self) -> None:
         shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.int8), requires_grad=False)
-        self.register_buffer("scale", torch.zeros(self.out_features))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("scale", torch.empty(self.out_features))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = _Product8bit.apply(input, self.weight, self.scale, self.bias)
+        made: torch.Tensor = _Product8bit.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.scale, self.bias
+        )
         return made
 
 
@@ -124,7 +132,7 @@ class _Product8bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Any, weight: Any, scale: Any, bias: Any) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        rounded, rounded_scale = _rounded_rows(rows.to(torch.float16))
+        rounded, _scale = _rounded_rows(rows.to(torch.float16))
         output = _rescaled(torch._int_mm(rounded, weight.t()), bias, rows.dtype)
         ctx.weight, ctx.scale, ctx.dtype, ctx.shape = weight, scale, input.dtype, input.shape
         if ctx.needs_input_grad[0]:
@@ -153,7 +161,7 @@ def _rescaled(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dty
     return output.to(dtype)
 
 
-# -- fp8 --------------------------------------------------------------------------------------------------------------
+# -- fp8 ------------------------------------------------------------------------------------------------------------
 
 
 class Float8Linear(nn.Linear):
@@ -170,7 +178,7 @@ class Float8Linear(nn.Linear):
                 f"Products in float8 take multiples of {_FLOAT8_ALIGNMENT}.",
                 "Choose batch and sequence length so that their product is one.",
             )
-        output: torch.Tensor = _ProductFloat8.apply(input, self.weight.t())
+        output: torch.Tensor = _ProductFloat8.apply(input, self.weight.t())  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -196,10 +204,12 @@ class _ProductFloat8(torch.autograd.Function):
 class Float8WeightLinear(nn.Linear):
     """To generate: ``weight`` (out, in) of one byte each and one scale; inputs are rounded at every call."""
 
+    scale: torch.Tensor
+
     def take_over(self) -> None:
         shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.zeros(shape, dtype=_E4M3), requires_grad=False)
-        self.register_buffer("scale", torch.zeros(1, 1))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=_E4M3), requires_grad=False)
+        self.register_buffer("scale", torch.empty(1, 1))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
@@ -237,7 +247,7 @@ def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) ->
     return torch._scaled_mm(first, second, scale_a=scale, scale_b=scale, out_dtype=dtype)
 
 
-# -- which layers -----------------------------------------------------------------------------------------------------
+# -- which layers ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +296,7 @@ def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
     total = sum(p.numel() for p in model.parameters())
     replaced = 0
     for _, module in wanted:
-        replaced += module.weight.numel()  # type: ignore[union-attr, operator]
+        replaced += module.weight.numel()
         _become(module, kind)
     return (
         f"{scheme.told}: in {len(wanted):,} linear layers with {replaced:,} of {total:,} parameters; "
@@ -324,18 +334,19 @@ def _become(module: Any, kind: type[nn.Linear]) -> None:
     module.take_over()
 
 
-# -- under LoRA -------------------------------------------------------------------------------------------------------
+# -- under LoRA -----------------------------------------------------------------------------------------------------
 
 
 def lora_layers() -> dict[type[nn.Module], type[nn.Module]]:
     """PEFT's layers for bitsandbytes (peft/tuners/lora/bnb.py): they cast what is added, not the sum."""
     from peft.tuners.lora.layer import Linear as LoraLinear
 
-    class _Lora8bit(LoraLinear):  # type: ignore[misc, valid-type]
+    class _Lora8bit(LoraLinear):
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             result: torch.Tensor = self._own(self.base_layer(x, *args, **kwargs))
             for name in self.active_adapters:
-                down, up = self.lora_A[name], self.lora_B[name]
+                down: Any = self.lora_A[name]
+                up: Any = self.lora_B[name]
                 x = self._cast_input_dtype(x, down.weight.dtype)
                 output = up(down(self.lora_dropout[name](x))) * self.scaling[name]
                 result = result + output.to(result.dtype)

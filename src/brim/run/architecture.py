@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from brim.errors import BrimError, ModelError, UnsupportedError
+from brim.estimation.models import class_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 

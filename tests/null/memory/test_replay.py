@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,15 +16,13 @@ from _simulated_recording import Recording
 from brim.core import EventKind, Timeline
 from brim.errors import FormatError
 from brim.measure import snapshot
-from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
-from brim.memory.blocks import DEFAULT_POOL, Block, BlockPool
-from brim.memory.device_memory import SimulatedDevice
+from brim.memory.blocks import Block
 from brim.memory.out_of_memory import OutOfMemory
 from brim.memory.recorded_timeline import recorded_timeline
 from brim.memory.replay import replay
 from brim.memory.what_if import best, what_if
-from brim.units import GIB, KIB, MIB
+from brim.units import KIB, MIB
 
 ROOT = Path(__file__).parents[3]
 SNAPSHOTS = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth")) / "snapshots"
