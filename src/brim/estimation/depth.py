@@ -68,7 +68,7 @@ def depth_of(source: Source) -> Depth | None:
     if stack is None:
         return None
     special = next((n for n in range(layers - 1) if _alike(stack, n)), layers)
-    if special + _REGULAR + 2 > layers // 2:
+    if 3 * (special + _REGULAR + 1) > layers:  # no less work than a trace of all
         return None
     return Depth(field=field, layers=layers, special=special)
 
