@@ -210,7 +210,7 @@ def _generating(case: Case, model: Any, inputs: dict[str, Any]) -> Step:
 
     model.generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=case.new_tokens, min_new_tokens=case.new_tokens, pad_token_id=0,
-        eos_token_id=None,
+        eos_token_id=None, decoder_start_token_id=0,
     )  # fmt: skip
     ids = inputs["input_ids"]
     mask = torch.ones_like(ids)

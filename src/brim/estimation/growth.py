@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from brim.core import Trace
+from brim.errors import UsageError
 from brim.estimation.models import Source
 from brim.estimation.simulation import Place, simulate
 from brim.estimation.steps import Job
@@ -107,8 +110,16 @@ def _weight(xs: Sequence[int], index: int, value: int) -> Fraction:
     return weight
 
 
-def _structure(trace: Trace) -> list[tuple[int, int | None]]:
-    return [(storage.born, storage.died) for storage in trace.storages]
+def _structure(trace: Trace) -> list[tuple[int, bool]]:
+    """Births and deaths by the storage's number, without the clock and the order of deaths in a row."""
+    changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
+    changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
+    changes.sort()
+    found: list[tuple[int, bool]] = []
+    for born, group in itertools.groupby(changes, key=lambda change: change[2]):
+        numbers = [index for _, index, _ in group]
+        found += [(index, born) for index in (numbers if born else sorted(numbers))]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,16 +158,22 @@ class _Solver:
         return Growth(batches=tuple(points), lengths=self._lengths(seq) if seq else (), largest_batch=largest)
 
     def _lengths(self, seq: int) -> tuple[Point, ...]:
+        """From the length that was asked for upwards: kernels change their ways at lengths below. Where positions
+        end before that, downwards."""
+        if seq % _COARSEST_LENGTH == 0:
+            with suppress(UsageError):  # longer than the model's table of positions
+                return self._points_at((seq, 2 * seq, 4 * seq))
         unit = max(seq // (4 * _COARSEST_LENGTH), 1) * _COARSEST_LENGTH
-        if 4 * unit > max(seq, 4 * _COARSEST_LENGTH):
-            return ()
-        lengths = [length for length in (unit, 2 * unit, 4 * unit) if length <= seq]
-        if len(lengths) < 3:
+        if 4 * unit > seq:
             return ()  # too short a sequence to tell a square from a line
+        return self._points_at((unit, 2 * unit, 4 * unit))
+
+    def _points_at(self, lengths: Sequence[int]) -> tuple[Point, ...]:
         solved = Solved([(length, self._trace(seq=length)) for length in lengths])
         if not solved.of_one_structure:
             return ()
-        return tuple(self._point(solved.at(length), seq=length) for length in (*lengths, 8 * unit, 16 * unit))
+        last = lengths[-1]
+        return tuple(self._point(solved.at(length), seq=length) for length in (*lengths, 2 * last, 4 * last))
 
     def _trace(self, **sizes: int) -> Trace:
         workload = replace(self.workload, **sizes)  # type: ignore[arg-type]

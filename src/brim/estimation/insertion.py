@@ -43,7 +43,7 @@ class _Sequence:
         for kind, what in _in_order(trace):
             if isinstance(what, Storage):
                 event = _Event(what, kind, births.setdefault(what.id, len(self.events)))
-                token = (kind, what.bytes, what.category, _split(what.module)[0], what.dtype)
+                token: Any = (kind, what.bytes, what.category, _split(what.module)[0], what.dtype)
             else:
                 event = _Event(what, kind)
                 token = (kind, what.name, what.phase, _split(what.module)[0], what.dtype, what.step)
