@@ -76,7 +76,8 @@ def depth_of(source: Source) -> Depth | None:
 def _is_even(config: Mapping[str, Any], layers: int) -> bool:
     """No setting speaks of single layers."""
     for name, value in config.items():
-        if isinstance(value, dict) or (isinstance(value, list) and len(value) == layers):
+        parts = isinstance(value, dict) and name.endswith("_config")  # of several models in one
+        if parts or (isinstance(value, list) and len(value) == layers):
             return False
         if _EVERY_NTH.search(name) and isinstance(value, int) and value > 1:
             return False
