@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from brim.errors import BrimError, ModelError, UsageError
 from brim.estimation.estimate import quiet
 from brim.estimation.models import Source, short
+from brim.estimation.quantization import SCHEMES
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 from brim.predict.formulas import Result, explain_generation, explain_training
@@ -24,6 +25,11 @@ def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
         )
     if workload.method == "lora":
         raise UsageError("The closed forms of LoRA were asked for.", "They are of full training.")
+    if workload.precision in SCHEMES:
+        raise UsageError(
+            f"The closed forms of {workload.precision} were asked for.", "They are of floating-point weights.",
+            "Leave --explain-formula out: the trace counts what the quantized layers take.",
+        )  # fmt: skip
     job = Job(source, workload)
     try:
         with quiet(), FakeTensorMode():

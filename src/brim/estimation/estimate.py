@@ -13,10 +13,11 @@ from typing import Any
 
 from brim import catalog
 from brim.core import Hardware, Timeline, Trace
-from brim.errors import BrimError, ModelError
+from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation import growth
 from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
+from brim.estimation.depth import repeated
 from brim.estimation.models import Source, find_model, short
 from brim.estimation.repetition import TRACED_TOKENS, stretched
 from brim.estimation.simulation import Place, place_of, simulate
@@ -119,6 +120,7 @@ class Study:
         AllocatorConfig.parse(alloc_conf)  # a mistake in it is told before the trace
         self.source, self.place, self.hardware, self.alloc_conf = source, place, hardware, alloc_conf
         self.capability = _capability(place)
+        _check_float8(workload, place, self.capability)
         self.job = Job(source, workload)
         self.trace = traced(self.job, self.capability)
         for ignored in self.job.ignored:
@@ -168,7 +170,8 @@ class Study:
         return simulate(self.trace, replace(self.place, total_bytes=None), self.alloc_conf), failed.label
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [f"{subject}: {text}" for subject, text in self.trace.notes.items()]
+        told = {**self.job.notes, **self.trace.notes}
+        notes = [f"{subject}: {text}" for subject, text in told.items()]
         notes.append(f"CUDA context of {self.place.context.bytes:,} B: {self.place.context.source}")
         return tuple(notes)
 
@@ -189,7 +192,7 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> 
         return _traced(job, capability, routing)
     brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS), asked=asked)
     few = _traced(brief, capability, routing)
-    job.ignored, job.workload = brief.ignored, brief.workload
+    job.adopt(brief)
     if brief.workload.new_tokens is None:  # it does not generate text
         return few
     job.workload = replace(brief.workload, new_tokens=new)
@@ -200,6 +203,13 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> 
 
 
 def _traced(job: Job, capability: tuple[int, int], routing: str) -> Trace:
+    """The trace of a job; of a deep model, a few layers are traced and repeated where that is exact."""
+    with quiet():
+        found = repeated(job, lambda part: _traced_whole(part, capability, routing))
+    return found if found is not None else _traced_whole(job, capability, routing)
+
+
+def _traced_whole(job: Job, capability: tuple[int, int], routing: str) -> Trace:
     """Whatever goes wrong in building or running the model is one clear error."""
     try:
         with quiet():
@@ -221,6 +231,15 @@ def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
     if gpu is None or isinstance(gpu, Hardware):
         return gpu
     return (catalog.gpu(gpu) if isinstance(gpu, str) else gpu).hardware()
+
+
+def _check_float8(workload: Workload, place: Place, capability: tuple[int, int]) -> None:
+    if workload.precision == "fp8" and place.name in catalog.gpu_names() and capability < (8, 9):
+        raise UnsupportedError(
+            f"precision=fp8 was asked for on {place.name}.",
+            "It has no float8 units: they come with compute capability 8.9.",
+            "Use bf16, or a GPU of the generations Ada, Hopper or later.",
+        )
 
 
 def _capability(place: Place) -> tuple[int, int]:

@@ -7,11 +7,21 @@ allocator does the rest.
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
+
+import numpy as np
 
 from brim.core import Trace
+from brim.errors import UsageError
 from brim.estimation.models import Source
 from brim.estimation.simulation import Place, simulate
 from brim.estimation.steps import Job
@@ -20,6 +30,7 @@ from brim.estimation.workload import Workload
 Traced = Callable[[Job, tuple[int, int]], Trace]
 
 _LARGEST_BATCH = 1 << 20
+_BLOCK_BYTES = 512  # every block is a multiple of it
 _COARSEST_LENGTH = 64  # sequence lengths to trace are multiples of this: kernels pad to 8 or 16 elements
 
 
@@ -49,25 +60,46 @@ class Solved:
     def __init__(self, traces: Sequence[tuple[int, Trace]]) -> None:
         self.traces = traces
 
-    @property
+    @functools.cached_property
     def of_one_structure(self) -> bool:
-        first = self.traces[0][1]
-        return all(_structure(trace) == _structure(first) for _, trace in self.traces[1:])
+        first = _structure(self.traces[0][1])
+        return all(_structure(trace) == first for _, trace in self.traces[1:])
 
     def at(self, value: int) -> Trace:
-        """Every storage's size by the polynomial through the traced sizes (Lagrange), in exact fractions."""
+        first = self.traces[0][1]
+        sizes = zip(first.storages, self._bytes(value), strict=True)
+        return replace(
+            first, storages=tuple(s if s.bytes == bytes else replace(s, bytes=bytes) for s, bytes in sizes)
+        )
+
+    def least_bytes(self, value: int) -> int:
+        """What is allocated at the peak, in blocks of the allocator's smallest size: no setting takes less."""
+        order, signs = self._changes
+        blocks = -(-np.array(self._bytes(value), dtype=np.int64) // _BLOCK_BYTES) * _BLOCK_BYTES
+        return int(np.cumsum(blocks[order] * signs).max(initial=0))
+
+    def _bytes(self, value: int) -> list[int]:
+        """Every storage's size by the polynomial through the traced sizes (Lagrange), without rounding errors."""
         xs = [x for x, _ in self.traces]
         weights = [_weight(xs, index, value) for index in range(len(xs))]
-        first = self.traces[0][1]
-        columns = zip(*(trace.storages for _, trace in self.traces), strict=True)
-        storages = []
-        for same in columns:
-            if all(storage.bytes == same[0].bytes for storage in same):
-                storages.append(same[0])
-                continue
-            size = sum((weight * storage.bytes for weight, storage in zip(weights, same, strict=True)), Fraction(0))
-            storages.append(replace(same[0], bytes=max(-(-size.numerator // size.denominator), 0)))
-        return replace(first, storages=tuple(storages))
+        divisor = math.lcm(*(weight.denominator for weight in weights))
+        factors = [int(weight * divisor) for weight in weights]
+        return [
+            max(-(-sum(map(operator.mul, factors, sizes)) // divisor), 0)
+            for sizes in zip(*self._traced_bytes, strict=True)
+        ]
+
+    @functools.cached_property
+    def _traced_bytes(self) -> list[list[int]]:
+        return [[storage.bytes for storage in trace.storages] for _, trace in self.traces]
+
+    @functools.cached_property
+    def _changes(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Which storage each allocation and free is of, in order, and its sign."""
+        changes = [(s.born, index, 1) for index, s in enumerate(self.traces[0][1].storages)]
+        changes += [(s.died, index, -1) for index, s in enumerate(self.traces[0][1].storages) if s.died is not None]
+        changes.sort()
+        return np.array([index for _, index, _ in changes], dtype=np.int64), np.array([sign for *_, sign in changes])
 
 
 def _weight(xs: Sequence[int], index: int, value: int) -> Fraction:
@@ -78,8 +110,16 @@ def _weight(xs: Sequence[int], index: int, value: int) -> Fraction:
     return weight
 
 
-def _structure(trace: Trace) -> list[tuple[int, int | None]]:
-    return [(storage.born, storage.died) for storage in trace.storages]
+def _structure(trace: Trace) -> list[tuple[int, bool]]:
+    """Births and deaths by the storage's number, without the clock and the order of deaths in a row."""
+    changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
+    changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
+    changes.sort()
+    found: list[tuple[int, bool]] = []
+    for born, group in itertools.groupby(changes, key=lambda change: change[2]):
+        numbers = [index for _, index, _ in group]
+        found += [(index, born) for index in (numbers if born else sorted(numbers))]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +158,22 @@ class _Solver:
         return Growth(batches=tuple(points), lengths=self._lengths(seq) if seq else (), largest_batch=largest)
 
     def _lengths(self, seq: int) -> tuple[Point, ...]:
+        """From the length that was asked for upwards: kernels change their ways at lengths below. Where positions
+        end before that, downwards."""
+        if seq % _COARSEST_LENGTH == 0:
+            with suppress(UsageError):  # longer than the model's table of positions
+                return self._points_at((seq, 2 * seq, 4 * seq))
         unit = max(seq // (4 * _COARSEST_LENGTH), 1) * _COARSEST_LENGTH
-        if 4 * unit > max(seq, 4 * _COARSEST_LENGTH):
-            return ()
-        lengths = [length for length in (unit, 2 * unit, 4 * unit) if length <= seq]
-        if len(lengths) < 3:
+        if 4 * unit > seq:
             return ()  # too short a sequence to tell a square from a line
+        return self._points_at((unit, 2 * unit, 4 * unit))
+
+    def _points_at(self, lengths: Sequence[int]) -> tuple[Point, ...]:
         solved = Solved([(length, self._trace(seq=length)) for length in lengths])
         if not solved.of_one_structure:
             return ()
-        return tuple(self._point(solved.at(length), seq=length) for length in (*lengths, 8 * unit, 16 * unit))
+        last = lengths[-1]
+        return tuple(self._point(solved.at(length), seq=length) for length in (*lengths, 2 * last, 4 * last))
 
     def _trace(self, **sizes: int) -> Trace:
         workload = replace(self.workload, **sizes)  # type: ignore[arg-type]
@@ -149,22 +195,31 @@ class _Solver:
         return simulate(trace, self.place, self.setting.alloc_conf).out_of_memory is None
 
     def _largest(self, batches: Solved) -> int | None:
-        """Solved by halving between what fits and what does not; the answer is traced itself before it is given."""
-        if self.place.total_bytes is None:
+        """Where allocated bytes alone no longer fit is solved; below it the allocator decides.
+
+        The answer is traced itself before it is given.
+        """
+        available = self.place.available_bytes
+        if available is None:
             return None
-        fits, fails = 1, 2
-        if not self._fits(batches.at(2)) and not self._fits(self._trace(batch=1)):
-            return 0
-        while self._fits(batches.at(fails)):
-            fits, fails = fails, 2 * fails
-            if fails > _LARGEST_BATCH:
-                return None
-        while fails - fits > 1:
+        if batches.least_bytes(_LARGEST_BATCH) <= available:
+            return None
+        most = bisect.bisect_right(range(2, _LARGEST_BATCH), available, key=batches.least_bytes) + 1
+        fits = self._below(batches, most)
+        while fits > 1 and not self._fits(self._trace(batch=fits)):
+            fits -= 1
+        return fits if fits > 1 else int(self._fits(self._trace(batch=1)))
+
+    def _below(self, batches: Solved, most: int) -> int:
+        """The largest batch up to ``most`` that fits, or 1: down in growing strides, then by halves."""
+        fails, stride = most + 1, 1
+        fits = most
+        while fits > 1 and not self._fits(batches.at(fits)):
+            fails, fits, stride = fits, max(fits - stride, 1), 2 * stride
+        while fits > 1 and fails - fits > 1:
             middle = (fits + fails) // 2
             if self._fits(batches.at(middle)):
                 fits = middle
             else:
                 fails = middle
-        while fits > 1 and not self._fits(self._trace(batch=fits)):
-            fits -= 1
         return fits

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,22 @@ def transformers_config(source: Source) -> Any:
             f"{source.name} was to be built.", f"Its configuration has {layers:,} layers.", "Correct it."
         )
     return config
+
+
+def class_of(config: Any, names: Iterable[str], autos: Iterable[str]) -> Any:
+    """transformers' class of one of these names, else what one of these auto classes has for the config, or None."""
+    import transformers
+
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    for auto in autos:
+        mapping = getattr(transformers, auto)._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    return None
 
 
 def _of_python(path: Path, attribute: str) -> Source:

@@ -12,8 +12,9 @@ from torch import nn
 
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation import inputs as making
-from brim.estimation.models import Source, short, transformers_config
+from brim.estimation.models import Source, class_of, short, transformers_config
 from brim.estimation.optimizers import make_optimizer
+from brim.estimation.quantization import SCHEMES, lora_layers, quantize
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 from brim.techniques.checkpointing import selective_contexts
 
@@ -27,14 +28,20 @@ class Job:
 
     def __init__(self, source: Source, workload: Workload, *, asked: Workload | None = None) -> None:
         self.source, self.workload = source, workload
-        self._asked = asked or workload  # of which this job traces a part
+        self.asked = asked or workload  # of which this job traces a part
         self.ignored: list[str] = []  # settings that mean nothing to this model
+        self.notes: dict[str, str] = {}  # what was assumed, by subject
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
+
+    def adopt(self, done: Job) -> None:
+        """Take over what another job of this model found out."""
+        self.workload, self.ignored, self.notes = done.workload, done.ignored, done.notes
 
     def build(self) -> Step:
         if self.source.library == "python":
             return self._of_factory()
         model = self.module()
+        self._quantize(model)
         if self.workload.method == "lora":
             model = _with_lora(model, self.source)
         model = model.cuda()
@@ -59,12 +66,12 @@ class Job:
         if self.workload.seq and not tokens:
             self.ignored.append(f"seq is ignored: {self.source.name} does not take tokens.")
         generates = self.workload.task == "generate" and model.can_generate()  # type: ignore[operator]
-        if self._asked.new_tokens and not generates:
+        if self.asked.new_tokens and not generates:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
         room = 0  # of the model's positions, for tokens to come
         if generates and not config.is_encoder_decoder:
-            room = self._asked.new_tokens or DEFAULT_NEW_TOKENS
+            room = self.asked.new_tokens or DEFAULT_NEW_TOKENS
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
@@ -90,6 +97,11 @@ class Job:
         dtype = of_config.removeprefix("torch.")
         precision = _HALF.get(dtype, "fp32")
         self.workload = dataclasses.replace(self.workload, precision=self.workload.precision or precision)
+
+    def _quantize(self, model: nn.Module) -> None:
+        precision = self.workload.precision or ""
+        if precision in SCHEMES:
+            self.notes[precision] = quantize(model, precision, training=self.workload.task == "train")
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -161,7 +173,9 @@ class Job:
             )
         self._set_precision("float32")
         dtype = _weights_dtype(self.workload)
-        model = model.to(dtype).cuda()
+        model = model.to(dtype)
+        self._quantize(model)
+        model = model.cuda()
         inputs = _named_inputs(example, dtype)
         call = _CallWith(model)
         if self.workload.task == "train":
@@ -196,23 +210,19 @@ def _named_inputs(example: Any, dtype: torch.dtype) -> Any:
 def _transformers_class(source: Source, config: Any) -> Any:
     import transformers
 
-    found = getattr(transformers, source.architecture, None)
-    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        return found
-    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification", "AutoModel"):
-        mapping = getattr(transformers, auto)._model_mapping
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
-    raise UnsupportedError(
-        f"{source.name} was given as the model.",
-        f"transformers {transformers.__version__} has no class {source.architecture or config.model_type}.",
-        "A newer transformers may.",
-    )
+    autos = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification", "AutoModel")
+    found = class_of(config, [source.architecture], autos)
+    if found is None:
+        raise UnsupportedError(
+            f"{source.name} was given as the model.",
+            f"transformers {transformers.__version__} has no class {source.architecture or config.model_type}.",
+            "A newer transformers may.",
+        )
+    return found
 
 
 def _weights_dtype(workload: Workload) -> torch.dtype:
-    return torch.bfloat16 if workload.precision == "bf16" else torch.float32
+    return torch.bfloat16 if workload.precision in ("bf16", *SCHEMES) else torch.float32
 
 
 def _with_lora(model: nn.Module, source: Source) -> nn.Module:
@@ -225,8 +235,10 @@ def _with_lora(model: nn.Module, source: Source) -> nn.Module:
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
     elif source.config.get("model_type") not in KNOWN:
         targets = "all-linear"
+    config = LoraConfig(target_modules=targets)
+    config._register_custom_module(lora_layers())
     try:
-        return get_peft_model(model, LoraConfig(target_modules=targets))
+        return get_peft_model(model, config)
     except ValueError as error:
         raise UnsupportedError(f"LoRA was asked for {source.name}.", f"PEFT cannot add it: {short(error)}") from error
 

@@ -14,7 +14,7 @@ PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4")
 OPTIMIZERS = (
     "adamw", "adam", "sgd", "sgd-momentum", "adafactor", "rmsprop", "adagrad", "lion", "adamw8bit",
 )  # fmt: skip
-_QUANTIZED = ("fp8", "int8", "int4")
+_FROZEN = ("int8", "int4")  # weights that no gradient reaches
 METHODS = ("full", "lora")
 CHECKPOINTING = ("none", "selective", "full")
 
@@ -36,7 +36,8 @@ class Workload:
 
     ``seq`` counts tokens of a sequence (of the prompt, when generating), ``new_tokens`` what is generated after it.
     Precisions: ``fp32`` and ``bf16`` are weights and arithmetic in that type; ``bf16-mixed`` and ``fp16-mixed`` are
-    float32 weights under autocast (with a gradient scaler for fp16).
+    float32 weights under autocast (with a gradient scaler for fp16); ``fp8``, ``int8`` and ``int4`` are bf16 with
+    linear layers in that type, as ``quantization`` says.
     """
 
     task: str = "train"
@@ -70,11 +71,11 @@ class Workload:
                 f"Generating in {self.precision} was asked for.", "Autocast is modelled for training only.",
                 "Use bf16 or fp32.",
             )  # fmt: skip
-        if self.precision in _QUANTIZED:
-            raise UnsupportedError(
-                f"precision={self.precision} was asked for.",
-                "Quantized weights are not modelled yet: what they take depends on the library that quantizes.",
-                "Use fp32, bf16, bf16-mixed or fp16-mixed.",
+        if self.task == "train" and self.precision in _FROZEN and self.method != "lora":
+            raise UsageError(
+                f"Training in {self.precision} was asked for.",
+                "Weights of that type are rounded and take no gradient.",
+                "Train adapters on them with method lora, or use bf16 or fp8.",
             )
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from brim.errors import BrimError, ModelError, UnsupportedError
+from brim.estimation.models import class_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 
@@ -149,20 +150,19 @@ def _is_native(raw: dict[str, Any]) -> bool:
 def model_class(directory: Path, config: Any, trust_remote_code: bool) -> Any:
     import transformers
 
-    for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+    autos = ("AutoModelForCausalLM", "AutoModel")
+    found = class_of(config, config.architectures or (), ())
+    if found is not None:
+        return found
     auto_map = getattr(config, "auto_map", None) or {}
-    for auto in ("AutoModelForCausalLM", "AutoModel"):
+    for auto in autos:
         if trust_remote_code and auto in auto_map:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             return get_class_from_dynamic_module(auto_map[auto], str(directory))
-        mapping = getattr(transformers, auto)._model_mapping
-        if type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+        found = class_of(config, (), (auto,))
+        if found is not None:
+            return found
     raise UnsupportedError(
         f"{directory} was given as the model.",
         f"transformers {transformers.__version__} has no class {config.architectures or config.model_type}.",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from brim.errors import UnsupportedError, UsageError
+from brim.errors import UsageError
 from brim.estimation.workload import Workload
 
 
@@ -26,11 +26,11 @@ def test_what_cannot_be_meant_is_a_usage_error(settings, told):
         Workload(**settings)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8", "int4"])
-@pytest.mark.parametrize("task", ["train", "generate"])
-def test_weights_of_eight_or_four_bits_are_refused_not_guessed(task, precision):
-    with pytest.raises(UnsupportedError, match=precision):
-        Workload(task=task, precision=precision)
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_rounded_weights_train_no_further_than_by_adapters(precision):
+    with pytest.raises(UsageError, match=precision):
+        Workload(task="train", precision=precision)
+    assert Workload(task="train", precision=precision, method="lora").precision == precision
 
 
 def test_what_is_left_open_is_filled_in():

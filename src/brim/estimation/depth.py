@@ -1,0 +1,128 @@
+"""A deep model is traced with a few of its layers, and one of them is repeated, where that is the same.
+
+Layers are the same when the modules that a configuration makes are: their classes, settings and weights' shapes, all
+compared. What a model's loop over them might do with their numbers is seen in three traces (``insertion``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Trace
+from brim.estimation.insertion import deepened
+from brim.estimation.models import Source, class_of, transformers_config
+from brim.estimation.steps import Job
+
+_FEWEST_LAYERS = 16  # with fewer, three traces of a few layers are no less work than one of all
+_REGULAR = 2  # layers of the first trace that are like all that follow: one first, one last
+# Settings by which a model does something at every n-th layer.
+_EVERY_NTH = re.compile(r"every|interval|freq|period|pattern|sparse_step")
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype, tuple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """``layers`` of a model, of which the first ``special`` are not like the others; ``field`` sets their number."""
+
+    field: str
+    layers: int
+    special: int
+
+    def job(self, job: Job, layers: int) -> Job:
+        """The job of the same model with fewer layers."""
+        source = replace(job.source, config={**job.source.config, self.field: layers})
+        return Job(source, job.workload, asked=job.asked)
+
+
+def repeated(job: Job, traced: Callable[[Job], Trace]) -> Trace | None:
+    """The trace of a deep model from three of a few layers; None where its layers differ or too few are left out."""
+    depth = depth_of(job.source)
+    if depth is None:
+        return None
+    few = depth.special + _REGULAR
+    jobs = [depth.job(job, few + more) for more in range(3)]
+    found = deepened([traced(one) for one in jobs], depth.layers - few)
+    if found is not None:
+        job.adopt(jobs[0])
+    return found
+
+
+def depth_of(source: Source) -> Depth | None:
+    """How many layers there are and from which one on they are alike; None where a trace of all is the way."""
+    if source.library != "transformers":
+        return None
+    config = transformers_config(source)
+    field = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    layers = getattr(config, field, None)
+    if not isinstance(layers, int) or layers < _FEWEST_LAYERS or config.is_encoder_decoder:
+        return None
+    if not _is_even(source.config, layers):
+        return None
+    stack = _stack(source, config, layers)
+    if stack is None:
+        return None
+    special = next((n for n in range(layers - 1) if _alike(stack, n)), layers)
+    if 3 * (special + _REGULAR + 1) > layers:  # no less work than a trace of all
+        return None
+    return Depth(field=field, layers=layers, special=special)
+
+
+def _is_even(config: Mapping[str, Any], layers: int) -> bool:
+    """No setting speaks of single layers."""
+    for name, value in config.items():
+        parts = isinstance(value, dict) and name.endswith("_config")  # of several models in one
+        if parts or (isinstance(value, list) and len(value) == layers):
+            return False
+        if _EVERY_NTH.search(name) and isinstance(value, int) and value > 1:
+            return False
+    return True
+
+
+def _stack(source: Source, config: Any, layers: int) -> nn.ModuleList | None:
+    """The one list of as many modules as the model has layers."""
+    from transformers.initialization import no_init_weights
+
+    kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
+    if kind is None:
+        return None
+    try:
+        with no_init_weights(), torch.device("meta"):
+            model: nn.Module = kind._from_config(config)
+    except Exception:  # what is wrong with the configuration the trace will tell
+        return None
+    found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
+    return found[0] if len(found) == 1 else None
+
+
+def _alike(stack: nn.ModuleList, first: int) -> bool:
+    """Whether all layers from ``first`` on are alike."""
+    known = _settings(stack[first])
+    return all(_same(known, _settings(stack[n]), first, n) for n in range(len(stack) - 1, first, -1))
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, module in layer.named_modules():
+        found[path] = type(module)
+        for name, value in vars(module).items():
+            if isinstance(value, _SIMPLE):
+                found[f"{path}.{name}"] = value
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            found[f"{path}.{name}"] = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+    return found
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any], first: int, second: int) -> bool:
+    """Equal but for numbers that say which layer it is."""
+    if one.keys() != other.keys():
+        return False
+    return all(
+        value == other[key] or (type(value) is int and (value, other[key]) == (first, second))
+        for key, value in one.items()
+    )

@@ -1,0 +1,362 @@
+"""Linear layers of 8 and 4 bits as the libraries make them, for traces: the same storages, kept and passing.
+
+``int8`` is LLM.int8 of bitsandbytes (Dettmers et al., arXiv 2208.07339): one float32 scale per row of the weight,
+inputs rounded at every call, no input taken for an outlier. ``int4`` is its 4-bit layer as QLoRA has it (arXiv
+2305.14314): two weights in a byte, a float32 scale per block of 64, scales themselves not quantized. Both follow
+bitsandbytes 0.50, bitsandbytes/autograd/_functions.py and bitsandbytes/backends/cuda/ops.py. ``fp8`` is torchao's
+(torchao 0.18) with one scale per tensor: torchao/float8/float8_linear.py to train, where weights and saved inputs
+stay in bfloat16, and Float8DynamicActivationFloat8WeightConfig to generate, where weights take one byte.
+
+Only memory and work are those of the libraries. There are no values: nothing here is to compute with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import register_flop_formula
+
+from brim.errors import UnsupportedError, UsageError
+
+_BLOCK = 64  # weights that share one scale of int4
+_CODES = 16  # values that four bits can have
+_FUSED_ROWS = 4  # up to so many rows int4's product reads packed weights; with more the choice is by GPU and shape
+_OUTLIER = 6.0  # LLM.int8's threshold
+_FLOAT8_ALIGNMENT = 16  # of both sides of a float8 product (aten/src/ATen/native/cuda/ScaledBlas.cpp)
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+# -- kernels of which PyTorch has none ------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("brim::dequantize_4bit", mutates_args=())
+def _dequantize_4bit(
+    packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.Tensor
+) -> torch.Tensor:
+    raise UnsupportedError("A layer of 4 bits was run.", "It is made for traces only.")
+
+
+@_dequantize_4bit.register_fake
+def _(packed: torch.Tensor, absmax: torch.Tensor, shape: list[int], like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(shape)
+
+
+@torch.library.custom_op("brim::gemm_4bit", mutates_args=())
+def _gemm_4bit(input: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, width: int) -> torch.Tensor:
+    raise UnsupportedError("A layer of 4 bits was run.", "It is made for traces only.")
+
+
+@_gemm_4bit.register_fake
+def _(input: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, width: int) -> torch.Tensor:
+    return input.new_empty((*input.shape[:-1], width))
+
+
+@register_flop_formula(torch.ops.brim.gemm_4bit, get_raw=True)
+def _gemm_4bit_flops(input: torch.Tensor, packed: object, absmax: object, width: int, **_: object) -> int:
+    return 2 * input.numel() * width
+
+
+# -- int4 -----------------------------------------------------------------------------------------------------------
+
+
+class Linear4bit(nn.Linear):
+    """``weight``: (in * out / 2, 1) bytes; ``absmax``: a float32 per block; ``code``: the 16 values."""
+
+    absmax: torch.Tensor
+
+    def take_over(self) -> None:
+        count = self.in_features * self.out_features
+        self.weight = nn.Parameter(torch.empty(-(-count // 2), 1, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("absmax", torch.empty(-(-count // _BLOCK)))
+        self.register_buffer("code", torch.empty(_CODES))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and input.requires_grad:
+            made: torch.Tensor = _Product4bit.apply(  # type: ignore[no-untyped-call]
+                input, self.weight, self.absmax, self.bias, self.out_features
+            )
+            return made
+        return _product_4bit(input, self.weight, self.absmax, self.bias, self.out_features)
+
+
+def _product_4bit(
+    input: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor, bias: torch.Tensor | None, width: int
+) -> torch.Tensor:
+    inside = input.shape[-1]
+    if input.numel() <= _FUSED_ROWS * inside and inside % _BLOCK == 0:
+        made: torch.Tensor = torch.ops.brim.gemm_4bit(input, packed, absmax, width)  # adds the bias itself
+        return made
+    weight = torch.ops.brim.dequantize_4bit(packed, absmax, [width, inside], input)
+    return nn.functional.linear(input, weight, bias)
+
+
+class _Product4bit(torch.autograd.Function):
+    """Keeps the packed weight alone: weights do not train, so the input is not needed again."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, packed: Any, absmax: Any, bias: Any, width: int) -> torch.Tensor:
+        ctx.weight, ctx.shape = (packed, absmax), (width, input.shape[-1])
+        return _product_4bit(input, packed, absmax, bias, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        weight = torch.ops.brim.dequantize_4bit(*ctx.weight, list(ctx.shape), grad)
+        return torch.matmul(grad, weight), None, None, None, None
+
+
+# -- int8 -----------------------------------------------------------------------------------------------------------
+
+
+class Linear8bit(nn.Linear):
+    """``weight``: (out, in) bytes; ``scale``: (out,) float32."""
+
+    def take_over(self) -> None:
+        shape = (self.out_features, self.in_features)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("scale", torch.empty(self.out_features))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = _Product8bit.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.scale, self.bias
+        )
+        return made
+
+
+class _Product8bit(torch.autograd.Function):
+    """Keeps its input as a plain attribute, which nothing but the end of the graph lets go."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, weight: Any, scale: Any, bias: Any) -> torch.Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        rounded, _scale = _rounded_rows(rows.to(torch.float16))
+        output = _rescaled(torch._int_mm(rounded, weight.t()), bias, rows.dtype)
+        ctx.weight, ctx.scale, ctx.dtype, ctx.shape = weight, scale, input.dtype, input.shape
+        if ctx.needs_input_grad[0]:
+            ctx.kept = rows
+        return output.reshape(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+        weight = ctx.weight.to(ctx.dtype, copy=True).mul_(ctx.scale.unsqueeze(1).mul(1 / 127))
+        return torch.matmul(grad.to(ctx.dtype), weight).view(ctx.shape), None, None, None
+
+
+def _rounded_rows(half: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = half.new_empty(half.shape[0], dtype=torch.float32)
+    rounded = torch.empty_like(half, dtype=torch.int8)
+    outliers = half.abs() >= _OUTLIER
+    outliers.any()
+    return rounded, scale
+
+
+def _rescaled(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    output = torch.zeros_like(product, dtype=torch.float16)  # the kernel writes float16 whatever is asked for
+    if bias is not None and bias.dtype != torch.float16:
+        output.add_(bias)
+    return output.to(dtype)
+
+
+# -- fp8 ------------------------------------------------------------------------------------------------------------
+
+
+class Float8Linear(nn.Linear):
+    """To train: the weight stays as it is, and what goes into each of the three products is rounded anew."""
+
+    def take_over(self) -> None:
+        """The weight is used as it is."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.numel() // input.shape[-1]
+        if torch.is_grad_enabled() and rows % _FLOAT8_ALIGNMENT:
+            raise UsageError(
+                f"A training step in fp8 was asked for with {rows:,} rows in a linear layer.",
+                f"Products in float8 take multiples of {_FLOAT8_ALIGNMENT}.",
+                "Choose batch and sequence length so that their product is one.",
+            )
+        output: torch.Tensor = _ProductFloat8.apply(input, self.weight.t())  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _ProductFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Any, weight_t: Any) -> torch.Tensor:
+        ctx.save_for_backward(input, weight_t)
+        first, second = _float8(input, _E4M3), _float8(weight_t, _E4M3)
+        return _mm_float8(first.reshape(-1, input.shape[-1]), second, input.dtype).reshape(
+            *input.shape[:-1], weight_t.shape[-1]
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        input, weight_t = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        first, second = _float8(rows, _E5M2), _float8(weight_t, _E4M3)
+        grad_input = _mm_float8(first, second.t(), rows.dtype).reshape(input.shape)
+        first_again, third = _float8(rows, _E5M2), _float8(input.reshape(-1, input.shape[-1]), _E4M3)
+        return grad_input, _mm_float8(first_again.t(), third, rows.dtype).t()
+
+
+class Float8WeightLinear(nn.Linear):
+    """To generate: ``weight`` (out, in) of one byte each and one scale; inputs are rounded at every call."""
+
+    scale: torch.Tensor
+
+    def take_over(self) -> None:
+        shape = (self.out_features, self.in_features)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=_E4M3), requires_grad=False)
+        self.register_buffer("scale", torch.empty(1, 1))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        scale = rows.abs().amax().div(torch.finfo(_E4M3).max).float().reshape(1, 1)
+        rounded = _rounded_float8(rows, scale)
+        output = torch._scaled_mm(
+            rounded, self.weight.t(), scale_a=scale, scale_b=self.scale, bias=self.bias, out_dtype=input.dtype
+        )
+        return output.reshape(*input.shape[:-1], self.out_features)
+
+
+def _rounded_float8(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """torchao's _quantize_affine_float8 holds three float32 copies until it returns."""
+    wide = rows.float()
+    scaled = wide / scale
+    clamped = scaled.clamp(-1, 1)
+    return clamped.to(_E4M3)
+
+
+def _float8(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    amax = torch.max(torch.abs(tensor))
+    scale = (1 / torch.clamp(amax.double(), min=1e-12)).float()
+    scaled = tensor.float() * scale
+    clamped = scaled.clamp(-1, 1)
+    return clamped.to(dtype)
+
+
+def _mm_float8(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """cuBLASLt multiplies rows with columns: an operand that lies the other way is copied (float8_ops.py)."""
+    if first.stride(0) < first.stride(1):
+        first = first.contiguous()
+    if second.stride(0) > second.stride(1):
+        second = second.t().contiguous().t()
+    scale = first.new_empty((), dtype=torch.float32)
+    return torch._scaled_mm(first, second, scale_a=scale, scale_b=scale, out_dtype=dtype)
+
+
+# -- which layers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How a precision is made: by which library, and as which layer to train or to generate."""
+
+    told: str
+    to_train: type[nn.Linear]
+    to_generate: type[nn.Linear]
+    multiple: int = 1  # of the sides of a weight; layers with others are left
+
+
+SCHEMES = {
+    "int8": Scheme(
+        told="bitsandbytes' LLM.int8, a float32 scale per row, no outliers", to_train=Linear8bit,
+        to_generate=Linear8bit,
+    ),
+    "int4": Scheme(
+        told=f"bitsandbytes' 4 bits, a float32 scale per {_BLOCK} weights", to_train=Linear4bit,
+        to_generate=Linear4bit,
+    ),
+    "fp8": Scheme(
+        told="torchao's float8, one scale per tensor, not compiled", to_train=Float8Linear,
+        to_generate=Float8WeightLinear, multiple=_FLOAT8_ALIGNMENT,
+    ),
+}  # fmt: skip
+
+
+def quantize(model: nn.Module, precision: str, *, training: bool) -> str:
+    """Put the layers of ``SCHEMES[precision]`` in the place of linear ones, and say what was done in one line.
+
+    Left as they are: what transformers leaves (output embeddings, tied weights, the last module), weights that lie
+    outside of linear layers (embeddings, norms, convolutions, experts in one tensor). Raises UnsupportedError where
+    no layer can be replaced.
+    """
+    scheme = SCHEMES[precision]
+    kind = scheme.to_train if training else scheme.to_generate
+    named, chosen = [(name, module) for name, module in model.named_modules() if _is_linear(module)], _choice(model)
+    wanted = [(name, module) for name, module in named if chosen(name) and _fits(module, scheme.multiple)]
+    if not wanted:
+        raise UnsupportedError(
+            f"precision={precision} was asked for {type(model).__name__}.",
+            f"{len(named)} linear layers were found in it, and none that is not its last or its output.",
+            "Use bf16.",
+        )
+    total = sum(p.numel() for p in model.parameters())
+    replaced = 0
+    for _, module in wanted:
+        replaced += module.weight.numel()
+        _become(module, kind)
+    return (
+        f"{scheme.told}: in {len(wanted):,} linear layers with {replaced:,} of {total:,} parameters; "
+        "the others stay in bfloat16"
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _fits(module: nn.Module, multiple: int) -> bool:
+    return not any(size % multiple for size in module.weight.shape)  # type: ignore[union-attr]
+
+
+def _choice(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a layer of that name is to be replaced, as transformers decides it."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return lambda name: True
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = get_keys_to_not_convert(model)
+    return lambda name: should_convert_module(name, kept)
+
+
+def _become(module: Any, kind: type[nn.Linear]) -> None:
+    """Make a linear layer one of another kind in its place: a new one would leave the old one's tensors behind."""
+    shape = tuple(module.weight.shape)
+    outside, inside = reversed(shape) if type(module).__name__ == "Conv1D" else shape
+    module.__class__ = kind
+    module.in_features, module.out_features = inside, outside
+    module.take_over()
+
+
+# -- under LoRA -----------------------------------------------------------------------------------------------------
+
+
+def lora_layers() -> dict[type[nn.Module], type[nn.Module]]:
+    """PEFT's layers for bitsandbytes (peft/tuners/lora/bnb.py): they cast what is added, not the sum."""
+    from peft.tuners.lora.layer import Linear as LoraLinear
+
+    class _Lora8bit(LoraLinear):
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result: torch.Tensor = self._own(self.base_layer(x, *args, **kwargs))
+            for name in self.active_adapters:
+                down: Any = self.lora_A[name]
+                up: Any = self.lora_B[name]
+                x = self._cast_input_dtype(x, down.weight.dtype)
+                output = up(down(self.lora_dropout[name](x))) * self.scaling[name]
+                result = result + output.to(result.dtype)
+            return result
+
+        def _own(self, result: torch.Tensor) -> torch.Tensor:
+            return result
+
+    class _Lora4bit(_Lora8bit):
+        def _own(self, result: torch.Tensor) -> torch.Tensor:
+            return result.clone()
+
+    return {Linear8bit: _Lora8bit, Linear4bit: _Lora4bit}

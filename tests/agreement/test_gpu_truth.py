@@ -1,0 +1,70 @@
+"""Predictions against runs on real GPUs, as bench/gpu_truth.py recorded them."""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import median
+from typing import Any
+
+import pytest
+
+import _gpu_zoo
+import gpu_truth
+from accuracy.table import quantile
+
+RECORDS = gpu_truth.read(gpu_truth.RECORDS)
+recorded = pytest.mark.skipif(not RECORDS, reason="no run of a real GPU is recorded in measurements/gpu_truth.jsonl")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and peft, about their own future
+
+
+@cache
+def errors() -> dict[str, list[tuple[str, float]]]:
+    """Predicting all records takes minutes: one of each family here, every one in the benchmark."""
+    first = {record["case"]["family"]: record for record in reversed(RECORDS) if not record.get("error")}
+    return gpu_truth.errors(list(first.values()), gpu_truth.predictions_of(list(first.values())))
+
+
+@recorded
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("quantity", "middle", "most"),
+    [("allocated", 0.005, 0.02), ("reserved", 0.015, 0.05), ("process", 0.02, 0.05)],
+)
+def test_predictions_are_what_was_measured(quantity: str, middle: float, most: float) -> None:
+    sizes = [abs(error) for _, error in errors()[quantity]]
+    assert median(sizes) <= middle
+    assert quantile(sizes, 0.95) <= most
+
+
+@recorded
+def test_runs_capped_at_the_upper_bound_succeed() -> None:
+    told = gpu_truth.capped(RECORDS)
+    assert told["failed"] <= 0.01 * told["runs"]
+    assert told["median_slack"] <= 0.05
+
+
+def test_there_are_sixty_cases_of_every_kind() -> None:
+    cases = _gpu_zoo.CASES.values()
+    assert len(cases) >= 60
+    assert {case.family for case in cases} == {"cnn", "vit", "encoder", "decoder", "moe", "diffusion"}
+    assert {"fp32", "amp-fp16", "amp-bf16", "bf16"} <= {case.precision for case in cases}
+    assert {"sgd", "adamw", "adafactor", "adamw8bit"} <= {case.optimizer for case in cases}
+    assert {"train", "infer", "generate"} == {case.task for case in cases}
+    assert any(case.lora for case in cases)
+    assert any(case.checkpointing for case in cases)
+
+
+@pytest.mark.parametrize("name", ["mobilenet-adagrad", "unet-bf16", "llama-lora", "t5-generate"])
+def test_a_case_is_run_and_predicted_from_its_record(name: str) -> None:
+    """What the benchmark does on a GPU, in small on the CPU."""
+    import _gpu_truth_worker as worker
+
+    case = _gpu_zoo.CASES[name].tiny()
+    record: dict[str, Any] = worker.measure(case, "cpu", 0, {})
+    assert "error" not in record, record["error"]
+    assert record["measured"]["step_s"] > 0
+    again = gpu_truth.predictions_of([record])[name]
+    assert "error" not in again, again["error"]
+    predicted = again["predicted"]
+    assert predicted["allocated"] <= predicted["reserved"] < predicted["process"] <= predicted["upper_bound"]
