@@ -235,11 +235,12 @@ def put_in_force(
 ) -> WeightStreaming:
     """Apply ``plan`` with real memory."""
     timeline = Timeline(f"{plan.model} {plan.task}", measured=True)
-    memory = _memory(plan, hardware, device, timeline)
+    memory = make_memory(plan, hardware, device, timeline)
     return apply(model, partition, plan, memory, weights)
 
 
-def _memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
+def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
+    """The pools that ``plan`` was made for, empty."""
     budget = plan.budget_bytes
     if hardware.compute == RAM:
         return cpu_memory(timeline, ram_bytes=budget[RAM])

@@ -1,0 +1,141 @@
+"""A training plan in force on a model and its optimizer: the techniques composed, and the step through them.
+
+The same code runs on fake tensors, and that run is the prediction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Plan, Timeline
+from brim.core.hardware import DISK
+from brim.memory.tiers import Memory
+from brim.run.training_choice import Choice
+from brim.techniques import (
+    activation_offload,
+    checkpointing,
+    chunked_loss,
+    optimizer_offload,
+    precision,
+    weight_streaming,
+)
+from brim.techniques.base import Handle
+from brim.techniques.blocks import Partition
+from brim.techniques.micro_batch import MicroBatch
+from brim.techniques.weight_streaming import Weights, WeightStreaming
+
+
+def apply_choice(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    memory: Memory,
+    partition: Partition,
+    weights: Weights,
+) -> Fitted:
+    """Put ``plan`` into force. On any failure the model and the optimizer are left as they were.
+
+    ``partition`` is that which the plan's weight streaming decisions speak of.
+    """
+    fitted = Fitted(model, optimizer, plan, memory)
+    try:
+        fitted._apply(partition, weights)
+    except BaseException:
+        fitted.remove()
+        raise
+    return fitted
+
+
+class Fitted:
+    """The handle of a model in training. ``step_s`` are the seconds of the last step, 0 before the first."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, memory: Memory) -> None:
+        self.model, self.optimizer, self.plan, self.memory = model, optimizer, plan, memory
+        self.choice = Choice.of(plan)
+        self.step_s = 0.0
+        self.streaming: WeightStreaming | None = None
+        self.offload: optimizer_offload.OptimizerOffload | None = None
+        self._handles: list[Handle] = []
+
+    def _apply(self, partition: Partition, weights: Weights) -> None:
+        choice, model, memory = self.choice, self.model, self.memory
+        self.precision = self._hold(precision.apply(model, self.optimizer, choice.precision))
+        if choice.checkpointing:
+            self._hold(checkpointing.apply(model, choice.checkpointing))
+        if choice.chunk_tokens:
+            self._hold(chunked_loss.apply(model, choice.chunk_tokens))
+        self.streaming = weight_streaming.apply(model, partition, self.plan, memory, weights, training=True)
+        self._hold(self.streaming)
+        if choice.activations:
+            self._hold(activation_offload.apply(model, choice.activations, memory))
+        if choice.offloads_optimizer:
+            self.offload = optimizer_offload.apply(
+                model,
+                self.optimizer,
+                memory,
+                states=choice.states,
+                gradients=choice.gradients,
+                streaming=self.streaming if choice.streams else None,
+            )
+            self._hold(self.offload)
+
+    def _hold(self, handle: Any) -> Any:
+        self._handles.append(handle)
+        return handle
+
+    def step(self, micros: Sequence[MicroBatch], *, clip_norm: float | None = None) -> torch.Tensor:
+        """One step of the optimizer over the micro-batches of a batch. Returns the batch's loss, 0-dimensional."""
+        total: torch.Tensor | None = None
+        for micro in micros:
+            last = micro is micros[-1]
+            with self._updating() if last and clip_norm is None else contextlib.nullcontext():
+                loss = self._loss(micro)
+                self.precision.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+            del loss
+        if clip_norm is not None:
+            self._clip(clip_norm)
+        self.precision.step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        assert total is not None, "a batch has one micro-batch at least"
+        return total
+
+    def _loss(self, micro: MicroBatch) -> torch.Tensor:
+        with self.precision.forward():
+            loss: torch.Tensor = self.model(**micro.inputs).loss
+            # A product with one would be one operation more than plain PyTorch does.
+            return loss if micro.weight == 1 else loss * micro.weight
+
+    def _updating(self) -> Any:
+        if self.offload is not None and self.choice.in_backward:
+            return self.offload.final()
+        return contextlib.nullcontext()
+
+    def _clip(self, norm: float) -> None:
+        if self.offload is not None:
+            self.offload.clip_grad_norm_(norm)
+            return
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+    def timeline(self) -> Timeline:
+        """What memory did since the plan came into force; facts as weight streaming's, and the scratch file's peak."""
+        assert self.streaming is not None, "it is removed"
+        made = self.streaming.timeline()
+        made.facts[f"held_bytes.{DISK}"] = self.memory.scratch().peak_bytes
+        return made
+
+    def close(self) -> None:
+        """Stop moving and close the files; the model and the optimizer are of no use after that."""
+        self.memory.close()
+
+    def remove(self) -> None:
+        """Give model and optimizer back with everything in memory, as if nothing had been fitted."""
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()

@@ -1,0 +1,147 @@
+"""A training's checkpoints: what goes into them, and how a session begins from one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brim.memory.checkpoint_writing import Layout, write_safetensors
+from brim.run import checkpoint_reading
+from brim.run.checkpoint import Checkpointer, Tensors
+from brim.run.checkpoint_reading import Checkpoint
+from brim.run.data import Batches
+from brim.run.training_session import Session, Terms
+from brim.run.training_setup import Setup
+from brim.run.training_state import (
+    adapter_tensors,
+    model_files,
+    optimizer_numbers,
+    restore_rng,
+    rng_state,
+)
+
+_OPTIMIZER = "optimizer"
+
+
+class Saver:
+    """Writes and reads the checkpoints of one training."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        setup.output.mkdir(parents=True, exist_ok=True)
+        self._checkpointer = Checkpointer(setup.output, asynchronous=False)
+
+    def start(self, terms: Terms, batches: Batches) -> tuple[Session, int]:
+        """A session and the number of the step that it goes on with; 0 without ``resume``."""
+        resume = self._setup.request.resume and checkpoint_reading.steps(self._setup.output)
+        found = checkpoint_reading.latest(self._setup.output) if resume else None
+        if found is None:
+            torch.manual_seed(terms.seed)
+        return self._open(terms, batches, found, 0 if found is None else int(found.state["rung"]))
+
+    def restart(self, terms: Terms, batches: Batches, rung: int) -> tuple[Session, int]:
+        """From the last checkpoint, or the beginning where there is none, on another rung."""
+        found = checkpoint_reading.latest(self._setup.output) if checkpoint_reading.steps(self._setup.output) else None
+        if found is None:
+            torch.manual_seed(terms.seed)
+            batches.load_state_dict(self._setup.batches().state_dict())
+        return self._open(terms, batches, found, rung)
+
+    def _open(
+        self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int
+    ) -> tuple[Session, int]:
+        folder = self._setup.folder if found is None or terms.method == "lora" else found.folder
+        session = Session.open(terms, folder, rung=rung)
+        if found is None:
+            torch.manual_seed(terms.seed)  # whatever opening drew
+            return session, 0
+        try:
+            self._restore(session, found)
+            batches.load_state_dict(found.state["data"])
+            restore_rng(found.state["rng"])
+        except BaseException:
+            session.close()
+            raise
+        return session, found.step
+
+    def _restore(self, session: Session, found: Checkpoint) -> None:
+        fitted = session.fitted
+        if session.terms.method == "lora":
+            # peft's own tensors are small and always in memory.
+            targets = {stored_name(name): p.data for name, p in _trained(session).items()}
+            found.read_into("adapter_model", targets)
+        fitted.precision.load_state_dict(found.state["precision"])
+        fitted.load_states(found.tensors(_OPTIMIZER))
+
+    def save(self, session: Session, step: int, batches: Batches) -> None:
+        """A checkpoint after ``step`` steps; nothing where there is one of that step already."""
+        if step in checkpoint_reading.steps(self._setup.output):
+            return
+        tensors, files = _model(session)
+        state = {
+            "rung": session.rung,
+            "rng": rng_state(),
+            "data": batches.state_dict(),
+            "precision": session.fitted.precision.state_dict(),
+            "optimizer": optimizer_numbers(session.fitted.optimizer, _names(session)),
+            "plan": session.plan.to_json(),
+        }
+        optimizer = Tensors(
+            stem=_OPTIMIZER, layout=session.fitted.states_layout(), values=session.fitted.iter_states()
+        )
+        self._checkpointer.save(step, [tensors, optimizer], state=state, files=files)
+
+    def export(self, session: Session, step: int, batches: Batches) -> None:
+        """The model itself into the output folder, as transformers or peft read it; and a last checkpoint."""
+        if self._setup.request.save_every:
+            self.save(session, step, batches)
+        self._checkpointer.finish()
+        tensors, files = _model(session)
+        for name, content in files.items():
+            data = content.read_bytes() if isinstance(content, Path) else content
+            (self._setup.output / name).write_bytes(data)
+        target = self._setup.output / f"{tensors.stem}.safetensors"
+        write_safetensors(target, tensors.layout, tensors.values, dict(tensors.metadata))
+
+    def close(self) -> None:
+        self._checkpointer.finish()
+
+
+def _trained(session: Session) -> dict[str, torch.nn.Parameter]:
+    return {n: p for n, p in session.trainee.module.named_parameters() if p.requires_grad}
+
+
+def stored_name(name: str) -> str:
+    """peft's name of an adapter's tensor in its file."""
+    return name.replace(".default.", ".")
+
+
+def _names(session: Session) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in _trained(session).items()}
+
+
+def _model(session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
+    """What is trained, as it is now, read from wherever it is, one tensor at a time."""
+    trainee = session.trainee
+    if trainee.method == "lora":
+        return adapter_tensors(trainee.module)
+    layout: list[Layout] = [(n, p.dtype, tuple(p.shape)) for n, p in trainee.module.named_parameters()]
+    buffers = _buffers(trainee.module)
+    layout += [(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
+    values = _values(session, buffers)
+    return Tensors(stem="model", layout=layout, values=values), model_files(trainee.module, trainee.opened.path)
+
+
+def _values(session: Session, buffers: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, _ in session.trainee.module.named_parameters():
+        yield name, session.fitted.value(name)
+    yield from buffers.items()
+
+
+def _buffers(module: Any) -> dict[str, torch.Tensor]:
+    """Those that are saved: the others are computed when the module is built."""
+    saved = set(module.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
