@@ -9,35 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from brim.techniques.optimizers import make
+
 _BLOCK = 256  # elements that share one scale in bitsandbytes' blockwise quantization
 _SMALLEST_QUANTIZED = 4096  # bitsandbytes' min_8bit_size
-
-
-class Lion(Optimizer):
-    """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, algorithm 2, one loop."""
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)):
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                average = state["exp_avg"]
-                update = average.clone().mul_(first).add_(parameter.grad, alpha=1 - first).sign_()
-                parameter.add_(update, alpha=-group["lr"])
-                average.lerp_(parameter.grad, 1 - second)
-        return loss
 
 
 class AdamW8bit(Optimizer):
@@ -80,17 +55,4 @@ class AdamW8bit(Optimizer):
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> Optimizer:
     """An optimizer by its name in ``workload.OPTIMIZERS``, its library's defaults everywhere else."""
-    return _MAKERS[name](parameters)
-
-
-_MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
-    "adafactor": torch.optim.Adafactor,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "lion": Lion,
-    "adamw8bit": AdamW8bit,
-}
+    return AdamW8bit(parameters) if name == "adamw8bit" else make(name, parameters)

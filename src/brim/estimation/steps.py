@@ -15,16 +15,11 @@ from brim.estimation import inputs as making
 from brim.estimation.models import Source, short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
+from brim.techniques.checkpointing import selective_contexts
 
 Step = Callable[[], Any]
 
 _HALF = {"bfloat16": "bf16", "float16": "bf16"}  # both take two bytes
-# What selective checkpointing keeps: products and attention, as torchtitan's op-level policy does. All else is
-# computed again.
-_KEPT = (
-    "mm", "addmm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
 
 
 class Job:
@@ -241,7 +236,7 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if checkpointing == "selective":
-        options["context_fn"] = _selective_contexts
+        options["context_fn"] = selective_contexts
     if source.library == "diffusers":
         if checkpointing == "selective" or not getattr(model, "_supports_gradient_checkpointing", False):
             raise UnsupportedError(
@@ -261,13 +256,6 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
         model.activation_checkpointing_enable(options)  # type: ignore[operator]
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
-
-
-def _selective_contexts() -> Any:
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
-    return create_selective_checkpoint_contexts(kept)
 
 
 def _autocast(precision: str | None) -> Any:

@@ -1,0 +1,156 @@
+"""Optimizers by name, the real ones, and what each keeps for a parameter.
+
+Most are PyTorch's own. Lion is here; AdamW with moments of 8 bits is torchao's. What a smaller state costs is another
+course of training: these are choices, not lossless techniques.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brim.core.hardware import RAM
+from brim.errors import UnsupportedError, UsageError
+from brim.predict.formulas import optimizer_state
+from brim.techniques.base import Option
+
+NAME = "optimizers"
+
+_QUANTIZED_BLOCK = 256  # elements that share one scale (torchao/optim/adam.py, block_size)
+_SMALLEST_QUANTIZED = 4096  # smaller parameters keep moments of their own dtype (torchao/optim/adam.py, _new_buffer)
+_CODE_BOOK_BYTES = 256 * 4
+_COUNTER_BYTES = 4
+
+
+class Lion(Optimizer):
+    """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, algorithm 2, one loop."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average = state["exp_avg"]
+                update = average.clone().mul_(first).add_(parameter.grad, alpha=1 - first).sign_()
+                if group["weight_decay"]:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"])
+                average.lerp_(parameter.grad, 1 - second)
+        return loss
+
+
+def make(name: str, parameters: Iterable[Any], lr: float | None = None, **known: Any) -> Optimizer:
+    """An optimizer by its name in ``OPTIMIZERS``.
+
+    ``parameters`` are tensors or PyTorch's groups (dictionaries); ``lr`` None is the library's default, and so is
+    whatever is not among ``known`` (``weight_decay``, ``betas``, ``fused``, ...). Raises UsageError for an unknown
+    name or option, UnsupportedError where ``adamw8bit`` is asked for without torchao.
+    """
+    maker = _maker(name)
+    given = known if lr is None else {"lr": lr, **known}
+    allowed = [option for option in inspect.signature(maker).parameters if option not in ("self", "params")]
+    fixed = _FIXED.get(name, {})
+    for option in given:
+        if option not in allowed or option in fixed:
+            raise UsageError(
+                f"{option} was given for the optimizer {name}.",
+                f"It has no such option; its own are {', '.join(sorted(set(allowed) - set(fixed)))}.",
+            )
+    made: Optimizer = maker(list(parameters), **fixed, **given)
+    return made
+
+
+def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Bytes that the optimizer keeps for each of ``parameters`` once it has stepped, step counters included.
+
+    PyTorch keeps its counters (4 bytes each) in RAM unless the optimizer is fused or capturable.
+    """
+    _check(name)
+    if name == "adamw8bit":
+        return [_quantized_bytes(parameter) for parameter in parameters]
+    return [
+        int(optimizer_state(name, [tuple(p.shape)], dtype=str(p.dtype).removeprefix("torch.")).value)
+        for p in parameters
+    ]
+
+
+def options(parameters: Sequence[torch.Tensor], *, tier: str = RAM) -> list[Option]:
+    """Every optimizer against AdamW, for the whole model: what its state in ``tier`` is smaller by."""
+    most = sum(state_bytes("adamw", parameters))
+    return [
+        Option(
+            technique=NAME,
+            block="",
+            choice=name,
+            saves_bytes={tier: most - sum(state_bytes(name, parameters))},
+            lossless=name == "adamw",
+        )
+        for name in OPTIMIZERS
+    ]
+
+
+def _maker(name: str) -> Callable[..., Optimizer]:
+    _check(name)
+    if name != "adamw8bit":
+        return _MAKERS[name]
+    try:
+        found: Callable[..., Optimizer] = importlib.import_module("torchao.optim").AdamW8bit
+    except ImportError as error:
+        raise UnsupportedError(
+            "The optimizer adamw8bit was asked for.",
+            f"It is torchao's, which cannot be imported here: {error}.",
+            "Install torchao, or take adafactor or lion, which keep little as well.",
+        ) from error
+    return found
+
+
+def _check(name: str) -> None:
+    if name not in OPTIMIZERS:
+        near = difflib.get_close_matches(name, OPTIMIZERS, n=3, cutoff=0.0)
+        raise UsageError(f"The optimizer {name!r} was asked for.", "It is not known.", f"Nearest: {', '.join(near)}.")
+
+
+def _quantized_bytes(parameter: torch.Tensor) -> int:
+    count = parameter.numel()
+    if count < _SMALLEST_QUANTIZED or count % _QUANTIZED_BLOCK:
+        return 2 * count * parameter.element_size() + _COUNTER_BYTES
+    return 2 * (count + count // _QUANTIZED_BLOCK * 4 + _CODE_BOOK_BYTES) + _COUNTER_BYTES
+
+
+_MAKERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": torch.optim.SGD,
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
+}
+_FIXED: dict[str, dict[str, Any]] = {"sgd-momentum": {"momentum": 0.9}}
+OPTIMIZERS = (*_MAKERS, "adamw8bit")
