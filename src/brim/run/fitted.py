@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from brim.core import Plan, Timeline
+from brim.core import Decision, Plan, Timeline
 from brim.core.hardware import DISK
 from brim.memory.tiers import Memory
 from brim.run.training_choice import Choice
@@ -27,7 +28,7 @@ from brim.techniques import (
 from brim.techniques.base import Handle
 from brim.techniques.blocks import Partition
 from brim.techniques.micro_batch import MicroBatch
-from brim.techniques.weight_streaming import Weights, WeightStreaming
+from brim.techniques.weight_streaming import RESIDENT, Weights, WeightStreaming
 
 
 def apply_choice(
@@ -40,15 +41,25 @@ def apply_choice(
 ) -> Fitted:
     """Put ``plan`` into force. On any failure the model and the optimizer are left as they were.
 
-    ``partition`` is that which the plan's weight streaming decisions speak of.
+    ``partition`` is that which the plan's weight streaming decisions speak of; a block without one is resident.
     """
-    fitted = Fitted(model, optimizer, plan, memory)
+    fitted = Fitted(model, optimizer, _complete(plan, partition), memory)
     try:
         fitted._apply(partition, weights)
     except BaseException:
         fitted.remove()
         raise
     return fitted
+
+
+def _complete(plan: Plan, partition: Partition) -> Plan:
+    known = plan.choices(weight_streaming.NAME)
+    added = tuple(
+        Decision(technique=weight_streaming.NAME, block=block.name, choice=RESIDENT, bytes=block.bytes)
+        for block in partition.blocks
+        if block.name not in known
+    )
+    return replace(plan, decisions=plan.decisions + added)
 
 
 class Fitted:

@@ -18,6 +18,7 @@ from brim.techniques.weight_streaming import Weights
 
 Method = Literal["full", "lora"]
 _RANK = 8
+_FUSED = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +101,9 @@ def add_lora(module: nn.Module, seed: int) -> Any:
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of what is trained in ``module``."""
-    return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr)
+    """The optimizer of what is trained in ``module``; PyTorch's fused kernels where it has them: they take nothing."""
+    known = {"fused": True} if name in _FUSED else {}
+    return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **known)
 
 
 def stored_names(trainee: Trainee, names: Sequence[str]) -> dict[str, str]:
