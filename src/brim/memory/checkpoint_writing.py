@@ -16,7 +16,7 @@ from brim.memory.checksums import checksum
 DATA_ALIGNMENT_BYTES = 4096  # the data begins on a page, as O_DIRECT wants it
 TENSOR_ALIGNMENT_BYTES = 64
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 Layout = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor's name, dtype and shape
 
@@ -36,7 +36,7 @@ def write_safetensors(
     Returns each tensor's checksum. Raises TransferError when the disk refuses.
     """
     path = Path(path)
-    header, sources = _plan(path, layout, metadata or {})
+    header, sources = plan_safetensors(path, layout, metadata or {})
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("xb") as file:
@@ -46,7 +46,7 @@ def write_safetensors(
             file.truncate(len(header) + sum(source.bytes for source in sources.values()))
             os.fsync(file.fileno())
         partial.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise TransferError(
@@ -58,7 +58,10 @@ def write_safetensors(
     return found
 
 
-def _plan(path: Path, layout: Sequence[Layout], metadata: dict[str, str]) -> tuple[bytes, dict[str, TensorSource]]:
+def plan_safetensors(
+    path: Path, layout: Sequence[Layout], metadata: dict[str, str]
+) -> tuple[bytes, dict[str, TensorSource]]:
+    """The first bytes of the file, and where in it each tensor goes, in the order of their bytes."""
     blank = [TensorSource(name=n, dtype=d, shape=tuple(s), extents=()) for n, d, s in layout]
     # Gaps are forbidden, so the order alone aligns: whole multiples of 64 bytes first, then by item size.
     blank.sort(key=lambda s: (s.bytes % TENSOR_ALIGNMENT_BYTES != 0, -s.dtype.itemsize if s.bytes % 64 else 0))
@@ -66,7 +69,7 @@ def _plan(path: Path, layout: Sequence[Layout], metadata: dict[str, str]) -> tup
     offset = 0
     for source in blank:
         entries[source.name] = {
-            "dtype": _CODES[source.dtype],
+            "dtype": CODES[source.dtype],
             "shape": list(source.shape),
             "data_offsets": [offset, offset + source.bytes],
         }
@@ -94,7 +97,7 @@ def _write_tensor(descriptor: int, source: TensorSource, tensor: torch.Tensor) -
     return checksum(flat)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """A rename is on the disk only once its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

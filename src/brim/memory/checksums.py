@@ -17,34 +17,76 @@ from brim.errors import ModelError
 
 MANIFEST_NAME = "brim.manifest.json"
 _VERSION = 1
+_WORD_BYTES = 8
 _CHUNK_WORDS = 1 << 15  # 256 KiB: the chunk and its factors stay in the L2 cache
+_MASK = (1 << 64) - 1
 
 
 def checksum(data: torch.Tensor) -> int:
-    """64 bits of a contiguous one-dimensional uint8 tensor.
+    """64 bits of a contiguous one-dimensional uint8 tensor."""
+    made = Checksum()
+    made.update(data)
+    return made.value()
+
+
+class Checksum:
+    """64 bits of bytes that come in pieces; how they were cut changes nothing.
 
     Each chunk of 8-byte words is summed with odd factors that depend on the position, modulo 2**64, and the sums
     are hashed. An odd factor never loses a bit, so any single flipped bit changes its chunk's sum.
     """
-    assert data.dtype == torch.uint8 and data.dim() == 1, "bytes, please"
-    if data.data_ptr() % 8:
-        data = data.clone()
-    whole = data.numel() // 8 * 8
-    words, tail = data[:whole].view(torch.int64), data[whole:]
-    factors = _factors()
-    chunks = [words[start : start + _CHUNK_WORDS] for start in range(0, words.numel(), _CHUNK_WORDS)]
-    sums = [torch.dot(chunk, factors[: chunk.numel()]) for chunk in chunks]
-    digest = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=8)
-    digest.update(bytes(tail.tolist()))
-    if sums:
-        digest.update(torch.stack(sums).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little")
+
+    def __init__(self) -> None:
+        self._bytes = self._position = self._sum = 0
+        self._sums: list[int] = []
+        self._tail = b""
+
+    def update(self, data: torch.Tensor) -> None:
+        """Go on with the bytes of a contiguous one-dimensional uint8 tensor."""
+        assert data.dtype == torch.uint8 and data.dim() == 1, "bytes, please"
+        self._bytes += data.numel()
+        if self._tail:
+            missing = min(_WORD_BYTES - len(self._tail), data.numel())
+            self._tail += bytes(data[:missing].tolist())
+            data = data[missing:]
+            if len(self._tail) == _WORD_BYTES:
+                self._add(torch.frombuffer(bytearray(self._tail), dtype=torch.int64))
+                self._tail = b""
+        if data.numel():
+            whole = data.numel() // _WORD_BYTES * _WORD_BYTES
+            self._tail = bytes(data[whole:].tolist())
+            aligned = data[:whole].clone() if data.data_ptr() % _WORD_BYTES else data[:whole]
+            self._add(aligned.view(torch.int64))
+
+    def _add(self, words: torch.Tensor) -> None:
+        factors, at = _factors(), 0
+        while at < words.numel():
+            part = words[at : at + _CHUNK_WORDS - self._position]
+            self._sum += int(torch.dot(part, factors[self._position : self._position + part.numel()]))
+            self._position += part.numel()
+            at += part.numel()
+            if self._position == _CHUNK_WORDS:
+                self._sums.append(self._sum)
+                self._position = self._sum = 0
+
+    def value(self) -> int:
+        """The checksum of everything until now."""
+        sums = [*self._sums, self._sum] if self._position else self._sums
+        digest = hashlib.blake2b(self._bytes.to_bytes(8, "little"), digest_size=8)
+        digest.update(self._tail)
+        digest.update(b"".join((one & _MASK).to_bytes(8, "little") for one in sums))
+        return int.from_bytes(digest.digest(), "little")
+
+
+def manifest_text(checksums: dict[str, int]) -> str:
+    """What ``write_manifest`` writes."""
+    content = {"version": _VERSION, "checksums": {name: f"{value:016x}" for name, value in checksums.items()}}
+    return json.dumps(content, indent=0) + "\n"
 
 
 def write_manifest(directory: str | Path, checksums: dict[str, int]) -> None:
     """Record the checksums of a checkpoint's tensors, by tensor name, beside it."""
-    content = {"version": _VERSION, "checksums": {name: f"{value:016x}" for name, value in checksums.items()}}
-    (Path(directory) / MANIFEST_NAME).write_text(json.dumps(content, indent=0) + "\n")
+    (Path(directory) / MANIFEST_NAME).write_text(manifest_text(checksums))
 
 
 def read_manifest(directory: str | Path) -> dict[str, int] | None:
@@ -85,12 +127,11 @@ def verify_hub_blob(path: str | Path) -> bool:
 @cache
 def _factors() -> torch.Tensor:
     """Odd 64-bit factors, the splitmix64 finalizer of the position (Steele, Lea, Flood 2014)."""
-    mask = (1 << 64) - 1
     values = []
     for position in range(1, _CHUNK_WORDS + 1):
-        mixed = position * 0x9E3779B97F4A7C15 & mask
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
+        mixed = position * 0x9E3779B97F4A7C15 & _MASK
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
         mixed = (mixed ^ mixed >> 31) | 1
         values.append(mixed - (1 << 64) if mixed >> 63 else mixed)
     return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,109 @@
+"""What a training checkpoint says about itself: every file, every tensor, a checksum for each and one over all that.
+
+The manifest is the last file of a checkpoint to be written. A folder without one, or with one that its own checksum
+contradicts, is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brim.core import codec
+from brim.errors import FormatError, ModelError
+
+MANIFEST_NAME = "brim.checkpoint.json"
+VERSION = 1
+
+_STEP = re.compile(r"step-(\d{6,})(\.old)?")
+_PARTIAL = re.compile(r"\.step-\d{6,}(\.old)?\.partial")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """``dtype`` is safetensors' code (``BF16``); ``checksum`` is ``memory.checksums`` of the bytes, 16 hex digits."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """``checksum`` is of the whole file; of a safetensors file, of its header, as each tensor has its own."""
+
+    bytes: int
+    checksum: str
+    tensors: Mapping[str, TensorEntry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """``state``: any JSON that the training loop wants back (RNG, position in the data, optimizer's numbers)."""
+
+    brim: str
+    step: int
+    files: Mapping[str, FileEntry]
+    state: Mapping[str, Any]
+
+
+def to_text(manifest: Manifest) -> str:
+    """Raises TypeError when ``state`` is not JSON."""
+    document = json.loads(json.dumps(codec.to_json(manifest, VERSION)))  # keys become what they will be read as
+    return json.dumps(document | {"checksum": _digest(document)}, sort_keys=True, indent=0) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in ``folder``. Raises ModelError when there is none or it is damaged."""
+    path = folder / MANIFEST_NAME
+    asked = f"{folder} was to be read as a training checkpoint."
+    try:
+        document = json.loads(path.read_bytes().decode("utf-8"))
+        claimed = document.pop("checksum")
+    except FileNotFoundError as error:
+        raise ModelError(asked, f"It has no {MANIFEST_NAME}.", "Give a folder that brim train wrote.") from error
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(asked, f"{MANIFEST_NAME} is damaged: {error!r:.200}.") from error
+    if claimed != _digest(document):
+        raise ModelError(asked, f"{MANIFEST_NAME} is damaged: its checksum is another.")
+    try:
+        return codec.from_json(Manifest, document, VERSION)
+    except FormatError as error:
+        raise ModelError(asked, f"{MANIFEST_NAME}: {error.found}", error.todo) from error
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    return root / f"step-{step:06d}"
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where a checkpoint is while it is being written or deleted; nobody reads it."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def set_aside(folder: Path) -> Path:
+    """Where a checkpoint is while another of the same step takes its place; it still counts."""
+    return folder.with_name(f"{folder.name}.old")
+
+
+def partial_folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if _PARTIAL.fullmatch(path.name))
+
+
+def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder), the newest first; of one step, the one that was set aside last."""
+    if not root.is_dir():
+        return []
+    found = [(match, path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()]
+    found.sort(key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))
+    return [(int(match[1]), path) for match, path in found]
+
+
+def _digest(document: Any) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

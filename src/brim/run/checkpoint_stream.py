@@ -1,0 +1,76 @@
+"""Bytes on their way to a checkpoint: cut into pieces, copied once, never more of them than a buffer holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from brim.memory.pool import round_up
+
+_ALIGNMENT_BYTES = 8  # as the checksum wants its words
+_PIECE_BYTES = 4 << 20
+
+
+def pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
+    """The bytes of ``tensor`` in row-major order as flat uint8 tensors of at most ``limit_bytes`` (8 or more).
+
+    Views where the tensor is contiguous; where it is not, copies of that size, never of the whole.
+    """
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        flat = tensor.view(-1).view(torch.uint8)
+        yield from flat.split(limit_bytes)
+        return
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    if row_bytes > limit_bytes:
+        for row in tensor:
+            yield from pieces(row, limit_bytes)
+        return
+    for rows in tensor.split(limit_bytes // row_bytes):
+        yield rows.contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Room in a Ring: ``tensor`` is to be filled; ``cost_bytes`` are given back with it."""
+
+    tensor: torch.Tensor
+    cost_bytes: int
+
+
+class Ring:
+    """A flat buffer for one who fills and one who empties it, first in, first out; the filler waits for room."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._at, self._used_bytes = buffer, 0, 0
+        self._changed = threading.Condition()
+        # Half of it: a piece that does not fit before the end starts at the beginning, and what it skips is lost.
+        self.piece_bytes = min(_PIECE_BYTES, buffer.numel() // 2 // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
+        assert self.piece_bytes >= _ALIGNMENT_BYTES, f"{buffer.numel()} bytes are too few"
+
+    def take(self, bytes: int, abandoned: Callable[[], bool]) -> Window | None:
+        """Room for ``bytes`` (at most ``piece_bytes``), as soon as there is; None once ``abandoned()``."""
+        length, end = round_up(bytes, _ALIGNMENT_BYTES), self._buffer.numel()
+        begin = self._at if self._at + length <= end else 0
+        skipped = 0 if begin == self._at else end - self._at
+        with self._changed:
+            self._changed.wait_for(lambda: abandoned() or self._used_bytes + skipped + length <= end)
+            if abandoned():
+                return None
+            self._used_bytes += skipped + length
+        self._at = begin + length
+        return Window(self._buffer[begin : begin + bytes], skipped + length)
+
+    def give(self, window: Window) -> None:
+        """Windows come back in the order in which they were taken."""
+        with self._changed:
+            self._used_bytes -= window.cost_bytes
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let the filler look again whether it is abandoned."""
+        with self._changed:
+            self._changed.notify_all()
