@@ -6,7 +6,7 @@ The same code runs on fake tensors, and that run is the prediction.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import nn
 
 from brim.core import Decision, Plan, Timeline
 from brim.core.hardware import DISK
+from brim.memory.checkpoint_writing import Layout
 from brim.memory.tiers import Memory
+from brim.run import training_state
 from brim.run.training_choice import Choice
 from brim.techniques import (
     activation_offload,
@@ -63,15 +65,20 @@ def _complete(plan: Plan, partition: Partition) -> Plan:
 
 
 class Fitted:
-    """The handle of a model in training. ``step_s`` are the seconds of the last step, 0 before the first."""
+    """The handle of a model in training."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, memory: Memory) -> None:
         self.model, self.optimizer, self.plan, self.memory = model, optimizer, plan, memory
         self.choice = Choice.of(plan)
-        self.step_s = 0.0
+        self._stepping = False
         self.streaming: WeightStreaming | None = None
         self.offload: optimizer_offload.OptimizerOffload | None = None
         self._handles: list[Handle] = []
+
+    @property
+    def is_partly_updated(self) -> bool:
+        """Whether the step under way has begun to change weights, so that it cannot be repeated as it is."""
+        return self._stepping or (self.offload is not None and self.offload.partly_updated)
 
     def _apply(self, partition: Partition, weights: Weights) -> None:
         choice, model, memory = self.choice, self.model, self.memory
@@ -101,6 +108,7 @@ class Fitted:
 
     def step(self, micros: Sequence[MicroBatch], *, clip_norm: float | None = None) -> torch.Tensor:
         """One step of the optimizer over the micro-batches of a batch. Returns the batch's loss, 0-dimensional."""
+        self._stepping = False
         total: torch.Tensor | None = None
         for micro in micros:
             last = micro is micros[-1]
@@ -111,7 +119,9 @@ class Fitted:
             del loss
         if clip_norm is not None:
             self._clip(clip_norm)
+        self._stepping = True
         self.precision.step(self.optimizer)
+        self._stepping = False
         self.optimizer.zero_grad(set_to_none=True)
         assert total is not None, "a batch has one micro-batch at least"
         return total
@@ -133,6 +143,34 @@ class Fitted:
             return
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, norm)
+
+    # -- what a checkpoint holds
+
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter or buffer as it is now, wherever it rests."""
+        assert self.streaming is not None
+        return self.streaming.value(name)
+
+    def states(self, names: Mapping[torch.Tensor, str]) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:
+        """The optimizer's state tensors, announced and then read one at a time. ``names``: parameter -> name."""
+        layout = training_state.optimizer_layout(self.optimizer, names)
+        if self.offload is None:
+            return layout, training_state.optimizer_tensors(self.optimizer, names)
+        announced = {name for name, _, _ in layout}
+        return layout, (pair for pair in self.offload.iter_state() if pair[0] in announced)
+
+    def load_states(
+        self,
+        names: Mapping[torch.Tensor, str],
+        numbers: Mapping[str, Any],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+    ) -> None:
+        """Put back what ``states`` and ``training_state.optimizer_numbers`` gave."""
+        if self.offload is None:
+            training_state.restore_optimizer(self.optimizer, names, numbers, tensors)
+            return
+        for name, tensor in tensors:
+            self.offload.load_state(name, tensor)
 
     def timeline(self) -> Timeline:
         """What memory did since the plan came into force; facts as weight streaming's, and the scratch file's peak."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,11 @@ class Trainee:
     weights: Weights
     opened: OpenedModel
     method: Method
+
+    @property
+    def base(self) -> str:
+        """What an adapter says that it belongs to."""
+        return str(self.opened.path)
 
     @property
     def trained(self) -> list[str]:
@@ -105,9 +110,3 @@ def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optim
     known = {"fused": True} if name in _FUSED else {}
     return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **known)
 
-
-def stored_names(trainee: Trainee, names: Sequence[str]) -> dict[str, str]:
-    """Parameter -> its name in the file that is written: peft leaves the adapter's name out."""
-    if trainee.method == "full":
-        return {name: name for name in names}
-    return {name: name.replace(".default.", ".") for name in names}

@@ -158,8 +158,7 @@ class _Run:
         """Save what the step began with, let everything go, and open it again one rung further down."""
         heap.trim()
         session, step = self.session, self._next
-        clean = not session.fitted.has_updated
-        if clean:
+        if not session.fitted.is_partly_updated:
             self._saver.save(session, step, self._batches)
         rung = session.rung + 1
         session.close()

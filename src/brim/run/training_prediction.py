@@ -1,4 +1,4 @@
-"""What a training step will take, found by applying the plan to a model without bytes and tracing two steps of it."""
+"""What a training step will take, found by applying the plan to a model without bytes and tracing a step of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.weight_streaming import Weights
 
 _ENDLESS_BYTES = 1 << 60
-_STEPS = 2  # the first makes the optimizer's states, the second meets them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class Rehearsal:
         moved: list[dict[tuple[str, str], int]] = []
         made = trace(
             lambda: self._build(choice, seen, moved),
-            steps=_STEPS,
+            steps=1,
             target="cpu" if self.hardware.compute == RAM else "cuda",
             model=self.name,
         )
@@ -78,8 +77,8 @@ class Rehearsal:
             peak[RAM] = memory.host.peak_bytes
         peak[DISK] = memory.scratch().peak_bytes
         memory.close()
-        last = {way: count - moved[-2].get(way, 0) for way, count in moved[-1].items()}
-        timed = _timed(made, last, self.hardware)
+        step = {way: count - moved[0].get(way, 0) for way, count in moved[1].items()}
+        timed = _timed(made, step, self.hardware)
         del made, memory
         spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
         return replace(timed, peak_bytes={tier: count + spent.get(tier, 0) for tier, count in peak.items()})
@@ -97,6 +96,8 @@ class Rehearsal:
             ram_bytes=_ENDLESS_BYTES,
         )
         seen.append(memory)
+        if choice.states == "keep":
+            _make_states(optimizer)
         fitted = apply_choice(model, optimizer, plan, memory, self.partition, self.weights)
         # Two of many micro-batches have the peaks of all: the first adds up gradients, the last lets them go.
         count = min(2, -(-self.batch // choice.micro_batch))
@@ -105,13 +106,21 @@ class Rehearsal:
         def step() -> None:
             moved.append(dict(memory.recorder.copied_bytes))
             fitted.step(micros, clip_norm=self.clip_norm)
-            if len(moved) == _STEPS:
-                moved.append(dict(memory.recorder.copied_bytes))
+            moved.append(dict(memory.recorder.copied_bytes))
 
         return step
 
 
 _NOTHING = Promise(peak_bytes={})
+
+
+def _make_states(optimizer: torch.optim.Optimizer) -> None:
+    """What a first step would leave in the optimizer: from the second on, a step meets it."""
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        held, parameter.data = parameter.data, torch.empty(parameter.shape, dtype=parameter.dtype)
+        parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        parameter.grad, parameter.data = None, held
 
 
 def twin(model: nn.Module, weights: Weights) -> nn.Module:

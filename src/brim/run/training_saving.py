@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from brim.memory.checkpoint_writing import Layout, write_safetensors
+from brim.memory.checkpoint_writing import write_safetensors
 from brim.run import checkpoint_reading
-from brim.run.checkpoint import Checkpointer, Tensors
+from brim.run.checkpoint import ADAPTER, Checkpointer, Tensors
+from brim.run.checkpoint_contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint_reading import Checkpoint
 from brim.run.data import Batches
 from brim.run.training_session import Session, Terms
 from brim.run.training_setup import Setup
-from brim.run.training_state import (
-    adapter_tensors,
-    model_files,
-    optimizer_numbers,
-    restore_rng,
-    rng_state,
-)
+from brim.run.training_state import optimizer_numbers, restore_rng, rng_state
 
 _OPTIMIZER = "optimizer"
 
@@ -70,11 +63,10 @@ class Saver:
     def _restore(self, session: Session, found: Checkpoint) -> None:
         fitted = session.fitted
         if session.terms.method == "lora":
-            # peft's own tensors are small and always in memory.
-            targets = {stored_name(name): p.data for name, p in _trained(session).items()}
-            found.read_into("adapter_model", targets)
+            # Adapters are small and always in memory.
+            found.read_into(ADAPTER, dict(adapter_tensors(session.trainee.module).values))
         fitted.precision.load_state_dict(found.state["precision"])
-        fitted.load_states(found.tensors(_OPTIMIZER))
+        fitted.load_states(_names(session), found.state["optimizer"], found.tensors(_OPTIMIZER))
 
     def save(self, session: Session, step: int, batches: Batches) -> None:
         """A checkpoint after ``step`` steps; nothing where there is one of that step already."""
@@ -89,9 +81,8 @@ class Saver:
             "optimizer": optimizer_numbers(session.fitted.optimizer, _names(session)),
             "plan": session.plan.to_json(),
         }
-        optimizer = Tensors(
-            stem=_OPTIMIZER, layout=session.fitted.states_layout(), values=session.fitted.iter_states()
-        )
+        layout, values = session.fitted.states(_names(session))
+        optimizer = Tensors(stem=_OPTIMIZER, layout=layout, values=values)
         self._checkpointer.save(step, [tensors, optimizer], state=state, files=files)
 
     def export(self, session: Session, step: int, batches: Batches) -> None:
@@ -100,48 +91,24 @@ class Saver:
             self.save(session, step, batches)
         self._checkpointer.finish()
         tensors, files = _model(session)
+        folder = self._setup.output
         for name, content in files.items():
             data = content.read_bytes() if isinstance(content, Path) else content
-            (self._setup.output / name).write_bytes(data)
-        target = self._setup.output / f"{tensors.stem}.safetensors"
-        write_safetensors(target, tensors.layout, tensors.values, dict(tensors.metadata))
+            (folder / name).write_bytes(data)
+        write_safetensors(folder / f"{tensors.stem}.safetensors", tensors.layout, tensors.values, dict(tensors.metadata))
 
     def close(self) -> None:
         self._checkpointer.finish()
 
 
-def _trained(session: Session) -> dict[str, torch.nn.Parameter]:
-    return {n: p for n, p in session.trainee.module.named_parameters() if p.requires_grad}
-
-
-def stored_name(name: str) -> str:
-    """peft's name of an adapter's tensor in its file."""
-    return name.replace(".default.", ".")
-
-
 def _names(session: Session) -> dict[torch.Tensor, str]:
-    return {parameter: name for name, parameter in _trained(session).items()}
+    return {p: n for n, p in session.trainee.module.named_parameters() if p.requires_grad}
 
 
 def _model(session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
     """What is trained, as it is now, read from wherever it is, one tensor at a time."""
     trainee = session.trainee
     if trainee.method == "lora":
-        return adapter_tensors(trainee.module)
-    layout: list[Layout] = [(n, p.dtype, tuple(p.shape)) for n, p in trainee.module.named_parameters()]
-    buffers = _buffers(trainee.module)
-    layout += [(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
-    values = _values(session, buffers)
-    return Tensors(stem="model", layout=layout, values=values), model_files(trainee.module, trainee.opened.path)
-
-
-def _values(session: Session, buffers: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, _ in session.trainee.module.named_parameters():
-        yield name, session.fitted.value(name)
-    yield from buffers.items()
-
-
-def _buffers(module: Any) -> dict[str, torch.Tensor]:
-    """Those that are saved: the others are computed when the module is built."""
-    saved = set(module.state_dict(keep_vars=True))
-    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+        return adapter_tensors(trainee.module), adapter_files(trainee.module, trainee.base, trainee.opened.path)
+    tensors = model_tensors(trainee.module, value=session.fitted.value)
+    return tensors, model_files(trainee.module, trainee.opened.path)

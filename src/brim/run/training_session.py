@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import DISK
-from brim.errors import BudgetError
+from brim.errors import BudgetError, UnsupportedError
 from brim.memory import heap
 from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device, Need, make_memory, make_plan
@@ -19,7 +20,7 @@ from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
 from brim.run.training_prediction import Prediction, Rehearsal
-from brim.techniques import checkpointing, chunked_loss
+from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import NAME as STREAMING
 
@@ -124,7 +125,7 @@ class _Search:
             compute=terms.hardware.compute,
             batch=terms.batch,
             blocks=checkpointing.blocks(self._trainee.module),
-            chunkable=chunked_loss.applies_to(self._trainee.module),
+            chunkable=_chunkable(self._trainee.module),
             single_pass=terms.clip_norm is None,
         )
         rungs = ladder(subject, replace(terms.orders, precision=terms.precision))
@@ -148,11 +149,16 @@ class _Search:
 
     def _floor_bytes(self, choice: Choice) -> Mapping[str, int]:
         """Weights, gradients and optimizer states that a choice keeps for good in the compute tier."""
-        trained = sum(tensor_bytes(p) for p in self._trainee.module.parameters() if p.requires_grad)
+        trained = sum(tensor_bytes(p) for p in self._trained())
         held = self._partition.bytes
         if not choice.in_backward and choice.gradients == "keep":
             held += trained
+        if choice.states == "keep":
+            held += sum(optimizers.state_bytes(self._terms.optimizer, self._trained()))
         return {self._terms.hardware.compute: held}
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._trainee.module.parameters() if p.requires_grad]
 
     def _streamed(self, rung: Choice) -> tuple[Partition, Choice, Prediction]:
         """Weight streaming on top of ``rung``: planned, predicted, and tightened until it is proved to fit."""
@@ -178,3 +184,9 @@ class _Search:
         raise too_small(found.peak_bytes, terms.budget_bytes)
 
 
+def _chunkable(model: nn.Module) -> bool:
+    try:
+        chunked_loss.find_head(model)
+    except UnsupportedError:
+        return False
+    return True
