@@ -66,9 +66,13 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--steps", type=click.IntRange(min=1), help="How many steps; default: as --epochs says."),
         click.option("--epochs", type=click.IntRange(min=1), help="How often through the data.  [default: 1]"),
         click.option("--lr", type=click.FloatRange(min=0), default=2e-5, show_default=True),
-        click.option("--warmup", type=click.IntRange(min=0), default=0, help="Steps over which lr grows to its value."),
+        click.option(
+            "--warmup", type=click.IntRange(min=0), default=0, help="Steps over which lr grows to its value."
+        ),
         click.option("--schedule", type=click.Choice(["constant", "cosine"]), default="constant", show_default=True),
-        click.option("--clip-norm", type=click.FloatRange(min=0, min_open=True), help="Largest norm of all gradients."),
+        click.option(
+            "--clip-norm", type=click.FloatRange(min=0, min_open=True), help="Largest norm of all gradients."
+        ),
         click.option("--optimizer", default="adamw", show_default=True),
         click.option("--precision", default="auto", show_default=True),
         click.option(

@@ -54,7 +54,13 @@ def open_trainee(
     Raises ModelError for what ``open_model`` refuses or a model without a loss of its own, UnsupportedError where
     peft cannot add adapters.
     """
-    dtype = None if method == "lora" else torch.bfloat16 if precision.startswith("bf16") and _pure(precision) else torch.float32
+    dtype = (
+        None
+        if method == "lora"
+        else torch.bfloat16
+        if precision.startswith("bf16") and _pure(precision)
+        else torch.float32
+    )
     opened = open_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=method == "full")
     if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
         raise ModelError(
@@ -83,7 +89,9 @@ def _pure(precision: str) -> bool:
     return "mixed" not in precision
 
 
-def _renaming(verify: Callable[[str, torch.Tensor], None], names: dict[str, str]) -> Callable[[str, torch.Tensor], None]:
+def _renaming(
+    verify: Callable[[str, torch.Tensor], None], names: dict[str, str]
+) -> Callable[[str, torch.Tensor], None]:
     return lambda name, value: verify(names[name], value)
 
 
@@ -109,4 +117,3 @@ def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optim
     """The optimizer of what is trained in ``module``; PyTorch's fused kernels where it has them: they take nothing."""
     known = {"fused": True} if name in _FUSED else {}
     return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **known)
-

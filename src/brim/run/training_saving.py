@@ -37,15 +37,15 @@ class Saver:
 
     def restart(self, terms: Terms, batches: Batches, rung: int) -> tuple[Session, int]:
         """From the last checkpoint, or the beginning where there is none, on another rung."""
-        found = checkpoint_reading.latest(self._setup.output) if checkpoint_reading.steps(self._setup.output) else None
+        found = (
+            checkpoint_reading.latest(self._setup.output) if checkpoint_reading.steps(self._setup.output) else None
+        )
         if found is None:
             torch.manual_seed(terms.seed)
             batches.load_state_dict(self._setup.batches().state_dict())
         return self._open(terms, batches, found, rung)
 
-    def _open(
-        self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int
-    ) -> tuple[Session, int]:
+    def _open(self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int) -> tuple[Session, int]:
         folder = self._setup.folder if found is None or terms.method == "lora" else found.folder
         session = Session.open(terms, folder, rung=rung)
         if found is None:
@@ -95,7 +95,9 @@ class Saver:
         for name, content in files.items():
             data = content.read_bytes() if isinstance(content, Path) else content
             (folder / name).write_bytes(data)
-        write_safetensors(folder / f"{tensors.stem}.safetensors", tensors.layout, tensors.values, dict(tensors.metadata))
+        write_safetensors(
+            folder / f"{tensors.stem}.safetensors", tensors.layout, tensors.values, dict(tensors.metadata)
+        )
 
     def close(self) -> None:
         self._checkpointer.finish()
