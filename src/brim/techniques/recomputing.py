@@ -62,7 +62,7 @@ class Together:
 
 def is_cache(value: object) -> bool:
     """Whether it is a key-value cache of transformers' kind, that a forward appends to."""
-    return callable(getattr(value, "update", None)) and callable(getattr(value, "get_seq_length", None))
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("update", "get_seq_length"))
 
 
 def copy_of_cache(cache: Any) -> Any:
@@ -73,8 +73,13 @@ def copy_of_cache(cache: Any) -> Any:
     return made
 
 
+def _is_part(value: object) -> bool:
+    """A layer of a cache, or a cache in a cache."""
+    return is_cache(value) or (hasattr(value, "update_conv_state") and not isinstance(value, type))
+
+
 def _copy_of_part(value: Any) -> Any:
-    if is_cache(value) or hasattr(value, "update_conv_state"):
+    if _is_part(value):
         return copy_of_cache(value)
     if isinstance(value, list):
         return [_copy_of_part(item) for item in value]
@@ -108,5 +113,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-    elif is_cache(value) or hasattr(value, "update_conv_state"):
+    elif _is_part(value):
         yield from _tensors(vars(value))
