@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
 
-from brim.errors import UnsupportedError
+from brim.core.hardware import RAM
+from brim.errors import BrimError, UnsupportedError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import OpenFiles
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer, HostSource
 from brim.memory.recorder import Recorder
-from brim.memory.transfer import ThreadEngine, Ticket, Waitable, _Lane
+from brim.memory.transfer import Settled, ThreadEngine, Ticket, Waitable, _Lane
 from brim.units import format_bytes
 
 
@@ -49,6 +51,10 @@ class StreamPoint:
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
 
+    @property
+    def done(self) -> bool:
+        return self.event.query()
+
 
 class _IssuedLater:
     """A copy that a thread hands to the stream once its data has come from disk."""
@@ -67,9 +73,13 @@ class _IssuedLater:
         self.ticket.wait()
         self.event.synchronize()
 
+    @property
+    def done(self) -> bool:
+        return self.ticket is not None and self.ticket.done and self.event.query()
+
 
 class CudaEngine:
-    """Copies on a stream of their own; disk reads on the thread engine's lane."""
+    """Copies on streams of their own, one each way; disk reads and writes on the thread engine's lanes."""
 
     def __init__(
         self, recorder: Recorder, files: OpenFiles, make_bounce: Callable[[int], Buffer], device: torch.device
@@ -77,8 +87,8 @@ class CudaEngine:
         self.recorder = recorder
         self.device = device
         self._threads = ThreadEngine(recorder, files, make_bounce)
-        self._issue = _Lane("issue")
-        self._stream = torch.cuda.Stream(device)
+        self._there = _Lane("issue"), torch.cuda.Stream(device)
+        self._back = _Lane("issue-back"), torch.cuda.Stream(device)
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
         # The slot that is read into may be the source of a copy still in the stream: that needs the host to wait.
@@ -87,13 +97,14 @@ class CudaEngine:
     def copy(
         self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
     ) -> Waitable:
-        if any(isinstance(condition, Ticket) and not condition.done for condition in after):
-            later = _IssuedLater()
-            later.ticket = self._issue.submit(lambda: self._enqueue(source, target, label, after, way, later.event))
+        lane, stream = self._back if way[1] == RAM else self._there
+        later = _IssuedLater()
+        # Not an event yet: a stream cannot wait for it, and the caller should not.
+        if any(_is_pending_on_host(condition) for condition in after):
+            later.ticket = lane.submit(lambda: self._enqueue(source, target, label, after, way, stream, later.event))
             return later
-        event = torch.cuda.Event()
-        self._enqueue(source, target, label, after, way, event)
-        return StreamPoint(event)
+        self._enqueue(source, target, label, after, way, stream, later.event)
+        return StreamPoint(later.event)
 
     def _enqueue(
         self,
@@ -102,14 +113,15 @@ class CudaEngine:
         label: str,
         after: Sequence[Waitable],
         way: tuple[str, str],
+        stream: torch.cuda.Stream,
         event: torch.cuda.Event,
     ) -> None:
         begin_s = self.recorder.now_s()
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for condition in after:
                 condition.wait()
             target.tensor[: source.numel()].copy_(source, non_blocking=True)
-            event.record(self._stream)
+            event.record(stream)
         self.recorder.copied(*way, source.numel(), begin_s, label)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
@@ -120,10 +132,21 @@ class CudaEngine:
         event.record(torch.cuda.current_stream(self.device))
         return StreamPoint(event)
 
+    def finish(self, condition: Waitable) -> None:
+        _HostWait(condition).wait()
+
     def close(self) -> None:
         self._threads.close()
-        self._issue.close()
-        self._stream.synchronize()
+        for lane, stream in (self._there, self._back):
+            lane.close()
+            stream.synchronize()
+
+
+def _is_pending_on_host(condition: Waitable) -> bool:
+    waited = condition.condition if isinstance(condition, Settled) else condition
+    if isinstance(waited, _IssuedLater):
+        return waited.ticket is not None and not waited.ticket.done
+    return isinstance(waited, Ticket) and not waited.done
 
 
 class _HostWait:
@@ -133,9 +156,16 @@ class _HostWait:
         self._condition = condition
 
     def wait(self) -> None:
-        if isinstance(self._condition, StreamPoint):
-            self._condition.event.synchronize()
-        elif isinstance(self._condition, _IssuedLater):
-            self._condition.synchronize()
-        else:
-            self._condition.wait()
+        settled = isinstance(self._condition, Settled)
+        condition = self._condition.condition if isinstance(self._condition, Settled) else self._condition
+        with contextlib.suppress(BrimError) if settled else contextlib.nullcontext():
+            if isinstance(condition, StreamPoint):
+                condition.event.synchronize()
+            elif isinstance(condition, _IssuedLater):
+                condition.synchronize()
+            else:
+                condition.wait()
+
+    @property
+    def done(self) -> bool:
+        return self._condition.done

@@ -34,6 +34,10 @@ class Waitable(Protocol):
         Raises the BrimError that it ended with.
         """
 
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or badly."""
+
 
 class Ticket:
     """A move under way on a thread."""
@@ -69,11 +73,15 @@ class Settled:
     """Waits for a move whose failure does not matter to the next one: a buffer is free however it went."""
 
     def __init__(self, condition: Waitable) -> None:
-        self._condition = condition
+        self.condition = condition
 
     def wait(self) -> None:
         with contextlib.suppress(BrimError):
-            self._condition.wait()
+            self.condition.wait()
+
+    @property
+    def done(self) -> bool:
+        return self.condition.done
 
 
 class Engine(Protocol):
@@ -96,6 +104,9 @@ class Engine(Protocol):
 
     def mark(self) -> Waitable:
         """Stands for all the compute that has been asked for until now."""
+
+    def finish(self, condition: Waitable) -> None:
+        """Make the host wait, also for what would otherwise make only later device work wait."""
 
     def close(self) -> None:
         """Stop what is under way, wait for it, end every thread. Safe to call twice."""
@@ -157,7 +168,8 @@ def _closed() -> TransferError:
 
 
 class ThreadEngine:
-    """Lanes of threads: one reads files, with another's help for large blocks; one copies in RAM; one writes files.
+    """Lanes of threads: one reads files, with another's help for large blocks; one writes files; one copies to the
+    compute tier, one back from it.
 
     Compute is synchronous, so a mark is always done. ``make_bounce`` gives the buffer that unaligned reads pass
     through; it is taken from a pool on first use.
@@ -167,7 +179,7 @@ class ThreadEngine:
         self.recorder = recorder
         self._reader = DirectReader(make_bounce, files)
         self._disk, self._disk_helper, self._copy = _Lane("disk"), _Lane("disk-helper"), _Lane("copy")
-        self._files, self._write = files, _Lane("write")
+        self._files, self._write, self._back = files, _Lane("write"), _Lane("back")
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
@@ -201,7 +213,7 @@ class ThreadEngine:
             target.tensor[: source.numel()].copy_(source)
             self.recorder.copied(*way, source.numel(), begin_s, label)
 
-        return self._copy.submit(job)
+        return (self._back if way[1] == RAM else self._copy).submit(job)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
@@ -218,6 +230,9 @@ class ThreadEngine:
     def mark(self) -> Done:
         return Done()
 
+    def finish(self, condition: Waitable) -> None:
+        condition.wait()
+
     def close(self) -> None:
         self._write.stopped.set()
         self._disk.stopped.set()
@@ -225,6 +240,7 @@ class ThreadEngine:
         self._disk.close()
         self._disk_helper.close()
         self._copy.close()
+        self._back.close()
         self._write.close()
 
 
@@ -276,6 +292,9 @@ class NullEngine:
 
     def mark(self) -> Done:
         return Done()
+
+    def finish(self, condition: Waitable) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -231,12 +231,19 @@ def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLay
 
 
 def put_in_force(
-    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, weights: Weights, device: str
+    model: nn.Module,
+    partition: Partition,
+    plan: Plan,
+    hardware: Hardware,
+    weights: Weights,
+    device: str,
+    *,
+    training: bool = False,
 ) -> WeightStreaming:
     """Apply ``plan`` with real memory."""
     timeline = Timeline(f"{plan.model} {plan.task}", measured=True)
     memory = make_memory(plan, hardware, device, timeline)
-    return apply(model, partition, plan, memory, weights)
+    return apply(model, partition, plan, memory, weights, training=training)
 
 
 def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
@@ -251,7 +258,13 @@ def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline)
 
 
 def predict(
-    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, weights: Weights
+    model: nn.Module,
+    partition: Partition,
+    plan: Plan,
+    hardware: Hardware,
+    weights: Weights,
+    *,
+    training: bool = False,
 ) -> WeightStreaming:
     """The same ``apply`` on fake memory: the handle's timeline is what a run will do. Call the model to go on."""
     timeline = Timeline(f"{plan.model} {plan.task}", measured=False)
@@ -261,7 +274,7 @@ def predict(
         compute_bytes=plan.budget_bytes[hardware.compute],
         ram_bytes=plan.budget_bytes[RAM],
     )
-    return apply(model, partition, plan, memory, weights)
+    return apply(model, partition, plan, memory, weights, training=training)
 
 
 def _source(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:

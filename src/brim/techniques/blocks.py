@@ -85,6 +85,21 @@ def find_blocks(
     )
 
 
+def adapters(model: nn.Module) -> frozenset[str]:
+    """The parameters that are trained where most of their block is frozen (LoRA and its kin).
+
+    They are to ``stay``: then what is streamed goes one way only.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sizes = {name: tensor_bytes(parameter) for name, parameter in model.named_parameters()}
+    found: set[str] = set()
+    for block in find_blocks(model).blocks:
+        changed = trained.intersection(block.tensors)
+        if 2 * sum(sizes[name] for name in changed) < block.bytes:
+            found |= changed
+    return frozenset(found)
+
+
 def _block(model: nn.Module, triggers: tuple[str, ...], groups: dict[tuple[str, ...], list[str]], size: int) -> Block:
     lookups = tuple(path for path in triggers if _only_looks_up(model.get_submodule(path)))
     # What a unit shares with others is a block beside its own, and needs a name beside its own.

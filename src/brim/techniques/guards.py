@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
-from brim.memory.tiers import Home
+from brim.memory.homes import Home
 from brim.techniques.base import HANDLE_ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ class Guards:
         model = self._handle.model
         modules = {id(m): m for m in [model, *(model.get_submodule(t) for t in triggers)]}
         for module in modules.values():
-            self._set(module, "__deepcopy__", _refusal("be copied (copy.deepcopy)"))
-            self._set(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
-            self._set(module, "_apply", _guarded_apply(module))
-        self._set(model, HANDLE_ATTRIBUTE, self._handle)
+            self.replace(module, "__deepcopy__", _refusal("be copied (copy.deepcopy)"))
+            self.replace(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
+            self.replace(module, "_apply", _guarded_apply(module))
+        self.replace(model, HANDLE_ATTRIBUTE, self._handle)
         self._watch_states([model.get_submodule(trigger) for trigger in triggers])
 
     def _watch_states(self, units: Sequence[nn.Module]) -> None:
@@ -70,7 +70,7 @@ class Guards:
             (table,) = home.rest()
             return nn.functional.embedding(ids.cpu(), home.values()[0] if table is None else table).to(device)
 
-        self._set(module, "forward", torch.compiler.disable(forward))
+        self.replace(module, "forward", torch.compiler.disable(forward))
 
     def remove(self) -> None:
         for module, name in self._marked:
@@ -84,7 +84,8 @@ class Guards:
             module._buffers[name] = buffer if moved is None else buffer.copy_(moved)
         self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
 
-    def _set(self, module: nn.Module, name: str, value: object) -> None:
+    def replace(self, module: nn.Module, name: str, value: object) -> None:
+        """Let the module have ``value`` of its own, beside what its class says."""
         vars(module)[name] = value
         self._marked.append((module, name))
 
@@ -104,6 +105,7 @@ class _OwnState:
 
     def fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name, (streamed, index) in self._owned.items():
+            streamed.home.settle()
             parameter = streamed.parameters[index]
             if prefix + name in state and module._parameters.get(name) is parameter and streamed.is_hollow(index):
                 state[prefix + name] = streamed.home.value(index)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
-from brim.memory.tiers import DiskHome
+from brim.memory.homes import DiskHome, Home
+from brim.techniques.saved import Saving
 from brim.techniques.streamed import Streamed
 
 if TYPE_CHECKING:
     from brim.techniques.weight_streaming import WeightStreaming
+
+
+@dataclass
+class _Call:
+    """One call of a module: ``start`` is autograd's sequence number when it began."""
+
+    start: int
+    saving: Saving | None = None
 
 
 class Visit:
@@ -23,27 +34,56 @@ class Visit:
 
     def __init__(self, handle: WeightStreaming, held: list[Streamed], module: nn.Module) -> None:
         self._handle, self._held, self._module = handle, held, module
+        self._calls: list[_Call] = []
         enter, leave = torch.compiler.disable(self.enter), torch.compiler.disable(self.leave)
         self._first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         self._last = module.register_forward_hook(leave, always_call=True)  # also when the forward raised
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if torch.is_grad_enabled():
+        recall = self._handle._recall
+        if recall is None and torch.is_grad_enabled():
             _refuse_gradients(module, self._held, args, kwargs)
         if module is self._handle.model:
-            self._handle._let_go()
+            self._handle._begin_step()
         hooks = self._module._forward_hooks
         if next(reversed(hooks)) != self._last.id:  # not walked through right now: those before the call are
             hooks.move_to_end(self._last.id)  # type: ignore[attr-defined]  # an OrderedDict
+        call = _Call(torch.autograd._get_sequence_nr())
+        self._calls.append(call)
         for streamed in self._held:
             self._handle._enter(streamed)
+        if recall is not None and torch.is_grad_enabled():
+            call.saving = recall.saving(call.start)
+            call.saving.begin()
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
+        call = self._calls.pop() if self._calls else None
+        if call is not None and call.saving is not None:
+            call.saving.end()
+            assert self._handle._recall is not None
+            self._handle._recall.announce(self._held, call.start, output)
         for streamed in reversed(self._held):
             self._handle._leave(streamed)
         hooks = self._module._forward_pre_hooks
         if next(iter(hooks)) != self._first.id:
             hooks.move_to_end(self._first.id, last=False)  # type: ignore[attr-defined]
+
+    def guarded_call(self) -> Callable[..., Any]:
+        """The module's call, left in any case: PyTorch calls no hook after Ctrl-C.
+
+        Saved-tensor hooks that stayed would be in the way of all others.
+        """
+        call = type(self._module)._call_impl
+
+        def _call_impl(*args: Any, **kwargs: Any) -> Any:
+            depth = len(self._calls)
+            try:
+                return call(self._module, *args, **kwargs)
+            finally:
+                while len(self._calls) > depth:
+                    self.leave(self._module, None, None)
+
+        return _call_impl
 
     def remove(self) -> None:
         self._first.remove()
@@ -51,13 +91,13 @@ class Visit:
 
 
 class Recover:
-    """The first pre-hook of the whole model: after Ctrl-C in a forward, PyTorch has called no hook of ours."""
+    """The first pre-hook of the whole model: what an interrupted step left is let go."""
 
     def __init__(self, handle: WeightStreaming) -> None:
         self._handle = handle
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        self._handle._let_go()
+        self._handle._begin_step()
 
 
 def check_rows(table: nn.Module, home: DiskHome, streamed: Streamed) -> torch.utils.hooks.RemovableHandle:
@@ -74,6 +114,15 @@ def check_rows(table: nn.Module, home: DiskHome, streamed: Streamed) -> torch.ut
     return table.register_forward_pre_hook(torch.compiler.disable(check), with_kwargs=True)
 
 
+def settle_first(table: nn.Module, home: Home) -> torch.utils.hooks.RemovableHandle:
+    """Before rows of ``table`` are looked up where it rests: let what was saved arrive there."""
+
+    def wait(module: nn.Module, args: object) -> None:
+        home.settle()
+
+    return table.register_forward_pre_hook(torch.compiler.disable(wait))
+
+
 def _refuse_gradients(
     module: nn.Module, held: list[Streamed], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
@@ -83,5 +132,5 @@ def _refuse_gradients(
         raise UnsupportedError(
             f"Gradients were to be computed through {held[0].block.name}, whose weights are streamed.",
             "This handle streams for inference only.",
-            "Run the model under torch.no_grad(), or give a budget that holds it whole.",
+            "Run the model under torch.no_grad(), fit it for training, or give a budget that holds it whole.",
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from brim.errors import BrimError, UnsupportedError
+from brim.memory.homes import Home
 from brim.memory.pool import Buffer
-from brim.memory.tiers import Home, Memory
+from brim.memory.tiers import Memory
 from brim.memory.transfer import Done, Settled, Waitable
 from brim.techniques.order import OrderPredictor
 
@@ -23,6 +26,7 @@ class _Slot:
     users: int = 0
     ready: Waitable = field(default_factory=Done)
     idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
+    saved: Waitable = field(default_factory=Done)  # what was changed in it has been taken out of it
 
 
 class Ring:
@@ -33,6 +37,7 @@ class Ring:
     ) -> None:
         self._memory, self._homes, self._names = memory, homes, names
         self._slots = [_Slot(index, buffer) for index, buffer in enumerate(buffers)]
+        self._by_storage = {slot.buffer.tensor.untyped_storage()._cdata: slot for slot in self._slots}
         self._ahead: list[_Slot] = []  # prefetched, in the order of expected use
         self._order = OrderPredictor(sorted(homes))
         self.misses = 0
@@ -93,18 +98,42 @@ class Ring:
             slot.ready.wait()
 
     def release(self, block: int) -> None:
-        slot = next(slot for slot in self._slots if slot.holds == block and slot.users)
+        slot = self._in_use(block)
         slot.users -= 1
         if slot.users == 0:
             slot.idle = self._memory.engine.mark()
             self.prefetch()
 
-    def forget(self) -> None:
-        """Drop what is prefetched or kept, but not in use: the values changed, or an error broke the sequence."""
+    def save(self, block: int) -> None:
+        """Send what is in the slot of ``block``, which is in use for the last time, to where the block rests."""
+        slot = self._in_use(block)
+        slot.saved = Settled(self._homes[block].save(slot.buffer, self._names[block], [self._memory.engine.mark()]))
+
+    def carries(self, block: int) -> bool:
+        """Whether the block comes through the ring at all."""
+        return block in self._homes
+
+    def holder(self, tensor: torch.Tensor) -> int | None:
+        """The block in whose slot ``tensor`` lies while it is in use; None: it lies elsewhere."""
+        slot = self._by_storage.get(tensor.untyped_storage()._cdata)
+        return None if slot is None or not slot.users else slot.holds
+
+    def buffer(self, block: int) -> Buffer:
+        """The slot of ``block``, which is in use."""
+        return self._in_use(block).buffer
+
+    def _in_use(self, block: int) -> _Slot:
+        return next(slot for slot in self._slots if slot.holds == block and slot.users)
+
+    def forget(self, blocks: Collection[int] | None = None) -> None:
+        """Drop what is prefetched or kept, but not in use: the values changed, or an error broke the sequence.
+
+        Of all blocks unless told.
+        """
         for slot in self._slots:
-            if not slot.users:
+            if not slot.users and (blocks is None or slot.holds in blocks):
                 slot.holds = None
-        self._ahead.clear()
+        self._ahead = [slot for slot in self._ahead if slot.holds is not None]
 
     def let_go(self) -> None:
         """What counts as in use was interrupted, and so perhaps was our own accounting: begin anew."""
@@ -145,6 +174,6 @@ class Ring:
     def _load(self, slot: _Slot, block: int) -> None:
         if slot.holds == block:
             return
-        after = [slot.idle, Settled(slot.ready)]
-        slot.holds = block
+        after = [slot.idle, slot.saved, Settled(slot.ready)]
+        slot.holds, slot.saved = block, Done()
         slot.ready = self._homes[block].load(slot.buffer, self._names[block], after)

@@ -9,19 +9,23 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
-from brim.memory.tiers import Home
+from brim.memory.homes import Home
 from brim.techniques.blocks import Block, unreadable
 
 
 @dataclass
 class Streamed:
-    """``device`` is where kernels work; ``uses`` counts the calls under way that need the block."""
+    """``device`` is where kernels work; ``uses`` counts the calls under way that need the block.
+
+    ``fake``: parameters have no values, and at rest they stay where they were; only their versions tell.
+    """
 
     index: int
     block: Block
     parameters: list[nn.Parameter]
     home: Home
     device: torch.device
+    fake: bool = False
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by slot
     versions: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
@@ -40,21 +44,31 @@ class Streamed:
 
     def rest(self) -> None:
         """Point the parameters to where the block rests."""
-        on_device = self.device.type != "cpu"
-        for parameter, view in zip(self.parameters, self.home.rest(), strict=True):
-            # On another device a view of RAM would make the module look as if it were on the CPU.
-            parameter.data = unreadable(parameter, self.device) if view is None or on_device else view
+        if not self.fake:
+            on_device = self.device.type != "cpu"
+            for parameter, view in zip(self.parameters, self.home.rest(), strict=True):
+                # On another device a view of RAM would make the module look as if it were on the CPU.
+                parameter.data = unreadable(parameter, self.device) if view is None or on_device else view
+            self.addresses = [p.data_ptr() for p in self.parameters]
         self.versions = [p._version for p in self.parameters]
-        self.addresses = [p.data_ptr() for p in self.parameters]
 
     def is_hollow(self, index: int) -> bool:
         """Whether a parameter points to nothing that could be read: it rests in pieces, or on another device."""
-        if self.uses or self.parameters[index].data_ptr() != self.addresses[index]:
+        if self.uses or self.fake or self.parameters[index].data_ptr() != self.addresses[index]:
             return False
         return self.device.type != "cpu" or self.home.rest()[index] is None
 
+    def index_at(self, byte: int) -> int | None:
+        """Which of the block's tensors lies at ``byte`` of its slot; None: no tensor does."""
+        for index, placed in enumerate(self.home.layout.tensors):
+            if placed.offset <= byte < placed.offset + placed.bytes:
+                return index
+        return None
+
     def untouched(self) -> list[bool]:
         """Of each parameter at rest, whether it is where ``rest`` put it, with the values that it had."""
+        if self.fake:
+            return [p._version == version for p, version in zip(self.parameters, self.versions, strict=True)]
         # Elsewhere than on the CPU they point to nothing that could be written to.
         written = self.home.written() if self.device.type == "cpu" else [False] * len(self.parameters)
         marks = zip(self.parameters, self.versions, self.addresses, written, strict=True)
@@ -72,7 +86,8 @@ class Streamed:
 
         Returns whether there was anything. Raises UnsupportedError for values of another shape or dtype.
         """
-        if all(self.untouched()):
+        kept = self.untouched()
+        if all(kept):
             return False
         for parameter, placed in zip(self.parameters, self.home.layout.tensors, strict=True):
             if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
@@ -81,7 +96,9 @@ class Streamed:
                     f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
                     "Call .brim.remove() first, change it, and fit the module again.",
                 )
-        self.home.write_back(self.values())
-        self.views.clear()
+        self.home.write_back([self._now(index, same) for index, same in enumerate(kept)])
         self.rest()
         return True
+
+    def _now(self, index: int, kept: bool) -> torch.Tensor:
+        return self.home.value(index) if kept and self.is_hollow(index) else self.parameters[index].data

@@ -6,48 +6,71 @@ Under a cyclic access pattern a pager (LRU) misses every block; the optimum keep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from brim.core import Plan, Timeline
-from brim.core.hardware import RAM
-from brim.memory.checkpoint_files import TensorSource
-from brim.memory.layout import file_layout, packed_layout
-from brim.memory.pool import Buffer
-from brim.memory.tiers import DiskHome, Home, Memory, RamHome, Staging
-from brim.techniques.base import refuse_second
-from brim.techniques.blocks import Block, Partition, tensor_bytes
+from brim.core.hardware import DISK, RAM
+from brim.errors import UsageError
+from brim.memory.homes import DiskHome, RamHome
+from brim.memory.tiers import Memory
+from brim.techniques.base import Option, refuse_second
+from brim.techniques.blocks import Block, Partition
 from brim.techniques.guards import Guards
-from brim.techniques.hooks import Recover, Visit, check_rows
+from brim.techniques.hooks import Recover, Visit, check_rows, settle_first
+from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT, STAGING_SLOTS, Placement, Weights, loads_for
+from brim.techniques.recall import Recall
 from brim.techniques.ring import Ring
 from brim.techniques.streamed import Streamed
 
+__all__ = ["FROM_DISK", "FROM_RAM", "NAME", "RESIDENT", "RING_SLOTS", "STAGING_SLOTS", "Weights"]
+__all__ += ["WeightStreaming", "apply", "options"]
+
 NAME = "weight_streaming"
-RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
-RING_SLOTS, STAGING_SLOTS = "ring_slots", "staging_slots"
+RING_SLOTS = "ring_slots"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Where the parameters come from. Empty ``sources``: they are in the module already.
+def options(partition: Partition, compute: str, *, trained: Collection[str] | None = None) -> list[Option]:
+    """What can be done to each block: stay in the tier ``compute``, or come through the ring from RAM or disk.
 
-    ``verify`` is called with a tensor's name and value when it has been read for the first time.
+    ``trained``: the names of the parameters that an optimizer changes (none: all are frozen); None: for inference,
+    which needs each block once a step. Training needs it twice, and what was changed goes back.
     """
+    return [
+        _option(block, choice, compute, trained)
+        for block in partition.blocks
+        for choice in ([RESIDENT, FROM_DISK] if compute == RAM else [RESIDENT, FROM_RAM, FROM_DISK])
+    ]
 
-    sources: Mapping[str, TensorSource] = field(default_factory=dict)
-    verify: Callable[[str, torch.Tensor], None] | None = None
+
+def _option(block: Block, choice: str, compute: str, trained: Collection[str] | None) -> Option:
+    changed = trained is not None and not set(trained).isdisjoint(block.tensors)
+    if choice == RESIDENT:
+        return Option(technique=NAME, block=block.name, choice=choice)
+    loads = len(loads_for(block)) * (1 if trained is None else 2) * block.bytes
+    home = RAM if choice == FROM_RAM else DISK
+    way = [home, compute] if compute == RAM or home == RAM else [home, RAM, compute]
+    moves = {(source, target): loads for source, target in itertools.pairwise(way)}
+    if changed:
+        moves |= {(target, source): block.bytes for source, target in itertools.pairwise(way)}
+    saves = {compute: block.bytes} | ({home: -block.bytes} if choice == FROM_RAM or changed else {})
+    return Option(technique=NAME, block=block.name, choice=choice, saves_bytes=saves, moves_bytes=moves)
 
 
-def apply(model: nn.Module, partition: Partition, plan: Plan, memory: Memory, weights: Weights) -> WeightStreaming:
+def apply(
+    model: nn.Module, partition: Partition, plan: Plan, memory: Memory, weights: Weights, *, training: bool = False
+) -> WeightStreaming:
     """Put ``plan`` into force on ``model``. Raises UsageError when it is fitted already.
 
-    On any failure the model is left, or made again, as it was.
+    With ``training`` gradients flow through streamed blocks; without, computing them is refused. On any failure the
+    model is left, or made again, as it was.
     """
     refuse_second(model)
-    handle = WeightStreaming(model, plan, memory, weights)
+    handle = WeightStreaming(model, plan, memory, weights, training=training)
     try:
         handle._place(partition)
     except BaseException:
@@ -57,22 +80,21 @@ def apply(model: nn.Module, partition: Partition, plan: Plan, memory: Memory, we
 
 
 class WeightStreaming:
-    """The handle of a fitted module."""
+    """The handle of a fitted module. ``blocks``: all parameters, by the name of what comes and goes together."""
 
-    def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights, *, training: bool) -> None:
         self.model, self.plan, self.memory = model, plan, memory
-        self._weights = weights
+        self.blocks: list[tuple[str, list[nn.Parameter]]] = []
         self._parameters = dict(model.named_parameters())
-        self._names = {id(p): name for name, p in self._parameters.items()}
         # Where nothing has been moved out of the module, its own tensors are what it gets back.
         self._hollow = memory.fake or bool(weights.sources)
         self._originals = {name: p.data for name, p in self._parameters.items()} if self._hollow else {}
         self._streamed: list[Streamed] = []
-        self._buffers: list[Buffer] = []
         self._hooks: list[Visit | torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
+        self._placement = Placement(model, plan, memory, weights, self._guards)
+        self._recall = Recall(self) if training else None
         self._ring: Ring | None = None
-        self._passing: Buffer | None = None
         self._removed = False
 
     # -- what a user reads
@@ -111,6 +133,7 @@ class WeightStreaming:
         if self._removed:
             return
         self._let_go()
+        self.settle()
         with torch.inference_mode(False):
             read = {s.index: self._values(s) for s in self._streamed if isinstance(s.home, DiskHome)}
             self._end(lambda s: read.pop(s.index, None) or self._values(s))
@@ -136,7 +159,7 @@ class WeightStreaming:
             if isinstance(streamed.home, RamHome):
                 streamed.home.free()
         self._streamed.clear()
-        for buffer in self._buffers:
+        for buffer in self._placement.buffers:
             buffer.free()
         self.memory.close()
 
@@ -149,17 +172,19 @@ class WeightStreaming:
     # -- placing
 
     def _place(self, partition: Partition) -> None:
-        choices = self.plan.choices(NAME)
-        staging = self._staging(partition, choices)
-        self._keep_loose(partition)
-        pending = [self._keep(b) for b in partition.blocks if choices[b.name] == RESIDENT]
-        if self._passing is not None:
-            self._passing.free()
+        choices, placement = self.plan.choices(NAME), self._placement
+        passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._moves(b)]
+        staging = placement.make_staging(passing)
+        placement.keep_loose(partition)
+        self._list_blocks(partition)
+        for block in partition.blocks:
+            if choices[block.name] == RESIDENT:
+                placement.keep(block)
+        placement.all_kept()
         for block in partition.blocks:
             if choices[block.name] != RESIDENT:
                 self._stream(block, choices[block.name])
-        for finish in pending:
-            finish()
+        placement.finish()
         if self._streamed:
             self._make_ring()
             self._install()
@@ -167,163 +192,78 @@ class WeightStreaming:
             staging.attach([s.home for s in self._streamed if isinstance(s.home, DiskHome)])
         self._guards.install([trigger for s in self._streamed for trigger in s.block.triggers])
 
-    def _staging(self, partition: Partition, choices: Mapping[str, str]) -> Staging | None:
-        """RAM slots between disk and VRAM; none where RAM itself is the compute tier."""
-        host, sources = self.memory.host, self._weights.sources
-        passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._loads_for(b)]
-        if host is None or not passing:
-            return None
-        size = max(packed_layout([self._source(n, sources) for n in b.tensors]).bytes for b in passing)
-        slots = [host.allocate(size, f"staging {i}") for i in range(self.plan.settings.get(STAGING_SLOTS, 2))]
-        self._buffers += slots
-        self.memory.staging = Staging(slots)
-        return self.memory.staging
+    def _list_blocks(self, partition: Partition) -> None:
+        groups = [(block.name, block.tensors) for block in partition.blocks]
+        groups += [("outside blocks", partition.loose)] if partition.loose else []
+        self.blocks = [(name, [self._parameters[tensor] for tensor in tensors]) for name, tensors in groups]
 
-    def _source(self, name: str, sources: Mapping[str, TensorSource]) -> TensorSource:
-        if name in sources:
-            return sources[name]
-        data = self._parameters[name].data
-        return TensorSource(name=name, dtype=data.dtype, shape=tuple(data.shape), extents=())
-
-    def _keep_loose(self, partition: Partition) -> None:
-        """What belongs to no block: parameters and buffers that stay in the compute tier for good."""
-        stored = [name for name in partition.loose if name in self._weights.sources]
-        present = [name for name in partition.loose if name not in self._weights.sources]
-        if stored:
-            self._place_resident("outside blocks", stored)()
-        if present:
-            self._adopt_resident("outside blocks", [self._parameters[name] for name in present])
-        buffers = sum(tensor_bytes(buffer) for buffer in self.model.buffers())
-        if buffers:
-            self._buffers.append(self.memory.compute.account(buffers, "buffers"))
-        self._guards.move_buffers()
-
-    def _keep(self, block: Block) -> Callable[[], None]:
-        return self._place_resident(block.name, block.tensors)
-
-    def _place_resident(self, label: str, names: Sequence[str]) -> Callable[[], None]:
-        """Start bringing tensors to the compute tier for good; what is returned waits and binds them."""
-        parameters = [self._parameters[name] for name in names]
-        if not self._weights.sources:
-            self._adopt_resident(label, parameters)
-            return lambda: None
-        sources = [self._weights.sources[name] for name in names]
-        return self._load_resident(label, parameters, sources)
-
-    def _adopt_resident(self, label: str, parameters: list[nn.Parameter]) -> None:
-        """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
-        layout = packed_layout([self._source(self._names[id(p)], {}) for p in parameters])
-        if self.memory.host is None or all(p.device.type == self.memory.device.type == "cuda" for p in parameters):
-            self._buffers.append(self.memory.compute.account(layout.bytes, label))
-            return
-        buffer = self.memory.compute.allocate(layout.bytes, label)
-        self._buffers.append(buffer)
-        for parameter, view in zip(parameters, layout.views(buffer.tensor), strict=True):
-            self._guards.restore_later(parameter)
-            if not self.memory.fake:
-                parameter.data = view.copy_(parameter.data)
-
-    def _load_resident(
-        self, label: str, parameters: list[nn.Parameter], sources: list[TensorSource]
-    ) -> Callable[[], None]:
-        in_ram = self.memory.host is None
-        layout = (file_layout if in_ram else packed_layout)(sources)
-        buffer = self.memory.compute.allocate(layout.bytes, label)
-        self._buffers.append(buffer)
-        if in_ram:
-            moved = self.memory.engine.read(layout.runs, buffer, label, [])
-        else:
-            passing = self._passage(layout.bytes)
-            read = self.memory.engine.read(layout.runs, passing, label, [])
-            way = (RAM, self.memory.compute.tier)
-            moved = self.memory.engine.copy(passing.tensor[: layout.bytes], buffer, label, [read], way)
-
-        def finish() -> None:
-            moved.wait()
-            views = layout.views(buffer.tensor)
-            for parameter, view in zip(parameters, views, strict=True):
-                parameter.data = view
-            self._verify([source.name for source in sources], views)
-
-        if in_ram:
-            return finish
-        finish()  # one block at a time, or RAM would have to hold the whole model on its way
-        if self.memory.device.type == "cuda":
-            torch.cuda.current_stream(self.memory.device).synchronize()  # the passage is about to be used again
-        return lambda: None
-
-    def _passage(self, bytes: int) -> Buffer:
-        """RAM that residents pass through on their way from disk to VRAM, one at a time; kept for the next."""
-        if self._passing is None or self._passing.bytes < bytes:
-            if self._passing is not None:
-                self._passing.free()
-            self._passing = self.memory.ram.allocate(bytes, "residents on their way")
-        return self._passing
-
-    def _verify(self, names: Sequence[str], views: Sequence[torch.Tensor]) -> None:
-        if self._weights.verify is not None and not self.memory.fake:
-            for name, view in zip(names, views, strict=True):
-                self._weights.verify(name, view)
+    def _moves(self, block: Block) -> bool:
+        """Whether the block ever comes to the compute tier: also to be updated there."""
+        trained = self._recall is not None and any(self._parameters[name].requires_grad for name in block.tensors)
+        return bool(loads_for(block)) or trained
 
     def _stream(self, block: Block, choice: str) -> None:
-        parameters = [self._parameters[name] for name in block.tensors]
-        sources = [self._source(name, self._weights.sources) for name in block.tensors]
-        home: Home
-        if choice == FROM_RAM:
-            home = RamHome(self.memory, sources, block.name)
-            if self._weights.sources:
-                home.fill_from_files(block.name).wait()
-            else:
-                home.write_back([p.data for p in parameters])
-        else:
-            if not self._weights.sources:
-                sources = list(self.memory.scratch().store(sources, [p.data for p in parameters]))
-            home = DiskHome(self.memory, sources, block.name)
-        streamed = Streamed(len(self._streamed), block, parameters, home, self.memory.device)
+        parameters, home = [self._parameters[name] for name in block.tensors], self._placement.home(block, choice)
+        streamed = Streamed(len(self._streamed), block, parameters, home, self.memory.device, self.memory.fake)
         self._streamed.append(streamed)
-        self._rest(streamed)
+        streamed.rest()
 
     def _make_ring(self) -> None:
-        homes = {s.index: s.home for s in self._streamed if self._loads_for(s.block)}
+        homes = {s.index: s.home for s in self._streamed if loads_for(s.block)}
         if not homes:
             return
         size = max(home.layout.bytes for home in homes.values())
         count = self.plan.settings[RING_SLOTS]
         slots = [self.memory.compute.allocate(size, f"ring slot {i}") for i in range(count)]
-        self._buffers += slots
+        self._placement.buffers += slots
         self._ring = Ring(self.memory, homes, {s.index: s.block.name for s in self._streamed}, slots)
         self._ring.prefetch()
 
     # -- coming and going
 
-    def _loads_for(self, block: Block) -> list[str]:
-        """The triggers that need the block itself; a lookup reads its few rows where the table rests."""
-        return [trigger for trigger in block.triggers if trigger not in block.lookups]
-
     def _install(self) -> None:
         by_trigger: dict[str, list[Streamed]] = {}
         for streamed in self._streamed:
-            for trigger in self._loads_for(streamed.block):
+            for trigger in loads_for(streamed.block):
                 by_trigger.setdefault(trigger, []).append(streamed)
-            if self.memory.device.type != "cpu":
-                for trigger in streamed.block.lookups:
-                    self._guards.look_up(self.model.get_submodule(trigger), streamed.home, self.memory.device)
+            for trigger in streamed.block.lookups:
+                self._watch_lookup(self.model.get_submodule(trigger), streamed)
         for trigger, held in by_trigger.items():
-            self._hooks.append(Visit(self, held, self.model.get_submodule(trigger)))
-        for streamed in self._streamed:
-            if isinstance(streamed.home, DiskHome) and not self.memory.fake:
-                for trigger in streamed.block.lookups:
-                    self._hooks.append(check_rows(self.model.get_submodule(trigger), streamed.home, streamed))
+            visit = Visit(self, held, self.model.get_submodule(trigger))
+            self._hooks.append(visit)
+            if self._recall is not None:
+                self._guards.replace(self.model.get_submodule(trigger), "_call_impl", visit.guarded_call())
         if "" not in by_trigger:  # there the visit itself sees to it
             recover = torch.compiler.disable(Recover(self))
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
 
+    def _watch_lookup(self, table: nn.Module, streamed: Streamed) -> None:
+        if self.memory.device.type != "cpu":
+            self._guards.look_up(table, streamed.home, self.memory.device)
+        if self.memory.fake:
+            return
+        if isinstance(streamed.home, DiskHome):
+            self._hooks.append(check_rows(table, streamed.home, streamed))
+        elif self._recall is not None:
+            self._hooks.append(settle_first(table, streamed.home))
+
+    def _begin_step(self) -> None:
+        """The whole model is called."""
+        if self._recall is not None and torch._C._current_graph_task_id() != -1:
+            return  # backward repeats it (checkpointing): what is in use stays in use
+        self._let_go()
+        if self._recall is not None:  # once for all: an optimizer changes every block
+            for streamed in self._streamed:
+                self._adopt_changes(streamed)
+
     def _let_go(self) -> None:
         """Nothing is running: what still counts as in use was interrupted."""
+        if self._recall is not None:
+            self._recall.let_go()
         for streamed in self._streamed:
             if streamed.uses:
                 streamed.uses = 0
-                self._rest(streamed)
+                streamed.rest()
         if self._ring is not None:
             self._ring.let_go()
 
@@ -344,7 +284,7 @@ class WeightStreaming:
             if views is None:
                 views = streamed.views[id(slot)] = streamed.home.layout.views(slot.tensor)
             if not streamed.verified:
-                self._verify(streamed.block.tensors, views)
+                self._placement.verify(streamed.block.tensors, views)
                 streamed.verified = True
             streamed.bind(views)
         except BaseException:
@@ -359,20 +299,88 @@ class WeightStreaming:
         if streamed.uses:
             return
         assert self._ring is not None
-        changed = streamed.is_changed()
+        saved = changed = streamed.is_changed()
         try:
             if changed:
-                streamed.home.write_back([p.data for p in streamed.parameters])
+                saved = False
+                self._save(streamed)
+                saved = True
         finally:  # a full scratch disk loses the change, not the slot
-            self._rest(streamed)
-            self._ring.release(streamed.index)
-            if changed:
-                self._ring.forget()
-
-    def _rest(self, streamed: Streamed) -> None:
-        if not self.memory.fake:
             streamed.rest()
+            self._ring.release(streamed.index)
+            if changed and not saved:
+                self._ring.forget({streamed.index})
+
+    def _save(self, streamed: Streamed) -> None:
+        """What the user changed while the block was in use becomes its values."""
+        assert self._ring is not None
+        if self._recall is None:
+            streamed.home.write_back([p.data for p in streamed.parameters])
+        else:
+            self._ring.save(streamed.index)
 
     def _adopt_changes(self, streamed: Streamed) -> None:
-        if not self.memory.fake and not streamed.uses and streamed.adopt_changes() and self._ring is not None:
-            self._ring.forget()
+        if not streamed.uses and streamed.adopt_changes() and self._ring is not None:
+            self._ring.forget({streamed.index})
+
+    # -- changing
+
+    @contextlib.contextmanager
+    def updating(self, what: str | Iterable[nn.Parameter]) -> Iterator[None]:
+        """Within, a block (named as in ``blocks``), or these parameters, have their values in the compute tier.
+
+        What is changed there goes back to where the block rests, beside whatever comes next; ``settle`` waits for
+        it. As many blocks as the ring has slots can be in use at once. Raises UsageError for what is not the
+        model's, BudgetError where a table that is only looked up from finds no room.
+        """
+        with contextlib.ExitStack() as stack:
+            for streamed in self._concerned(what):
+                carried = self._ring is not None and self._ring.carries(streamed.index)
+                stack.enter_context(self._in_use(streamed) if carried else self._as_guest(streamed))
+            yield
+
+    def _concerned(self, what: str | Iterable[nn.Parameter]) -> list[Streamed]:
+        if isinstance(what, str):
+            named = dict(self.blocks)
+            if what not in named:
+                raise UsageError(f"The block {what!r} was to be updated.", f"Known: {', '.join(named)}.")
+            what = named[what]
+        wanted = {id(parameter) for parameter in what}
+        strange = wanted - {id(parameter) for parameter in self._parameters.values()}
+        if strange:
+            raise UsageError(f"{len(wanted)} parameters were to be updated.", f"{len(strange)} are not the model's.")
+        return [s for s in self._streamed if not wanted.isdisjoint(id(p) for p in s.parameters)]
+
+    @contextlib.contextmanager
+    def _in_use(self, streamed: Streamed) -> Iterator[None]:
+        self._enter(streamed)
+        try:
+            yield
+        finally:
+            self._leave(streamed)
+
+    @contextlib.contextmanager
+    def _as_guest(self, streamed: Streamed) -> Iterator[None]:
+        """A table that is only looked up from passes through no slot: a buffer of its own, for a while."""
+        self._adopt_changes(streamed)
+        engine, home, name = self.memory.engine, streamed.home, streamed.block.name
+        buffer = self.memory.compute.allocate(home.layout.bytes, f"{name}, being changed")
+        try:
+            home.load(buffer, name, []).wait()
+            streamed.bind(home.layout.views(buffer.tensor))
+            streamed.uses += 1
+            try:
+                yield
+            finally:
+                streamed.uses -= 1
+                if streamed.is_changed():
+                    home.save(buffer, name, [engine.mark()])
+                streamed.rest()
+            home.settle()
+        finally:
+            buffer.free()
+
+    def settle(self) -> None:
+        """Wait until everything that was changed is where it rests. Raises the TransferError that was met."""
+        for streamed in self._streamed:
+            streamed.home.settle()

@@ -1,0 +1,167 @@
+"""Where each block goes when a plan is put into force: to stay in the compute tier, or to rest in RAM or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from brim.core import Plan
+from brim.core.hardware import RAM
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.homes import DiskHome, Home, RamHome
+from brim.memory.layout import file_layout, packed_layout
+from brim.memory.pool import Buffer
+from brim.memory.tiers import Memory, Staging
+from brim.techniques.blocks import Block, Partition, tensor_bytes
+from brim.techniques.guards import Guards
+
+RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
+STAGING_SLOTS = "staging_slots"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Where the parameters come from. Empty ``sources``: they are in the module already.
+
+    ``verify`` is called with a tensor's name and value when it has been read for the first time.
+    """
+
+    sources: Mapping[str, TensorSource] = field(default_factory=dict)
+    verify: Callable[[str, torch.Tensor], None] | None = None
+
+
+def loads_for(block: Block) -> list[str]:
+    """The triggers that need the block itself; a lookup reads its few rows where the table rests."""
+    return [trigger for trigger in block.triggers if trigger not in block.lookups]
+
+
+class Placement:
+    """Brings tensors to where the plan wants them. ``buffers`` are what is held for as long as the plan is in force."""
+
+    def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights, guards: Guards) -> None:
+        self._model, self._plan, self._memory, self._weights, self._guards = model, plan, memory, weights, guards
+        self._parameters = dict(model.named_parameters())
+        self._passing: Buffer | None = None
+        self._pending: list[Callable[[], None]] = []
+        self.buffers: list[Buffer] = []
+
+    def make_staging(self, blocks: Sequence[Block]) -> Staging | None:
+        """RAM slots between disk and VRAM for ``blocks``; none where RAM itself is the compute tier."""
+        host = self._memory.host
+        if host is None or not blocks:
+            return None
+        size = max(packed_layout([self._source(name) for name in block.tensors]).bytes for block in blocks)
+        slots = [host.allocate(size, f"staging {i}") for i in range(self._plan.settings.get(STAGING_SLOTS, 2))]
+        self.buffers += slots
+        self._memory.staging = Staging(slots)
+        return self._memory.staging
+
+    def _source(self, name: str) -> TensorSource:
+        return self._weights.sources.get(name) or self._in_module(name)
+
+    def _in_module(self, name: str) -> TensorSource:
+        data = self._parameters[name].data
+        return TensorSource(name=name, dtype=data.dtype, shape=tuple(data.shape), extents=())
+
+    def keep_loose(self, partition: Partition) -> None:
+        """What belongs to no block: parameters and buffers that stay in the compute tier for good."""
+        stored = [name for name in partition.loose if name in self._weights.sources]
+        present = [name for name in partition.loose if name not in self._weights.sources]
+        if stored:
+            self._load_resident("outside blocks", stored)()
+        if present:
+            self._adopt_resident("outside blocks", present)
+        buffers = sum(tensor_bytes(buffer) for buffer in self._model.buffers())
+        if buffers:
+            self.buffers.append(self._memory.compute.account(buffers, "buffers"))
+        self._guards.move_buffers()
+
+    def keep(self, block: Block) -> None:
+        """Start bringing a block to the compute tier for good."""
+        if self._weights.sources:
+            self._pending.append(self._load_resident(block.name, block.tensors))
+        else:
+            self._adopt_resident(block.name, block.tensors)
+
+    def all_kept(self) -> None:
+        """No further resident comes: RAM that they passed through is free again."""
+        if self._passing is not None:
+            self._passing.free()
+
+    def finish(self) -> None:
+        """Wait for the residents."""
+        for bind in self._pending:
+            bind()
+
+    def _adopt_resident(self, label: str, names: Sequence[str]) -> None:
+        """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
+        memory, parameters = self._memory, [self._parameters[name] for name in names]
+        layout = packed_layout([self._in_module(name) for name in names])
+        if memory.host is None or all(p.device.type == memory.device.type == "cuda" for p in parameters):
+            self.buffers.append(memory.compute.account(layout.bytes, label))
+            return
+        buffer = memory.compute.allocate(layout.bytes, label)
+        self.buffers.append(buffer)
+        for parameter, view in zip(parameters, layout.views(buffer.tensor), strict=True):
+            self._guards.restore_later(parameter)
+            if not memory.fake:
+                parameter.data = view.copy_(parameter.data)
+
+    def _load_resident(self, label: str, names: Sequence[str]) -> Callable[[], None]:
+        """Start reading; what is returned waits and binds."""
+        memory, in_ram = self._memory, self._memory.host is None
+        layout = (file_layout if in_ram else packed_layout)([self._weights.sources[name] for name in names])
+        buffer = memory.compute.allocate(layout.bytes, label)
+        self.buffers.append(buffer)
+        if in_ram:
+            moved = memory.engine.read(layout.runs, buffer, label, [])
+        else:
+            passing = self._passage(layout.bytes)
+            read = memory.engine.read(layout.runs, passing, label, [])
+            way = (RAM, memory.compute.tier)
+            moved = memory.engine.copy(passing.tensor[: layout.bytes], buffer, label, [read], way)
+
+        def finish() -> None:
+            moved.wait()
+            views = layout.views(buffer.tensor)
+            for name, view in zip(names, views, strict=True):
+                self._parameters[name].data = view
+            self.verify(names, views)
+
+        if in_ram:
+            return finish
+        finish()  # one block at a time, or RAM would have to hold the whole model on its way
+        if memory.device.type == "cuda":
+            torch.cuda.current_stream(memory.device).synchronize()  # the passage is about to be used again
+        return lambda: None
+
+    def _passage(self, bytes: int) -> Buffer:
+        """RAM that residents pass through on their way from disk to VRAM, one at a time; kept for the next."""
+        if self._passing is None or self._passing.bytes < bytes:
+            if self._passing is not None:
+                self._passing.free()
+            self._passing = self._memory.ram.allocate(bytes, "residents on their way")
+        return self._passing
+
+    def verify(self, names: Sequence[str], views: Sequence[torch.Tensor]) -> None:
+        if self._weights.verify is not None and not self._memory.fake:
+            for name, view in zip(names, views, strict=True):
+                self._weights.verify(name, view)
+
+    def home(self, block: Block, choice: str) -> Home:
+        """Bring a block to where it rests."""
+        sources = [self._source(name) for name in block.tensors]
+        values = [self._parameters[name].data for name in block.tensors]
+        if choice == FROM_RAM:
+            home = RamHome(self._memory, sources, block.name)
+            if self._weights.sources:
+                home.fill_from_files(block.name).wait()
+            else:
+                home.write_back(values)
+            return home
+        if not self._weights.sources:
+            sources = list(self._memory.scratch().store(sources, values))
+        return DiskHome(self._memory, sources, block.name)

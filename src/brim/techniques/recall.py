@@ -1,0 +1,193 @@
+"""Backward through streamed weights: autograd keeps references to a slot, and the block comes back for them.
+
+Autograd runs the nodes of a backward pass from the last made to the first (``torch/csrc/autograd/engine.cpp``,
+``CompareNodeTaskTime``). So a call's nodes are all done once a node is run that was made before the call: that is when
+the blocks that it needed may go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from brim.errors import UsageError
+from brim.techniques.saved import Kept, Saving
+from brim.techniques.streamed import Streamed
+
+if TYPE_CHECKING:
+    from brim.techniques.weight_streaming import WeightStreaming
+
+
+@dataclasses.dataclass
+class _Held:
+    """A block that backward is using, for nodes made at ``start`` or later (autograd's sequence number)."""
+
+    streamed: Streamed
+    start: int
+
+
+@dataclasses.dataclass
+class _Task:
+    """One call of the autograd engine; another can run inside of it."""
+
+    number: int
+    held: list[_Held] = dataclasses.field(default_factory=list)
+
+
+class Recall:
+    """Brings blocks back in backward, and lets them go."""
+
+    def __init__(self, handle: WeightStreaming) -> None:
+        self._handle = handle
+        self._tasks: list[_Task] = []
+
+    # -- forward
+
+    def saving(self, start: int) -> Saving:
+        """The hooks of one call: what autograd saves of a slot becomes a reference, the rest is passed on."""
+        return Saving(_Taking(self, start))
+
+    def refer(self, tensor: torch.Tensor, start: int) -> Kept | None:
+        ring = self._handle._ring
+        holder = None if ring is None or tensor.layout is not torch.strided else ring.holder(tensor)
+        if holder is None:
+            return None
+        streamed = self._handle._streamed[holder]
+        at = tensor.storage_offset() * tensor.element_size()
+        index = streamed.index_at(at)
+        return None if index is None else _Reference(self, streamed, index, start, tensor)
+
+    def announce(self, held: Sequence[Streamed], start: int, output: object) -> None:
+        """Have ``held`` in place before backward enters the call that gave ``output``.
+
+        Where ``torch.utils.checkpoint`` wraps a module's ``forward`` (as transformers does), the call is repeated in
+        backward without the module's hooks, and its weights must be there for it.
+        """
+        for tensor in _tensors(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self._on_gradient(held, start))
+
+    def _on_gradient(self, held: Sequence[Streamed], start: int) -> Callable[[torch.Tensor], None]:
+        def recall(gradient: torch.Tensor) -> None:
+            node = torch._C._current_autograd_node()
+            # A tensor that was only handed through belongs to nodes before the call.
+            if node is not None and node._sequence_nr() >= start and not self._handle._removed:
+                for streamed in held:
+                    self._hold(streamed, start, node._sequence_nr())
+
+        return recall
+
+    # -- backward
+
+    def bring(self, streamed: Streamed, start: int, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What ``make`` makes of the block's slot, as long as the node that is running needs it."""
+        handle, node = self._handle, torch._C._current_autograd_node()
+        assert handle._ring is not None
+        if node is None or torch.is_grad_enabled():
+            # Looked at outside of backward, or backward is recorded itself: nobody says when it is done with it.
+            handle._enter(streamed)
+            try:
+                return make(handle._ring.buffer(streamed.index).tensor).clone()
+            finally:
+                handle._leave(streamed)
+        self._hold(streamed, start, node._sequence_nr())
+        return make(handle._ring.buffer(streamed.index).tensor)
+
+    def _hold(self, streamed: Streamed, start: int, now: int) -> None:
+        task, found = self._task(torch._C._current_graph_task_id()), None
+        for held in list(task.held):
+            if held.streamed is streamed:
+                held.start = min(held.start, start)
+                found = held
+            elif held.start > now:
+                task.held.remove(held)
+                self._handle._leave(held.streamed)
+        if found is None:
+            self._handle._enter(streamed)
+            task.held.append(_Held(streamed, start))
+
+    def _task(self, number: int) -> _Task:
+        if any(task.number == number for task in self._tasks):
+            while self._tasks[-1].number != number:
+                self._release(self._tasks.pop())  # it ran inside of this one, and is done
+        else:
+            self._tasks.append(_Task(number))
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._finish(number))
+        return self._tasks[-1]
+
+    def _finish(self, number: int) -> None:
+        """The backward pass is over."""
+        if any(task.number == number for task in self._tasks):
+            self._release(self._task(number))
+            self._tasks.pop()
+
+    def _release(self, task: _Task) -> None:
+        while task.held:
+            self._handle._leave(task.held.pop().streamed)
+
+    def let_go(self) -> None:
+        """No backward pass is running: what is still held was in use when one failed."""
+        self._tasks.clear()
+
+
+class _Taking:
+    """The keeper of one call of a streamed module, which began at ``start``."""
+
+    def __init__(self, recall: Recall, start: int) -> None:
+        self._recall, self._start = recall, start
+
+    def pack(self, tensor: torch.Tensor) -> Kept | None:
+        return self._recall.refer(tensor, self._start)
+
+
+class _Reference:
+    """A tensor in a slot, by its place in its block."""
+
+    def __init__(self, recall: Recall, streamed: Streamed, index: int, start: int, tensor: torch.Tensor) -> None:
+        self._recall, self._streamed, self._index, self._start = recall, streamed, index, start
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset, self._flags = tensor.storage_offset(), (tensor.is_conj(), tensor.is_neg())
+        self._version = streamed.parameters[index]._version
+
+    def unpack(self) -> torch.Tensor:
+        parameter = self._streamed.parameters[self._index]
+        if parameter._version != self._version:
+            raise UsageError(
+                f"Gradients through {self._streamed.block.tensors[self._index]} were to be computed.",
+                "It was changed in place after the forward pass that needs them.",
+                "Call backward() before optimizer.step() or any other change of the weights.",
+            )
+        if self._recall._handle._removed:  # the graph outlived the handle: the values are in the module again
+            placed = self._streamed.home.layout.tensors[self._index]
+            flat = parameter.data.contiguous().view(-1).view(self._dtype)
+            return self._seen(flat, self._offset - placed.offset // self._dtype.itemsize)
+        return self._recall.bring(self._streamed, self._start, self._of_slot)
+
+    def _of_slot(self, slot: torch.Tensor) -> torch.Tensor:
+        return self._seen(slot.view(self._dtype), self._offset)
+
+    def _seen(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        made = flat.as_strided(self._size, self._stride, flat.storage_offset() + offset)
+        conjugate, negative = self._flags
+        made = made.conj() if conjugate else made
+        return torch._neg_view(made) if negative else made
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output, in the containers that modules return."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    parts: Sequence[Any] = ()
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    elif isinstance(output, (list, tuple)):
+        parts = output
+    elif dataclasses.is_dataclass(output):
+        parts = list(vars(output).values())
+    for part in parts:
+        yield from _tensors(part)
