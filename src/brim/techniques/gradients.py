@@ -1,0 +1,247 @@
+"""Gradients that leave when a backward pass has made all of a block, and come back for its update.
+
+What autograd does is left to autograd: before it adds to a gradient that is away, ``p.grad`` is emptied, so it makes
+the new gradient alone; that is then added to the one in the record, as autograd would have added it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from brim.memory.tiers import Memory
+from brim.techniques.away import Away, away
+from brim.techniques.crossing import Crossing
+from brim.techniques.optimizer_states import Field, StateBlock, lay_out
+from brim.techniques.optimizer_trial import Kept, dense_stride
+from brim.techniques.records import Records
+
+_TODO = (
+    "Use handle.clip_grad_norm_ in place of torch.nn.utils.clip_grad_norm_; for anything else, "
+    'leave gradients where they are (gradients="keep").'
+)
+_Here = tuple[torch.Tensor, bool]  # a gradient, and whether it is in a record
+
+
+class Gradients:
+    """The gradients of ``blocks`` (by number), in records of ``tier``; None: they stay where autograd puts them."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        blocks: Mapping[int, StateBlock],
+        crossing: Crossing,
+        *,
+        tier: str | None,
+        buffer_bytes: int,
+    ) -> None:
+        self._blocks, self._crossing = blocks, crossing
+        self._adding: set[tuple[int, int]] = set()  # p.grad is to be added to what is in the record
+        self._zeroed: set[tuple[int, int]] = set()
+        self._factors: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self.records: Records | None = None
+        if tier is None:
+            return
+        laid = {index: lay_out([[_as_kept(p)] for p in block.parameters]) for index, block in blocks.items()}
+        self._fields = {index: fields for index, (fields, _) in laid.items()}
+        sizes = {index: bytes for index, (_, bytes) in laid.items()}
+        self.records = Records(memory, sizes, tier=tier, buffer_bytes=buffer_bytes, label="gradients")
+        for index, block in blocks.items():
+            for number, parameter in enumerate(block.parameters):
+                self._hooks.append(parameter.register_hook(partial(self._before, index, number)))
+
+    def _before(self, index: int, number: int, gradient: torch.Tensor | None) -> None:
+        """Autograd is about to give the parameter a gradient."""
+        parameter = self._blocks[index].parameters[number]
+        if gradient is None:
+            return
+        if type(parameter.grad) is Away:
+            parameter.grad = None
+            self._adding.add((index, number))
+        elif parameter.grad is None:
+            self._adding.discard((index, number))  # zeroed since: what is in the record is of the past
+
+    def store(self, index: int) -> None:
+        """Let the block's gradients go, as far as they are here. Sparse ones stay."""
+        block = self._blocks[index]
+        if self.records is None or not any(_is_here(p) for p in block.parameters):
+            return
+        stored = any(type(p.grad) is Away for p in block.parameters) or any(key[0] == index for key in self._adding)
+        flat = self.records.enter(index, empty=not stored)
+        try:
+            for number, parameter in enumerate(block.parameters):
+                gradient = parameter.grad
+                if gradient is None or not _is_here(parameter):
+                    continue
+                view = self._fields[index][number].view(flat)
+                if (index, number) in self._adding:
+                    self._total(index, number, view, gradient, settle=True)
+                    self._adding.discard((index, number))
+                else:
+                    self._crossing.down(gradient, view, "gradients")
+                    self._forget_changes(index, number)
+                parameter.grad = self._away(index, number)
+        finally:
+            self.records.leave(index)
+
+    @contextlib.contextmanager
+    def present(self, index: int, *, dropping: bool = False) -> Iterator[list[_Here | None]]:
+        """Within: the gradients of a block, each where it is; None: it has none. ``dropping``: for the last time."""
+        block = self._blocks[index]
+        away_ = [type(p.grad) is Away or (index, n) in self._adding for n, p in enumerate(block.parameters)]
+        away_ = [there and p.grad is not None for there, p in zip(away_, block.parameters, strict=True)]
+        if self.records is None or not any(away_):
+            yield [None if p.grad is None else (p.grad, False) for p in block.parameters]
+            if dropping:
+                self.drop(index)
+            return
+        changed = False
+        flat = self.records.enter(index)
+        try:
+            found: list[_Here | None] = []
+            for number, parameter in enumerate(block.parameters):
+                if not away_[number]:
+                    found.append(None if parameter.grad is None else (parameter.grad, False))
+                    continue
+                view = self._fields[index][number].view(flat)
+                added = None if type(parameter.grad) is Away else parameter.grad
+                changed |= self._total(index, number, view, added, settle=self.records.tier != "disk")
+                found.append((view, True))
+            yield found
+        finally:
+            self.records.leave(index, changed=False)
+            if changed and self.records.tier == "disk":
+                self.records.forget(index)  # the record itself, and what is to be done to it, are as they were
+        if dropping:
+            self.drop(index)
+
+    def _total(
+        self, index: int, number: int, view: torch.Tensor, added: torch.Tensor | None, *, settle: bool
+    ) -> bool:
+        """Make ``view`` the gradient that autograd would have now; ``settle``: for good. Whether it changed."""
+        key = index, number
+        changed = key in self._zeroed or key in self._factors or added is not None
+        if key in self._zeroed:
+            view.zero_()
+        for factor in self._factors.get(key, ()):
+            view.mul_(factor)
+        if added is not None:
+            view.add_(self._crossing.in_ram(added, "gradients"))
+        if settle:
+            self._forget_changes(index, number)
+        return changed
+
+    def _forget_changes(self, index: int, number: int) -> None:
+        self._zeroed.discard((index, number))
+        self._factors.pop((index, number), None)
+
+    def drop(self, index: int) -> None:
+        """The block's gradients were used and are not needed any more."""
+        for number, parameter in enumerate(self._blocks[index].parameters):
+            parameter.grad = None
+            self._adding.discard((index, number))
+            self._forget_changes(index, number)
+
+    def scale(self, index: int, number: int, factor: torch.Tensor) -> None:
+        """Multiply a gradient that is away, when it comes."""
+        self._factors.setdefault((index, number), []).append(factor)
+
+    def _zero(self, index: int, number: int) -> None:
+        self._factors.pop((index, number), None)
+        self._zeroed.add((index, number))
+
+    def _away(self, index: int, number: int) -> Away:
+        block, field = self._blocks[index], self._fields[index][number]
+        device = block.parameters[number].device
+        what, on_zero = f"The gradient of {block.names[number]}", partial(self._zero, index, number)
+        return away(field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=on_zero)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Begin to fetch what is away of these blocks' gradients."""
+        if self.records is not None:
+            blocks = self._blocks
+            self.records.expect([i for i in indices if any(type(p.grad) is Away for p in blocks[i].parameters)])
+
+    def restore(self) -> None:
+        """Give all parameters their gradients back in memory. After an error it can be called again."""
+        for index, block in self._blocks.items():
+            if not any(type(p.grad) is Away for p in block.parameters):
+                continue
+            with self.present(index) as found:
+                values = [None if here is None else here[0].clone() for here in found]
+            for parameter, value in zip(block.parameters, values, strict=True):
+                if type(parameter.grad) is Away and value is not None:
+                    parameter.grad = value.to(parameter.device)
+
+    def free(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self.records is not None:
+            self.records.free()
+
+
+Arrival = Callable[[int, int], None]
+
+
+class Arrivals:
+    """Tells when a backward pass has made the last gradient of a block, and when the pass is over.
+
+    ``complete(block, task)`` and ``over(task, blocks)`` are called on autograd's own thread; ``task`` is its number
+    of the pass, ``blocks`` are those that stayed incomplete.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[int, StateBlock],
+        complete: Callable[[int, int], None],
+        over: Callable[[int, Sequence[int]], None],
+    ) -> None:
+        self._blocks, self._complete, self._over = blocks, complete, over
+        self._come: dict[int, dict[int, set[int]]] = {}  # by pass: block -> parameters
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, index, number))
+            for index, block in blocks.items()
+            for number, parameter in enumerate(block.parameters)
+        ]
+
+    def _arrive(self, index: int, number: int, parameter: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._come:
+            self._come[task] = {}
+            if task != -1:
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))  # type: ignore[attr-defined]
+        come = self._come[task].setdefault(index, set())
+        come.add(number)
+        if len(come) == len(self._blocks[index].parameters):
+            del self._come[task][index]
+            self._complete(index, task)
+
+    def _end(self, task: int) -> None:
+        self._over(task, list(self._come.pop(task, {})))
+
+    def reset(self) -> None:
+        """No pass is under way: what is still open ended with an exception."""
+        self._come.clear()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _as_kept(parameter: torch.Tensor) -> Kept:
+    shape, stride = tuple(parameter.shape), dense_stride(parameter)
+    return Kept(key="grad", dtype=parameter.dtype, shape=shape, stride=stride)
+
+
+def _is_here(parameter: torch.Tensor) -> bool:
+    """Whether there is a gradient in memory, of the plain kind that a record has room for."""
+    gradient = parameter.grad
+    if gradient is None or type(gradient) is Away:
+        return False
+    return gradient.layout is torch.strided and gradient.dtype == parameter.dtype

@@ -1,0 +1,477 @@
+"""Optimizer offload: the states of any optimizer that updates each parameter on its own rest in RAM or on disk.
+
+They visit the optimizer block by block. The update is the user's own optimizer's own code: for each block its
+parameter groups are narrowed to the block's parameters, the block's states are put into ``optimizer.state``, ``step``
+runs, and they go again. So results are those of the plain optimizer, bit for bit, and learning rate schedulers, hooks
+and options work as ever. Where a GPU computes, the step of a block whose states are away runs on the CPU.
+
+Sources: ZeRO-Offload (Ren et al., 2021) for the step on the CPU during backward; torchao's ``CPUOffloadOptimizer``
+for leaving the optimizer itself alone; PyTorch, torch/optim/optimizer.py, for what wraps ``step``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brim.core.hardware import DISK, RAM
+from brim.errors import UnsupportedError, UsageError
+from brim.memory.tiers import Memory
+from brim.techniques.base import HANDLE_ATTRIBUTE, Option
+from brim.techniques.clipping import clip
+from brim.techniques.crossing import Crossing, tensor_bytes
+from brim.techniques.gradients import Arrivals, Gradients
+from brim.techniques.optimizer_states import StateBlock, States, as_number, state_blocks
+from brim.techniques.optimizer_trial import Trial, raw_step
+from brim.techniques.updates import Recomputation, narrowed, root_task
+
+NAME = "optimizer_offload"
+KEEP = "keep"
+CHOICES = (KEEP, RAM, DISK)
+BLOCK_BYTES = 16 << 20
+_AHEAD = 4  # blocks whose states are fetched while one is updated, as far as they fit
+
+
+class Streaming(Protocol):
+    """What is needed of weight streaming: its blocks, and their true values for the time of an update."""
+
+    @property
+    def blocks(self) -> Sequence[tuple[str, Sequence[nn.Parameter]]]: ...
+
+    def updating(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]: ...
+
+
+def options(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    compute: str,
+    block_bytes: int = BLOCK_BYTES,
+    streaming: Streaming | None = None,
+) -> list[Option]:
+    """Per block what leaving saves and moves each step, and under "" what the rooms on the way take.
+
+    ``compute`` is the tier that kernels work in. Where it is RAM, the choice ``ram`` is no other than ``keep``.
+    """
+    blocks = find_blocks(model, optimizer, block_bytes=block_bytes, streaming=streaming)
+    made = []
+    for block in blocks:
+        crossing = {} if compute == RAM else {(compute, RAM): 2 * block.bytes, (RAM, compute): block.bytes}
+        moves = {**crossing, (DISK, RAM): block.state_bytes, (RAM, DISK): block.state_bytes}
+        saves = {compute: block.state_bytes, DISK: -block.state_bytes}
+        made.append(Option(technique=NAME, block=block.name, choice=DISK, saves_bytes=saves, moves_bytes=moves))
+        if compute != RAM:
+            saves = {compute: block.state_bytes, RAM: -block.state_bytes}
+            made.append(Option(technique=NAME, block=block.name, choice=RAM, saves_bytes=saves, moves_bytes=crossing))
+    work = 0 if compute == RAM else max((_work_bytes(block) for block in blocks), default=0)
+    rooms = {DISK: _buffer_bytes([b.state_bytes for b in blocks]) + work, RAM: work}
+    return made + [
+        Option(technique=NAME, block="", choice=choice, saves_bytes={RAM: -bytes})
+        for choice, bytes in rooms.items()
+        if bytes
+    ]
+
+
+def find_blocks(
+    model: nn.Module, optimizer: Optimizer, *, block_bytes: int = BLOCK_BYTES, streaming: Streaming | None = None
+) -> list[StateBlock]:
+    """The blocks that ``apply`` makes with these arguments."""
+    given = () if streaming is None else streaming.blocks
+    return state_blocks(model, optimizer, block_bytes=block_bytes, given=given)
+
+
+def apply(
+    model: nn.Module,
+    optimizer: Optimizer,
+    memory: Memory,
+    *,
+    states: str,
+    gradients: str = KEEP,
+    keep: Collection[str] = (),
+    streaming: Streaming | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    buffer_bytes: int | None = None,
+) -> OptimizerOffload:
+    """Let the states of ``optimizer`` (``ram`` or ``disk``) and its gradients rest elsewhere than in the compute tier.
+
+    ``keep``: names of blocks whose states stay. ``block_bytes`` bounds the parameters of a block; ``buffer_bytes``
+    is the RAM through which states on disk pass (None: enough for three ordinary blocks, or for the largest one).
+    Raises UsageError for an unknown choice or an optimizer that is fitted already, UnsupportedError for an
+    optimizer that needs all its parameters at once, BudgetError and TransferError; then nothing has changed.
+    """
+    if HANDLE_ATTRIBUTE in vars(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} was to be fitted.",
+            "It is fitted already.",
+            "Call .brim.remove() on it first.",
+        )
+    for what, choice in (("states", states), ("gradients", gradients)):
+        if choice not in CHOICES:
+            raise UsageError(f"{what}={choice!r} was asked of {NAME}.", f"Known are {', '.join(CHOICES)}.")
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} was to be fitted.",
+            "Its step was replaced by a function of somebody else's.",
+            "Fit the optimizer first, and wrap its step then.",
+        )
+    given = () if streaming is None else streaming.blocks
+    trial = Trial(optimizer)
+    blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=given, trial=trial)
+    unknown = set(keep) - {block.name for block in blocks}
+    if unknown:
+        raise UsageError(f"keep={sorted(unknown)} was asked of {NAME}.", "There are no such blocks.")
+    return OptimizerOffload(
+        model, optimizer, memory, blocks, trial, states, gradients, frozenset(keep), streaming, buffer_bytes
+    )
+
+
+class OptimizerOffload:
+    """The handle of a fitted optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        memory: Memory,
+        blocks: Sequence[StateBlock],
+        trial: Trial,
+        states: str,
+        gradients: str,
+        keep: frozenset[str],
+        streaming: Streaming | None,
+        buffer_bytes: int | None,
+    ) -> None:
+        self.model, self.optimizer, self.memory = model, optimizer, memory
+        self.blocks = dict(enumerate(blocks))
+        self._trial, self._streaming = trial, streaming
+        self._done: set[int] = set()  # blocks of the step under way that are updated
+        self._order: list[int] = list(reversed(self.blocks))  # in which backward completes them, learned
+        self._seen: list[int] = []
+        self._in_final = self._after_final = self._clipped = self._removed = False
+        self._root = -1
+        self._written_before = 0
+        self._written: int | None = None
+        tiers = {"states": states, "gradients": gradients}
+        # What is in RAM already need not be brought there.
+        away = {
+            what: tier for what, tier in tiers.items() if tier != KEEP and not (tier == RAM and memory.host is None)
+        }
+        leaving = {i: b for i, b in self.blocks.items() if "states" in away and b.name not in keep}
+        with contextlib.ExitStack() as stack:
+            self._crossing = Crossing(
+                memory,
+                work_bytes=max((_work_bytes(b) for b in leaving.values()), default=0),
+                down_bytes=max((tensor_bytes(p) for b in blocks for p in b.parameters), default=0)
+                if "gradients" in away
+                else 0,
+            )
+            stack.callback(self._crossing.free)
+            self._states = States(
+                optimizer,
+                memory,
+                leaving,
+                tier=away.get("states", RAM),
+                buffer_bytes=buffer_bytes or _buffer_bytes([b.state_bytes for b in leaving.values()]),
+            )
+            stack.callback(self._states.records.free)
+            self._gradients = Gradients(
+                memory,
+                self.blocks,
+                self._crossing,
+                tier=away.get("gradients"),
+                buffer_bytes=buffer_bytes or _buffer_bytes([b.bytes for b in blocks]),
+            )
+            stack.callback(self._gradients.free)
+            self._leaving = leaving
+            stack.callback(self._states.restore)
+            self._states.take_all()
+            stack.pop_all()
+        self._recomputation = Recomputation(model)
+        self._arrivals = Arrivals(self.blocks, self._complete, self._over)
+        self._plain_step = vars(optimizer).get("step")
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._fill, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
+        ]
+        vars(optimizer)["step"] = self._step = types.MethodType(_stepping(self), optimizer)
+        vars(optimizer)[HANDLE_ATTRIBUTE] = self
+
+    # -- the step
+
+    @contextlib.contextmanager
+    def final(self) -> Iterator[None]:
+        """Around the last backward pass before ``step``: each block is updated as soon as its gradients are there.
+
+        Its gradients are gone then; ``step`` does what is left. One backward pass only, and no clipping: raises
+        UsageError. A block of which a part is computed by a backward pass within the backward pass (reentrant
+        checkpointing) waits for ``step``, as it may be computed again with the old weights.
+        """
+        if self._in_final or self._after_final or self._clipped:
+            found = "Gradients were clipped" if self._clipped else "The last final() was not followed by step()"
+            raise UsageError("final() was entered.", f"{found}.", "Call optimizer.step(), or reset() to go on anew.")
+        self._in_final, self._root, self._seen = True, root_task(), []
+        try:
+            yield
+        finally:
+            self._in_final, self._after_final = False, bool(self._done)
+            self._recomputation.allow()
+            rest = [index for index in self._order if index not in self._seen]
+            self._order = self._seen + rest
+
+    @property
+    def partly_updated(self) -> bool:
+        """Whether some weights are new already while ``step`` is still to come: the step cannot be repeated."""
+        return bool(self._done)
+
+    def reset(self) -> None:
+        """Forget the step under way, after an exception in it: the next backward pass begins a new one."""
+        self._done.clear()
+        self._arrivals.reset()
+        self._after_final = self._clipped = False
+
+    def _complete(self, index: int, task: int) -> None:
+        """All gradients of a block are there."""
+        if index in self._done:
+            if self._in_final or self._after_final:
+                raise UsageError(
+                    f"A gradient came for block {self.blocks[index].name}, which is updated already.",
+                    "final() is for one backward pass, the last one before optimizer.step().",
+                    "Enter it for the last backward pass only, and call step() before the next.",
+                )
+            self.reset()  # a step() that failed was given up
+        if self._in_final and task == self._root:
+            self._seen.append(index)
+            at = self._order.index(index)
+            self._update(index, self._order[at + 1 :], dropping=True)
+            self._recomputation.forbid(self.blocks[index])
+        else:
+            self._gradients.store(index)
+
+    def _over(self, task: int, incomplete: Sequence[int]) -> None:
+        """A backward pass has ended; these blocks have got some of their gradients."""
+        for index in incomplete:
+            if index in self._done and (self._in_final or self._after_final):
+                continue
+            self._gradients.store(index)
+
+    def _step_all(self, *args: Any, **kwargs: Any) -> None:
+        if any(value is not None for value in (*args[:1], kwargs.get("closure"))):
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__}.step was called with a closure.",
+                "A closure computes gradients anew for all parameters, and they are updated block by block.",
+                "Call backward() before step(), and step() without it.",
+            )
+        todo = [i for i, b in self.blocks.items() if i not in self._done and _has_gradient(b)]
+        for position, index in enumerate(todo):
+            self._update(index, todo[position + 1 :], dropping=False)
+        self._step_rest()
+        self._done.clear()
+        self._arrivals.reset()
+        self._after_final = self._clipped = False
+        written = self._written_bytes()
+        self._written, self._written_before = written - self._written_before, written
+
+    def _step_rest(self) -> None:
+        """What is in no block: parameters that came later, or were frozen when the blocks were made."""
+        held = {id(p) for block in self.blocks.values() for p in block.parameters}
+        rest = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in held]
+        if any(p.grad is not None for p in rest):
+            with narrowed(self.optimizer, rest):
+                raw_step(self.optimizer)(self.optimizer)
+
+    def _update(self, index: int, ahead: Sequence[int], *, dropping: bool) -> None:
+        """The optimizer's own step on one block. It counts as done even if that raises: it did what it did."""
+        block, leaves = self.blocks[index], index in self._leaving
+        soon = [i for i in ahead if i not in self._done][:_AHEAD]
+        bound = self._streaming.updating(block.parameters) if self._streaming else contextlib.nullcontext()
+        with torch.no_grad(), bound, self._gradients.present(index, dropping=dropping) as gradients:
+            stepping = [gradient is not None for gradient in gradients]
+            states = self._states.present(index, stepping=stepping) if leaves else contextlib.nullcontext()
+            with states:
+                self._states.expect([i for i in soon if i in self._leaving])
+                self._gradients.expect(soon)
+                place = self._crossing.stepping_in_ram if leaves else self._crossing.stepping_in_place
+                with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
+                    self._done.add(index)
+                    raw_step(self.optimizer)(self.optimizer)
+
+    # -- clipping and reports
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        *,
+        parameters: Sequence[nn.Parameter] | None = None,
+    ) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of the model's parameters, wherever the gradients are. Exact.
+
+        Returns the norm before clipping. Raises UsageError after ``final()``, which has no gradients left.
+        """
+        if self._in_final or self._after_final:
+            raise UsageError(
+                "Gradients were to be clipped.",
+                "final() updates weights while the norm is not known yet.",
+                "Leave out final() in steps that clip.",
+            )
+        found = list(self.model.parameters() if parameters is None else parameters)
+        norm = clip(found, self.blocks, self._gradients, max_norm, norm_type, error_if_nonfinite, foreach)
+        self._clipped = True
+        return norm
+
+    @property
+    def written_bytes_per_step(self) -> int:
+        """Bytes that the last step wrote to disk, accumulated gradients included; they wear a drive.
+
+        Before the first step: what one with one backward pass will write.
+        """
+        if self._written is not None:
+            return self._written
+        records = [self._states.records, *([self._gradients.records] if self._gradients.records else [])]
+        return sum(sum(one.sizes.values()) for one in records if one.tier == DISK)
+
+    def _written_bytes(self) -> int:
+        gradients = self._gradients.records
+        return self._states.records.written_bytes + (gradients.written_bytes if gradients else 0)
+
+    # -- states as a whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """``optimizer.state_dict()``: every state in memory, on the CPU where it was away."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def group_options(self) -> list[dict[str, Any]]:
+        """The options of each parameter group (learning rate and so on) without its parameters."""
+        return [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
+
+    def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every state as (parameter's name + "." + key, tensor on the CPU), one in memory at a time; numbers too."""
+        for index, block in self.blocks.items():
+            for number, (name, parameter) in enumerate(zip(block.names, block.parameters, strict=True)):
+                away = self._states.away_fields(index, number) if index in self._leaving else {}
+                for key, value in list(self.optimizer.state.get(parameter, {}).items()):
+                    if key in away:
+                        yield f"{name}.{key}", self._states.value(index, away[key])
+                    elif isinstance(value, (torch.Tensor, bool, int, float)):
+                        yield f"{name}.{key}", _on_cpu(value)
+
+    def load_state(self, name: str, tensor: torch.Tensor) -> None:
+        """Put back what ``iter_state`` gave. Raises UsageError for a name or shape that this optimizer has not."""
+        path, _, key = name.rpartition(".")
+        for index, block in self.blocks.items():
+            if path not in block.names:
+                continue
+            number = block.names.index(path)
+            parameter = block.parameters[number]
+            groups = enumerate(self.optimizer.param_groups)
+            group = next(g for g, options in groups if any(p is parameter for p in options["params"]))
+            sample = self._trial.sample(group, parameter)
+            if key not in sample:
+                break
+            if index in self._leaving:
+                self._states.load(index, number, key, tensor, sample)
+            else:
+                value = as_number(tensor, sample[key])
+                moved = value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                self.optimizer.state[parameter][key] = moved
+            return
+        raise UsageError(
+            f"The optimizer state {name!r} was to be loaded.", f"{type(self.optimizer).__name__} keeps no such thing."
+        )
+
+    def _fill(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Complete what ``optimizer.state_dict()`` is about to return."""
+        numbers = {
+            id(p): n
+            for packed, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
+            for n, p in zip(packed["params"], group["params"], strict=True)
+        }
+        for index, block in self._leaving.items():
+            for number, parameter in enumerate(block.parameters):
+                away = self._states.away_fields(index, number)
+                if away:
+                    held = state["state"][numbers[id(parameter)]]
+                    values = {key: self._states.value(index, field) for key, field in away.items()}
+                    state["state"][numbers[id(parameter)]] = {**held, **values}
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._states.take_all()
+
+    # -- the end
+
+    def remove(self) -> None:
+        """Give the optimizer back with all states and gradients in memory. A second call does nothing.
+
+        Raises TransferError when the disk does not give them; then it can be called again.
+        """
+        if self._removed:
+            return
+        self._states.restore()
+        self._gradients.restore()
+        self._removed = True
+        self._arrivals.remove()
+        self._recomputation.allow()
+        for hook in self._hooks:
+            hook.remove()
+        mine = vars(self.optimizer)
+        if mine.get("step") is self._step:  # else somebody wrapped it since, and it only passes on from now on
+            del mine["step"]
+            if self._plain_step is not None:
+                mine["step"] = self._plain_step
+        del mine[HANDLE_ATTRIBUTE]
+        self._gradients.free()
+        self._states.records.free()
+        self._crossing.free()
+
+
+def _stepping(handle: OptimizerOffload) -> Any:
+    """The optimizer's ``step`` while it is fitted: PyTorch's hooks around it, once, with all parameters in sight.
+
+    A function that is bound to the optimizer: learning rate schedulers wrap ``optimizer.step.__func__``, and look at
+    a mark on it and at ``_opt_called`` (torch/optim/lr_scheduler.py).
+    """
+    raw, optimizer = raw_step(handle.optimizer), handle.optimizer
+    scheduled = handle._plain_step is not None
+
+    @functools.wraps(raw)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if scheduled:
+            self._opt_called = True  # type: ignore[attr-defined]
+        if handle._removed:
+            return raw(self, *args, **kwargs)
+        return handle._step_all(*args, **kwargs)
+
+    made = type(optimizer).profile_hook_step(step)
+    if scheduled:
+        made._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return made
+
+
+def _has_gradient(block: StateBlock) -> bool:
+    return any(p.grad is not None for p in block.parameters)
+
+
+def _work_bytes(block: StateBlock) -> int:
+    return 2 * sum(tensor_bytes(p) for p in block.parameters)
+
+
+def _buffer_bytes(sizes: Sequence[int]) -> int:
+    """Room for three ordinary blocks: one is read, one worked on, one written. The largest decides if it is larger."""
+    ordinary = sorted(sizes)[: max(1, len(sizes) * 9 // 10)]
+    return max([3 * max(ordinary, default=0)] if len(sizes) > 1 else [0, *sizes])
+
+
+def _on_cpu(value: Any) -> torch.Tensor:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(value)

@@ -1,0 +1,163 @@
+"""What an optimizer keeps per parameter, found out by trying a copy of it, and whether it may be run block by block.
+
+Nothing is known here about any class of optimizer: a copy of the user's own, with two parameters of two elements a
+side, steps them together and one after the other. Where that is not the same (a counter of its own, one random
+stream, a norm over all parameters), block by block would not be either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from brim.errors import UnsupportedError
+
+_STEPS = 3
+# What chooses a kernel and not what is kept; some kernels refuse tensors without values.
+_KERNELS = {"foreach": None, "fused": None, "capturable": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """A tensor that an optimizer keeps for a parameter."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The optimizer's own step, without the hooks that PyTorch wraps around it (``profile_hook_step``)."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+class Trial:
+    """Samples of an optimizer's states. Raises UnsupportedError where it cannot step its parameters one by one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._samples: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
+
+    def sample(self, group: int, parameter: torch.Tensor) -> dict[str, Any]:
+        """The state of a tiny parameter of the same number of dimensions after some steps."""
+        key = group, parameter.dim(), parameter.dtype
+        if key not in self._samples:
+            with _apart():
+                self._samples[key] = self._try(self._optimizer.param_groups[group], (2,) * key[1], key[2])
+        return self._samples[key]
+
+    def kept(self, group: int, parameter: torch.Tensor) -> list[Kept]:
+        """The tensors that will be kept for ``parameter``; single numbers are not among them."""
+        sample = self.sample(group, parameter)
+        options = self._optimizer.param_groups[group]
+        shape, stride = parameter.shape, dense_stride(parameter)
+        with _apart():
+            meta = {**options, **{key: value for key, value in _KERNELS.items() if key in options}}
+            state = self._state_of(meta, torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta"))
+            if state.keys() != sample.keys():  # its step looks at values before the state is complete
+                state = self._state_of(options, torch.empty_strided(shape, stride, dtype=parameter.dtype).zero_())
+        found = [(key, v) for key, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.numel()]
+        for key, value in found:
+            if type(value) is not torch.Tensor:
+                raise UnsupportedError(
+                    f"{type(self._optimizer).__name__} was to keep its states elsewhere.",
+                    f"{key!r} is a {type(value).__name__}, which brim cannot move as plain bytes.",
+                    'Leave its states where they are (states="keep").',
+                )
+        return [Kept(key=key, dtype=v.dtype, shape=tuple(v.shape), stride=dense_stride(v)) for key, v in found]
+
+    def _state_of(self, options: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """The state after a first step, or what there is of it when that fails."""
+        parameter.grad = torch.zeros_like(parameter)
+        made = _copy(self._optimizer, [{**options, "params": [parameter]}])
+        with contextlib.suppress(Exception):  # a kernel that needs values; the caller sees that something is missing
+            raw_step(made)(made)
+        return dict(made.state.get(parameter, {}))
+
+    def _try(self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        try:
+            together, alone = (self._run(options, shape, dtype, split) for split in (False, True))
+        except Exception as error:
+            raise self._refusal(f"A step of its own, without a closure, raised {error!r}.") from error
+        if not all(_same(one, other) for one, other in zip(together, alone, strict=True)):
+            raise self._refusal("Stepping its parameters one by one is not the same as stepping them together.")
+        sample: dict[str, Any] = alone[1][0]
+        return sample
+
+    def _run(
+        self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, split: bool
+    ) -> tuple[Any, ...]:
+        """Some steps of two parameters. Returns all that there is afterwards: values, states, options, the rest."""
+        count = max(1, torch.Size(shape).numel())
+        pair = [(torch.linspace(low, 1, count, dtype=torch.float64)).view(shape).to(dtype) for low in (-1, 0.5)]
+        made = _copy(self._optimizer, [{**options, "params": pair}])
+        step = raw_step(made)
+        for turn in range(_STEPS):
+            for sign, parameter in zip((1, -1), pair, strict=True):
+                slope = torch.linspace(0.1, sign * (0.5 + turn), count, dtype=torch.float64)
+                parameter.grad = slope.view(shape).to(dtype)
+            for params in [pair[:1], pair[1:]] if split else [pair]:
+                made.param_groups[0]["params"] = params
+                step(made)
+        made.param_groups[0]["params"] = []
+        rest = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
+        return pair, [dict(made.state.get(p, {})) for p in pair], made.param_groups, rest
+
+    def _refusal(self, found: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{type(self._optimizer).__name__} was to be run block by block.",
+            found,
+            "Use an optimizer that updates each parameter on its own, such as AdamW, or leave its states in memory.",
+        )
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``tensor``, or those of a contiguous one where its elements do not fill one run of memory."""
+    count = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and stride != count:
+            return torch.empty(tensor.shape, device="meta").stride()
+        count *= size
+    return tuple(tensor.stride())
+
+
+def _copy(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """The same optimizer with other parameters and no states; what it is not told to change stays shared."""
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    vars(made).pop("step", None)  # a learning rate scheduler's wrapper, or ours
+    made.state, made.param_groups = defaultdict(dict), list(groups)
+    return made
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Real tensors, also within a trace; no random number of the program is used up."""
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)

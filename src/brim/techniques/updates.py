@@ -1,0 +1,83 @@
+"""What an update of a few parameters in the middle of everything needs around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from brim.errors import UnsupportedError
+from brim.techniques.optimizer_states import StateBlock
+
+
+@contextlib.contextmanager
+def narrowed(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, ``optimizer`` has these parameters only, in the groups (the same dictionaries) that they are in."""
+    wanted = {id(parameter) for parameter in parameters}
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) in wanted]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def root_task() -> int:
+    """The number that autograd will give to the next backward pass of the process; passes within it get others.
+
+    It counts them one by one (torch/csrc/autograd/graph_task.h), so a tiny one tells. If another thread comes in
+    between, no pass has the number, and no block is updated early.
+    """
+    found: list[int] = []
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(lambda gradient: found.append(torch._C._current_graph_task_id()))
+        torch.autograd.backward([leaf * 1], [torch.ones(())])
+    return found[0] + 1
+
+
+class Recomputation:
+    """Refuses to run a module again in a backward pass in which its weights were updated already.
+
+    A weight's gradient is complete only when every operation that computed with it has been differentiated, and a
+    checkpointed part is run again before the first of its operations is. So this does not happen where gradients
+    flow; where a result depends on a weight without a gradient (``detach``, a mask) it could.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append(module)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def forbid(self, block: StateBlock) -> None:
+        """From now until ``allow``."""
+        owners = {id(m): m for p in block.parameters for m in self._owners.get(id(p), ())}
+        for module in owners.values():
+            self._hooks.append(module.register_forward_pre_hook(partial(_refuse, block.name)))
+
+    def allow(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _refuse(name: str, module: nn.Module, args: object) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise UnsupportedError(
+            f"{type(module).__name__} was to be run again during backward, after {name} was updated.",
+            "It would compute with new weights what was computed with the old ones.",
+            "Leave out final() for this model: step() alone is safe.",
+        )
