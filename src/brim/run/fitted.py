@@ -148,7 +148,7 @@ class Fitted:
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter or buffer as it is now, wherever it rests."""
-        assert self.streaming is not None
+        assert self.streaming is not None, "it is removed"
         return self.streaming.value(name)
 
     def states(self, names: Mapping[torch.Tensor, str]) -> tuple[list[Layout], Iterator[tuple[str, torch.Tensor]]]:

@@ -380,6 +380,17 @@ class WeightStreaming:
         finally:
             buffer.free()
 
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter or buffer, by its name in the model, as it is now; a copy, where its block rests elsewhere."""
+        parameter = self._parameters.get(name)
+        for streamed in self._streamed:
+            for index, held in enumerate(streamed.parameters):
+                if held is parameter and not streamed.uses:
+                    self._adopt_changes(streamed)
+                    streamed.home.settle()
+                    return streamed.home.value(index)
+        return self.model.get_buffer(name) if parameter is None else parameter.data
+
     def settle(self) -> None:
         """Wait until everything that was changed is where it rests. Raises the TransferError that was met."""
         for streamed in self._streamed:
