@@ -80,7 +80,7 @@ def adapter_tensors(module: torch.nn.Module, adapter: str = "default") -> Tensor
 def adapter_files(
     module: torch.nn.Module, base: str, source: Path | None = None, adapter: str = "default"
 ) -> dict[str, bytes | Path]:
-    """adapter_config.json as peft writes it, with ``base`` as the model that it belongs to, and the tokenizer's files."""
+    """adapter_config.json as peft writes it for an adapter of the model ``base``, and the tokenizer's files."""
     model: Any = module
     config = {key: _listed(value) for key, value in model.peft_config[adapter].to_dict().items()}
     config |= {"base_model_name_or_path": base, "inference_mode": True}

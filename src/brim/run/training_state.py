@@ -80,7 +80,7 @@ def optimizer_tensors(
             if hasattr(value, "__tensor_flatten__"):
                 raise UnsupportedError(
                     f"{key} of {names[parameter]} was to be saved.",
-                    f"{type(optimizer).__name__} keeps it as {type(value).__name__}, which safetensors does not hold.",
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__}, which safetensors cannot hold.",
                     "Train with another optimizer, or save without its state.",
                 )
             yield f"{names[parameter]}.{key}", value
