@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from brim.memory.tiers import Memory
 from brim.techniques.away import Away, away
 from brim.techniques.crossing import Crossing
-from brim.techniques.optimizer_states import Field, StateBlock, lay_out
+from brim.techniques.optimizer_states import StateBlock, lay_out
 from brim.techniques.optimizer_trial import Kept, dense_stride
 from brim.techniques.records import Records
 

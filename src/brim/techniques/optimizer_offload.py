@@ -99,7 +99,7 @@ def apply(
     block_bytes: int = BLOCK_BYTES,
     buffer_bytes: int | None = None,
 ) -> OptimizerOffload:
-    """Let the states of ``optimizer`` (``ram`` or ``disk``) and its gradients rest elsewhere than in the compute tier.
+    """Let the states of ``optimizer`` and its gradients rest in ``ram`` or on ``disk``.
 
     ``keep``: names of blocks whose states stay. ``block_bytes`` bounds the parameters of a block; ``buffer_bytes``
     is the RAM through which states on disk pass (None: enough for three ordinary blocks, or for the largest one).
@@ -211,7 +211,7 @@ class OptimizerOffload:
 
         Its gradients are gone then; ``step`` does what is left. One backward pass only, and no clipping: raises
         UsageError. A block of which a part is computed by a backward pass within the backward pass (reentrant
-        checkpointing) waits for ``step``, as it may be computed again with the old weights.
+        checkpointing) waits for the end, as it may be computed again with the old weights.
         """
         if self._in_final or self._after_final or self._clipped:
             found = "Gradients were clipped" if self._clipped else "The last final() was not followed by step()"
@@ -256,10 +256,14 @@ class OptimizerOffload:
 
     def _over(self, task: int, incomplete: Sequence[int]) -> None:
         """A backward pass has ended; these blocks have got some of their gradients."""
+        if self._in_final and task == self._root:
+            left = [i for i, block in self.blocks.items() if i not in self._done and _has_gradient(block)]
+            for position, index in enumerate(left):
+                self._update(index, left[position + 1 :], dropping=True)
+            return
         for index in incomplete:
-            if index in self._done and (self._in_final or self._after_final):
-                continue
-            self._gradients.store(index)
+            if index not in self._done or not self._after_final:
+                self._gradients.store(index)
 
     def _step_all(self, *args: Any, **kwargs: Any) -> None:
         if any(value is not None for value in (*args[:1], kwargs.get("closure"))):
@@ -468,7 +472,7 @@ def _work_bytes(block: StateBlock) -> int:
 
 
 def _buffer_bytes(sizes: Sequence[int]) -> int:
-    """Room for three ordinary blocks: one is read, one worked on, one written. The largest decides if it is larger."""
+    """Room for three ordinary blocks: one is read, one worked on, one written. A very large one may need more."""
     ordinary = sorted(sizes)[: max(1, len(sizes) * 9 // 10)]
     return max([3 * max(ordinary, default=0)] if len(sizes) > 1 else [0, *sizes])
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brim.core.hardware import DISK
-from brim.errors import UnsupportedError, UsageError
+from brim.errors import UsageError
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES
 from brim.memory.pool import round_up
 from brim.memory.tiers import Memory

@@ -110,7 +110,7 @@ class Trial:
                 step(made)
         made.param_groups[0]["params"] = []
         rest = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
-        return pair, [dict(made.state.get(p, {})) for p in pair], made.param_groups, rest
+        return [pair, [dict(made.state.get(p, {})) for p in pair], made.param_groups, rest]
 
     def _refusal(self, found: str) -> UnsupportedError:
         return UnsupportedError(
