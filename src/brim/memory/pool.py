@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -82,6 +84,15 @@ class Buffer:
             tensor, self._tensor = self._tensor, None
             self.pool._take_back(self, tensor)
 
+    def hand_over(self) -> torch.Tensor:
+        """Give the tensor to whoever keeps it: the bytes come back to the pool when its storage dies.
+
+        Only for sources whose ``release`` does nothing, each tensor with a storage of its own.
+        """
+        tensor, self._tensor = self.tensor, None
+        self.pool._watch(self, tensor)
+        return tensor
+
 
 class Pool:
     """Bytes of one tier, up to ``limit_bytes`` and never beyond; every allocation is an event."""
@@ -91,6 +102,8 @@ class Pool:
         self.held_bytes = self.peak_bytes = 0
         self._next_storage = 0
         self._lock = threading.Lock()
+        self._storages: set[int] = set()
+        self._died: deque[Buffer] = deque()  # handed over, and their storages are gone
 
     def allocate(self, bytes: int, label: str) -> Buffer:
         """``bytes`` out of the pool. Raises BudgetError when that would pass the limit."""
@@ -98,6 +111,7 @@ class Pool:
 
     def _enter(self, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
         with self._lock:
+            self._count_dead()
             if self.held_bytes + bytes > self.limit_bytes:
                 raise BudgetError(
                     f"{format_bytes(bytes)} of {self.tier} were asked for {label}.",
@@ -109,6 +123,7 @@ class Pool:
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             buffer = Buffer(self, tensor, bytes, self._next_storage, label)
             self._next_storage += 1
+            self._storages.add(tensor.untyped_storage()._cdata)
             self.recorder.allocated(self.tier, bytes, buffer.storage, label)
             return buffer
 
@@ -116,8 +131,31 @@ class Pool:
         """Count ``bytes`` that somebody else holds in this tier (a module's own tensors) against the limit."""
         return self._enter(bytes, label, lambda: torch.empty(0, dtype=torch.uint8))
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a buffer of this pool that was not handed over."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def settle(self) -> None:
+        """Count what was handed over and has died since. ``allocate`` does so by itself."""
+        with self._lock:
+            self._count_dead()
+
     def _take_back(self, buffer: Buffer, tensor: torch.Tensor) -> None:
         with self._lock:
+            self._storages.discard(tensor.untyped_storage()._cdata)
             self.source.release(tensor)
-            self.held_bytes -= buffer.bytes
-            self.recorder.freed(self.tier, buffer.bytes, buffer.storage, buffer.label)
+            self._uncount(buffer)
+
+    def _watch(self, buffer: Buffer, tensor: torch.Tensor) -> None:
+        with self._lock:
+            self._storages.discard(tensor.untyped_storage()._cdata)
+        # A storage may die anywhere, even in a garbage collection within this class: no lock may be taken there.
+        weakref.finalize(tensor.untyped_storage(), self._died.append, buffer).atexit = False
+
+    def _count_dead(self) -> None:
+        while self._died:
+            self._uncount(self._died.popleft())
+
+    def _uncount(self, buffer: Buffer) -> None:
+        self.held_bytes -= buffer.bytes
+        self.recorder.freed(self.tier, buffer.bytes, buffer.storage, buffer.label)

@@ -11,7 +11,7 @@ from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory.direct_io import OpenFiles
 from brim.memory.mapped import MappedFile
-from brim.memory.pool import Buffer, HostSource, Pool, Source, TorchSource
+from brim.memory.pool import Buffer, HostSource, Pool, TorchSource
 from brim.memory.recorder import Recorder
 from brim.memory.scratch import SCRATCH_PATH, PlannedScratch, Scratch
 from brim.memory.transfer import Engine, NullEngine, Settled, ThreadEngine, Waitable
@@ -118,13 +118,22 @@ def cuda_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int, device: 
     return memory
 
 
-def fake_memory(timeline: Timeline, *, compute_tier: str, compute_bytes: int, ram_bytes: int) -> Memory:
-    """For prediction: the same pools and limits over tensors without bytes."""
+def fake_memory(
+    timeline: Timeline,
+    *,
+    compute_tier: str,
+    compute_bytes: int,
+    ram_bytes: int,
+    device: torch.device = _CPU,
+) -> Memory:
+    """For prediction: the same pools and limits over tensors without bytes.
+
+    ``device`` is where a traced program's compute tensors say that they are.
+    """
     recorder = Recorder(timeline)
-    source: Source = TorchSource(_CPU)
-    host = None if compute_tier == RAM else Pool(RAM, ram_bytes, source, recorder)
-    compute = Pool(compute_tier, compute_bytes, source, recorder)
-    return Memory(compute=compute, host=host, recorder=recorder, fake=True)
+    host = None if compute_tier == RAM else Pool(RAM, ram_bytes, TorchSource(_CPU), recorder)
+    compute = Pool(compute_tier, compute_bytes, TorchSource(device), recorder)
+    return Memory(compute=compute, host=host, recorder=recorder, device=device, fake=True)
 
 
 class Staged(Protocol):

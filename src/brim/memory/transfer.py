@@ -150,6 +150,7 @@ class _Lane:
         if entry is None:
             return False
         job, ticket = entry
+        del entry
         error: BrimError | None = _closed() if self.stopped.is_set() else None
         if error is None:
             try:
@@ -159,6 +160,7 @@ class _Lane:
             except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
                 error = TransferError("Bytes were to be moved between tiers.", repr(failure))
                 error.__cause__ = failure
+        del job  # who waits may count on the memory that it held
         ticket.finish(error)
         return True
 

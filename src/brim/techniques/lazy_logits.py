@@ -276,7 +276,7 @@ def _inferred(shape: tuple[int, ...], count: int) -> tuple[int, ...] | None:
 
 def _spelled_out(key: tuple[Any, ...], dims: int) -> tuple[Any, ...] | None:
     """An index of slices and whole numbers with one entry per dimension; None for any other."""
-    if not all(part is Ellipsis or isinstance(part, (slice, int)) and not isinstance(part, bool) for part in key):
+    if not all(part is Ellipsis or (isinstance(part, (slice, int)) and not isinstance(part, bool)) for part in key):
         return None
     given = [part for part in key if part is not Ellipsis]
     if len(given) > dims or len(key) - len(given) > 1:

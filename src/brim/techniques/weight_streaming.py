@@ -54,7 +54,7 @@ def _option(block: Block, choice: str, compute: str, trained: Collection[str] | 
     loads = len(loads_for(block)) * (1 if trained is None else 2) * block.bytes
     home = RAM if choice == FROM_RAM else DISK
     way = [home, compute] if compute == RAM or home == RAM else [home, RAM, compute]
-    moves = {(source, target): loads for source, target in itertools.pairwise(way)}
+    moves = dict.fromkeys(itertools.pairwise(way), loads)
     if changed:
         moves |= {(target, source): block.bytes for source, target in itertools.pairwise(way)}
     saves = {compute: block.bytes} | ({home: -block.bytes} if choice == FROM_RAM or changed else {})
