@@ -87,7 +87,7 @@ class Checkpointing:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                "use_cache is ignored while blocks are checkpointed: they do not fill the cache. Pass use_cache=False.",
+                "use_cache is ignored: blocks that are checkpointed do not fill the cache. Pass use_cache=False.",
                 stacklevel=2,
             )
 
@@ -105,7 +105,7 @@ class _Checkpointed:
         if not (self._active and self._module.training and torch.is_grad_enabled()):
             return self._forward(*args, **kwargs)
         names, count = tuple(kwargs), len(args)
-        # By position: torch.utils.checkpoint keeps positional tensors through saved-tensor hooks, others by reference.
+        # By position: torch.utils.checkpoint keeps those through saved-tensor hooks, others by reference.
         given = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]
         caches = [value for value in given if is_cache(value)]
         unwritten = Unwritten(caches)

@@ -28,9 +28,7 @@ CHUNKS = (256, 1024, 4096)  # tokens
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def apply(
-    model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None, example: Any = None
-) -> ChunkedLoss:
+def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None, example: Any = None) -> ChunkedLoss:
     """Never make more than ``chunk_tokens`` rows of logits at once for a cross-entropy loss.
 
     ``head`` is the path of the layer that makes the logits, of whatever kind, as long as it treats every row alike;
@@ -80,7 +78,7 @@ class _Deferring:
             width = hidden.shape[-1]
             if width and hidden.numel() // width > self._chunk_tokens:
                 return defer(self._module, hidden, self._chunk_tokens)
-        return type(self._module)._call_impl(self._module, *args, **kwargs)  # type: ignore[operator]
+        return type(self._module)._call_impl(self._module, *args, **kwargs)
 
 
 def find_head(model: nn.Module, example: Any = None) -> str:
@@ -90,25 +88,27 @@ def find_head(model: nn.Module, example: Any = None) -> str:
     is that of the logits; the call is made on fake tensors. Else it is the one that a model of transformers names,
     or the last linear layer. A wrong guess costs memory, not correctness.
     """
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    parts = dict(model.named_modules())
+    linear: list[str] = [name for name, module in parts.items() if isinstance(module, nn.Linear)]
     if example is not None:
         linear = _called(model, example, linear)
     elif callable(named := getattr(model, "get_output_embeddings", None)):
         wanted = named()
-        linear = {name: module for name, module in model.named_modules() if module is wanted} or linear
+        linear = [name for name, module in parts.items() if module is wanted] or linear
     if not linear:
         raise UnsupportedError(
             f"The loss of {type(model).__name__} was to be chunked.",
             "No linear layer that makes its logits was found.",
             "Name it: head='path.of.the.layer'.",
         )
-    return list(linear)[-1]
+    return linear[-1]
 
 
-def _called(model: nn.Module, example: Any, linear: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
+def _called(model: nn.Module, example: Any, linear: Sequence[str]) -> list[str]:
+    """The linear layers in the order of their calls that are as wide as what the model gives."""
     order: list[str] = []
     hooks = [
-        module.register_forward_hook(lambda *_, name=name: order.append(name)) for name, module in linear.items()
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name)) for name in linear
     ]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -120,7 +120,7 @@ def _called(model: nn.Module, example: Any, linear: Mapping[str, nn.Linear]) -> 
     logits = getattr(made, "logits", made)
     while isinstance(logits, (tuple, list)):
         logits = logits[0]
-    return {name: linear[name] for name in order if linear[name].out_features == logits.shape[-1]}
+    return [name for name in order if model.get_submodule(name).out_features == logits.shape[-1]]
 
 
 def _cross_entropy(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ class HeadCall:
     def run(self, rows: torch.Tensor) -> torch.Tensor:
         """The head's own call, hooks included, on ``rows`` (..., hidden), under the autocast it was called in."""
         with _autocast(rows, self._autocast):
-            logits: torch.Tensor = type(self.head)._call_impl(self.head, rows)  # type: ignore[operator]
+            logits: torch.Tensor = type(self.head)._call_impl(self.head, rows)
         return logits
 
 
@@ -107,7 +107,7 @@ class LazyLogits(torch.Tensor):
         return func(*whole[0], **whole[1])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Reached from within somebody's autograd function, where autograd knows this tensor by ``_Defer``."""
         whole = tree_map_only(LazyLogits, lambda lazy: lazy.view_.whole().detach(), (args, kwargs or {}))
         return func(*whole[0], **whole[1])
@@ -137,7 +137,7 @@ def lazy(view: View) -> torch.Tensor:
     """``view`` as a tensor that autograd knows."""
     if not torch.is_grad_enabled():
         return LazyLogits(view)
-    made: torch.Tensor = _Defer.apply(view, view.rows, *view.call.head.parameters())
+    made: torch.Tensor = _Defer.apply(view, view.rows, *view.call.head.parameters())  # type: ignore[no-untyped-call]
     return made
 
 

@@ -9,11 +9,11 @@ import warnings
 import peft
 import pytest
 import torch
-import trained
 import transformers
 from torch import nn
 
 import brim
+import trained
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques import checkpointing
@@ -271,7 +271,9 @@ def test_options_say_what_a_trace_then_shows(known_machine) -> None:
     assert [(row.block, row.choice) for row in rows] == [(n, c) for n in names for c in (SELECTIVE, FULL)]
 
     def held(made) -> int:
-        return sum(s.bytes for s in made.storages if s.category is Category.ACTIVATION and "transformer.h" in s.module)
+        return sum(
+            s.bytes for s in made.storages if s.category is Category.ACTIVATION and "transformer.h" in s.module
+        )
 
     for kind in (SELECTIVE, FULL):
         told = sum(row.saves_bytes["ram"] for row in rows if row.choice == kind)

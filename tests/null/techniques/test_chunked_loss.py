@@ -61,8 +61,10 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "permuted": lambda logits, labels: F.cross_entropy(logits.permute(0, 2, 1), labels, reduction="sum"),
     "none": lambda logits, labels: F.cross_entropy(logits.transpose(-1, -2), labels, reduction="none").pow(2).sum(),
     "reshaped": lambda logits, labels: F.cross_entropy(logits.reshape((-1, CLASSES)), labels.reshape(-1)),
-    "smoothed": lambda logits, labels: F.cross_entropy(logits.mT, labels, label_smoothing=0.2)
-    + F.cross_entropy(logits.transpose(1, 2), labels, label_smoothing=0.2),
+    "smoothed": lambda logits, labels: (
+        F.cross_entropy(logits.mT, labels, label_smoothing=0.2)
+        + F.cross_entropy(logits.transpose(1, 2), labels, label_smoothing=0.2)
+    ),
     "weighted": lambda logits, labels: F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), weight=WEIGHT),
     "weighted and smoothed": lambda logits, labels: F.cross_entropy(
         logits.view(-1, CLASSES), labels.view(-1), weight=WEIGHT, label_smoothing=0.1

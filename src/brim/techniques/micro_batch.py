@@ -1,0 +1,165 @@
+"""Micro-batches: a batch in pieces whose gradients add up to those of the whole, and the largest piece that fits.
+
+The loss of a batch is a mean over what counts in it (tokens with a label, or rows). A piece's mean, times its share
+of what counts, adds up to that. Exact up to the order of summation; batch norm, which sees a piece at a time, is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from brim.errors import BudgetError, UsageError
+from brim.techniques.base import Option
+from brim.units import format_bytes
+
+NAME = "micro_batch"
+_IGNORED = -100  # the label that no loss of PyTorch or transformers counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """A piece of a batch, of the batch's own structure. Its mean loss times ``weight`` is its part of the whole's."""
+
+    inputs: Any
+    weight: float
+
+
+def split(
+    batch: Any, micro_batch: int, *, labels: str | int | None = None, causal: bool | None = None
+) -> list[MicroBatch]:
+    """``batch`` (a tensor, or dictionaries, tuples and lists of them) in pieces of ``micro_batch`` rows; the last
+    piece has what is left.
+
+    ``labels`` is the key or position of the tensor that says what counts: whole numbers other than -100. Unless told,
+    it is the entry "labels" of a dictionary or the last one of a tuple; without one, or where it holds no whole
+    numbers, rows count. ``causal``: the labels of a causal language model, whose first position is never counted
+    (transformers shifts them); unless told, so are two-dimensional labels of a dictionary.
+
+    Tensors whose first size is not the number of rows go to every piece as they are, one-dimensional ones and those
+    of one row. Pieces in which nothing counts are left out. Raises UsageError for what cannot be split.
+    """
+    if type(micro_batch) is not int or micro_batch < 1:
+        raise UsageError(f"Micro-batches of {micro_batch!r} rows were asked for.", "It must be 1 or more.")
+    counted = _labels(batch, labels)
+    rows = _rows(batch) if counted is None else counted.shape[0]
+    if causal is None:
+        causal = isinstance(batch, Mapping) and counted is not None and counted.dim() == 2
+    counts = _counts(counted, rows, causal)
+    total = sum(counts)
+    pieces = []
+    for start in range(0, rows, micro_batch):
+        end = min(start + micro_batch, rows)
+        weight = sum(counts[start:end]) / total if total else (end - start) / rows
+        if weight:
+            pieces.append(MicroBatch(inputs=_piece(batch, start, end, rows), weight=weight))
+    return pieces
+
+
+def even(rows: int, micro_batch: int) -> int:
+    """The smallest size that needs no more pieces of ``rows`` than ``micro_batch`` does: 8 rows by 7 are 4 and 4."""
+    pieces = -(-rows // micro_batch)
+    return -(-rows // pieces)
+
+
+def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int:
+    """The largest size from 1 to ``upper`` whose ``predict``-ed bytes are within the budget.
+
+    ``predict`` must not fall as the size grows; it is asked few times, for a prediction takes seconds: where bytes
+    are a line in the size, four at most. Raises BudgetError where not even 1 fits, naming what it takes.
+    """
+    if upper < 1:
+        raise UsageError(f"The largest micro-batch up to {upper} was asked for.", "It must be 1 or more.")
+    fits, least = 1, predict(1)
+    if least > budget_bytes:
+        raise BudgetError(
+            f"The largest micro-batch within {format_bytes(budget_bytes)} was asked for.",
+            f"One row takes {format_bytes(least)}.",
+            "Give more memory, or save more: checkpointing, offload, a shorter sequence.",
+            smallest_bytes={"": least},
+        )
+    if upper == 1:
+        return 1
+    fails, most = upper, predict(upper)
+    if most <= budget_bytes:
+        return upper
+    turn = 0
+    while fails - fits > 1:
+        guess = fits + int((budget_bytes - least) / (most - least) * (fails - fits))
+        if turn % 2 and turn > 1:  # where bytes are no line, halving bounds the calls
+            guess = (fits + fails) // 2
+        guess, turn = min(max(guess, fits + 1), fails - 1), turn + 1
+        found = predict(guess)
+        if found <= budget_bytes:
+            fits, least = guess, found
+        else:
+            fails, most = guess, found
+    return fits
+
+
+def options(predict: Callable[[int], int], rows: int, *, tier: str) -> list[Option]:
+    """Halves of ``rows``, each with what it saves of the whole batch's bytes in ``tier``."""
+    sizes, whole = [rows], predict(rows)
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return [
+        Option(technique=NAME, block="", choice=str(size), saves_bytes={tier: whole - predict(size)})
+        for size in sizes[1:]
+    ]
+
+
+def _labels(batch: Any, labels: str | int | None) -> torch.Tensor | None:
+    """The tensor of whole numbers that says what counts."""
+    if labels is not None:
+        try:
+            found = batch[labels]
+        except (KeyError, IndexError, TypeError) as error:
+            raise UsageError(f"labels={labels!r} was given.", f"The batch has no such entry ({error}).") from error
+    elif isinstance(batch, Mapping):
+        found = batch.get("labels")
+    else:
+        found = batch[-1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    whole = isinstance(found, torch.Tensor) and not found.is_floating_point() and found.dim() > 0
+    return found if whole else None
+
+
+def _counts(labels: torch.Tensor | None, rows: int, causal: bool) -> list[int]:
+    """What counts in each row."""
+    if labels is None or isinstance(labels, FakeTensor):  # no values: rows count, and memory does not depend on them
+        return [1] * rows
+    shown = labels[:, 1:] if causal else labels
+    counts: list[int] = (shown != _IGNORED).reshape(rows, -1).sum(1).tolist()
+    return counts
+
+
+def _rows(batch: Any) -> int:
+    for tensor in torch.utils._pytree.tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor) and tensor.dim():
+            return tensor.shape[0]
+    raise UsageError(f"A batch of type {type(batch).__name__} was to be split.", "It has no tensor with rows.")
+
+
+def _piece(value: Any, start: int, end: int, rows: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.dim() and value.shape[0] == rows:
+            return value[start:end]
+        if value.dim() < 2 or value.shape[0] == 1:
+            return value
+        raise UsageError(
+            f"A tensor of shape {tuple(value.shape)} was to be split by rows.",
+            f"The batch has {rows} rows, and its first size is another.",
+            "Leave it out of the batch, or put its rows first.",
+        )
+    if isinstance(value, Mapping):
+        return {name: _piece(item, start, end, rows) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_piece(item, start, end, rows) for item in value))
+    if isinstance(value, (tuple, list)):
+        if value and len(value) == rows and not any(isinstance(item, torch.Tensor) for item in value):
+            return value[start:end]  # one entry per row: texts, file names
+        return type(value)(_piece(item, start, end, rows) for item in value)
+    return value
