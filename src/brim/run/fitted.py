@@ -138,6 +138,7 @@ class Fitted:
         return contextlib.nullcontext()
 
     def _clip(self, norm: float) -> None:
+        self.precision.unscale(self.optimizer)
         if self.offload is not None:
             self.offload.clip_grad_norm_(norm)
             return
@@ -173,7 +174,7 @@ class Fitted:
             self.offload.load_state(name, tensor)
 
     def timeline(self) -> Timeline:
-        """What memory did since the plan came into force; facts as weight streaming's, and the scratch file's peak."""
+        """What memory did since the plan came into force: as weight streaming tells it, and the scratch file's peak."""
         assert self.streaming is not None, "it is removed"
         made = self.streaming.timeline()
         made.facts[f"held_bytes.{DISK}"] = self.memory.scratch().peak_bytes

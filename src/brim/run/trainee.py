@@ -71,7 +71,8 @@ def open_trainee(
     sources = by_parameter(opened)
     verify = verifier(opened)
     materialize(opened.module, opened)
-    opened.module.config.use_cache = False
+    config: Any = opened.module.config
+    config.use_cache = False
     if method == "full":
         weights = Weights(sources=sources, verify=verify)
         return Trainee(module=opened.module.train(), weights=weights, opened=opened, method=method)
@@ -106,7 +107,7 @@ def add_lora(module: nn.Module, seed: int) -> Any:
     targets = None if config.model_type in KNOWN else "all-linear"
     torch.manual_seed(seed)
     try:
-        return get_peft_model(module, LoraConfig(r=_RANK, target_modules=targets, task_type="CAUSAL_LM"))  # type: ignore[arg-type]
+        return get_peft_model(module, LoraConfig(r=_RANK, target_modules=targets, task_type="CAUSAL_LM"))
     except ValueError as error:
         raise UnsupportedError(
             f"LoRA was asked for {type(module).__name__}.", f"peft cannot add it: {' '.join(str(error).split())}"
@@ -114,6 +115,6 @@ def add_lora(module: nn.Module, seed: int) -> Any:
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of what is trained in ``module``; PyTorch's fused kernels where it has them: they take nothing."""
+    """The optimizer of what is trained in ``module``; by PyTorch's fused kernels, which take nothing."""
     known = {"fused": True} if name in _FUSED else {}
     return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **known)

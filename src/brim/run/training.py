@@ -167,10 +167,9 @@ class _Run:
         self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
         self._rolled_back = self._next != step
         del self.losses[len(self.losses) - (step - self._next) :]
-        where = "the same step" if not self._rolled_back else f"step {self._next + 1}, where the last checkpoint is"
-        self._note(
-            f"step {step + 1}: memory ran out ({failure:.300}). Going on with {_difference(self.session)}, from {where}."
-        )
+        where = f"step {self._next + 1}, after the last checkpoint" if self._rolled_back else "the same step"
+        plan = _in_words(self.session)
+        self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
         self._note_session()
 
     def _note(self, text: str) -> None:
@@ -201,7 +200,7 @@ class _Run:
             self.session.close()
 
 
-def _difference(session: Session) -> str:
+def _in_words(session: Session) -> str:
     """The plan that is in force, in a few words."""
     choice = session.fitted.choice
     words = [f"micro-batches of {choice.micro_batch}"]

@@ -83,6 +83,7 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
     """Rungs without weight streaming, each smaller than the one before."""
     fixed = orders.fixed(subject.blocks)
     places: list[Place] = ["disk"] if subject.compute == RAM else ["ram", "disk"]
+    accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
     changes: list[dict[str, Any]] = [
         {},
         {"chunk_tokens": CHUNK_TOKENS if subject.chunkable else 0},
@@ -91,7 +92,7 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         {"checkpointing": dict.fromkeys(subject.blocks, "full")},
         {"in_backward": subject.single_pass},
         *({"states": place} for place in places),
-        *({"gradients": place} for place in places),
+        *({"gradients": place} for place in places if accumulates or not subject.single_pass),
         {"activations": tuple(subject.blocks)},
     ]
     rungs: list[Choice] = []
@@ -109,11 +110,12 @@ Predict = Callable[[Choice], Prediction]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The first rung that fits, and what it takes."""
+    """A choice, what it takes and where on the ladder it stands. ``fits`` False: the smallest there is."""
 
     rung: int
     choice: Choice
     prediction: Prediction
+    fits: bool = True
 
 
 def climb_down(
@@ -128,23 +130,23 @@ def climb_down(
 ) -> Found:
     """The first of ``rungs`` from ``start`` on that fits, with the largest micro-batch that fits there.
 
-    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted.
-    Raises BudgetError, with the smallest budget that would do, when none fits.
+    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. When
+    none fits, the one that comes nearest.
     """
-    least: Prediction | None = None
-    for index in range(start, len(rungs)):
+    least: Found | None = None
+    for index in range(min(start, len(rungs) - 1), len(rungs)):
         choice = rungs[index]
         if not fits(floor(choice), budget_bytes) and index < len(rungs) - 1:
             continue
         found = predict(choice)
-        if fits(found.peak_bytes, budget_bytes):
+        if fits(found.peak_bytes, budget_bytes) and index >= start:
             if choice.micro_batch == 1 < batch and order.micro_batch is None:
                 choice, found = _enlarge(choice, found, predict, budget_bytes, batch)
             return Found(rung=index, choice=choice, prediction=found)
-        if least is None or _excess(found, budget_bytes) < _excess(least, budget_bytes):
-            least = found
+        if least is None or _excess(found, budget_bytes) < _excess(least.prediction, budget_bytes):
+            least = Found(rung=index, choice=choice, prediction=found, fits=False)
     assert least is not None
-    raise too_small(least.peak_bytes, budget_bytes)
+    return least
 
 
 def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool:

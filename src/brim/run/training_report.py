@@ -108,14 +108,14 @@ def _tensorboard(folder: Path) -> Callable[[StepReport], None] | None:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(folder / "tensorboard"))
 
     def write(report: StepReport) -> None:
         scalars = {"loss": report.loss, "lr": report.lr, "tokens_per_s": report.tokens_per_s, "step_s": report.step_s}
         scalars |= {f"peak_bytes/{tier}": float(count) for tier, count in report.peak_bytes.items()}
         scalars |= {f"moved_bytes/{way}": float(count) for way, count in report.moved_bytes.items()}
         for name, value in scalars.items():
-            writer.add_scalar(name, value, report.step)  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+            writer.add_scalar(name, value, report.step)
+        writer.flush()
 
     return write

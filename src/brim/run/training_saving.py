@@ -16,7 +16,7 @@ from brim.run.training_session import Session, Terms
 from brim.run.training_setup import Setup
 from brim.run.training_state import optimizer_numbers, restore_rng, rng_state
 
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _PRECISION = "optimizer", "precision"
 
 
 class Saver:
@@ -65,7 +65,8 @@ class Saver:
         if session.terms.method == "lora":
             # Adapters are small and always in memory.
             found.read_into(ADAPTER, dict(adapter_tensors(session.trainee.module).values))
-        fitted.precision.load_state_dict(found.state["precision"])
+        masters = dict(found.tensors(_PRECISION)) if found.layout(_PRECISION) else {}
+        fitted.precision.load_state_dict({**found.state["precision"], "tensors": masters})
         fitted.load_states(_names(session), found.state["optimizer"], found.tensors(_OPTIMIZER))
 
     def save(self, session: Session, step: int, batches: Batches) -> None:
@@ -73,17 +74,23 @@ class Saver:
         if step in checkpoint_reading.steps(self._setup.output):
             return
         tensors, files = _model(session)
+        precision = session.fitted.precision.state_dict()
+        masters: dict[str, torch.Tensor] = precision["tensors"]
         state = {
             "rung": session.rung,
             "rng": rng_state(),
             "data": batches.state_dict(),
-            "precision": session.fitted.precision.state_dict(),
+            "precision": {key: value for key, value in precision.items() if key != "tensors"},
             "optimizer": optimizer_numbers(session.fitted.optimizer, _names(session)),
             "plan": session.plan.to_json(),
         }
         layout, values = session.fitted.states(_names(session))
         optimizer = Tensors(stem=_OPTIMIZER, layout=layout, values=values)
-        self._checkpointer.save(step, [tensors, optimizer], state=state, files=files)
+        written = [tensors, optimizer]
+        if masters:
+            layout = [(name, one.dtype, tuple(one.shape)) for name, one in masters.items()]
+            written.append(Tensors(stem=_PRECISION, layout=layout, values=masters.items()))
+        self._checkpointer.save(step, written, state=state, files=files)
 
     def export(self, session: Session, step: int, batches: Batches) -> None:
         """The model itself into the output folder, as transformers or peft read it; and a last checkpoint."""

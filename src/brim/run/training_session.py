@@ -11,7 +11,7 @@ from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import DISK
-from brim.errors import BudgetError, UnsupportedError
+from brim.errors import UnsupportedError
 from brim.memory import heap
 from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device, Need, make_memory, make_plan
@@ -126,25 +126,23 @@ class _Search:
             batch=terms.batch,
             blocks=checkpointing.blocks(self._trainee.module),
             chunkable=_chunkable(self._trainee.module),
-            single_pass=terms.clip_norm is None,
+            single_pass=terms.clip_norm is None and terms.precision != "fp16-mixed",
         )
         rungs = ladder(subject, replace(terms.orders, precision=terms.precision))
-        if start < len(rungs):
-            try:
-                found = climb_down(
-                    rungs,
-                    self._rehearsal.predict,
-                    terms.budget_bytes,
-                    batch=terms.batch,
-                    order=terms.orders,
-                    start=start,
-                    floor=self._floor_bytes,
-                )
-                return self._partition, found
-            except BudgetError:
-                if terms.orders.stream_weights is False:
-                    raise
-        partition, choice, prediction = self._streamed(rungs[-1])
+        found = climb_down(
+            rungs,
+            self._rehearsal.predict,
+            terms.budget_bytes,
+            batch=terms.batch,
+            order=terms.orders,
+            start=start,
+            floor=self._floor_bytes,
+        )
+        if found.fits:
+            return self._partition, found
+        if terms.orders.stream_weights is False:
+            raise too_small(found.prediction.peak_bytes, terms.budget_bytes)
+        partition, choice, prediction = self._streamed(found)
         return partition, Found(rung=len(rungs), choice=choice, prediction=prediction)
 
     def _floor_bytes(self, choice: Choice) -> Mapping[str, int]:
@@ -160,12 +158,11 @@ class _Search:
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._trainee.module.parameters() if p.requires_grad]
 
-    def _streamed(self, rung: Choice) -> tuple[Partition, Choice, Prediction]:
-        """Weight streaming on top of ``rung``: planned, predicted, and tightened until it is proved to fit."""
-        terms, compute = self._terms, self._terms.hardware.compute
-        resident = self._rehearsal.predict(rung)
+    def _streamed(self, base: Found) -> tuple[Partition, Choice, Prediction]:
+        """Weight streaming on top of ``base``: planned, predicted, and tightened until it is proved to fit."""
+        terms, compute, rung = self._terms, self._terms.hardware.compute, base.choice
         program = spent(terms.start_bytes)
-        step_bytes = max(0, resident.peak_bytes[compute] - program[compute] - self._partition.bytes)
+        step_bytes = max(0, base.prediction.peak_bytes[compute] - program[compute] - self._partition.bytes)
         for _ in range(_PROOFS):
             need = Need(
                 step_bytes=step_bytes,
