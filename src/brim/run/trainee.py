@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,7 +108,9 @@ def add_lora(module: nn.Module, seed: int) -> Any:
     targets = None if config.model_type in KNOWN else "all-linear"
     torch.manual_seed(seed)
     try:
-        return get_peft_model(module, LoraConfig(r=_RANK, target_modules=targets, task_type="CAUSAL_LM"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
+            return get_peft_model(module, LoraConfig(r=_RANK, target_modules=targets, task_type="CAUSAL_LM"))
     except ValueError as error:
         raise UnsupportedError(
             f"LoRA was asked for {type(module).__name__}.", f"peft cannot add it: {' '.join(str(error).split())}"

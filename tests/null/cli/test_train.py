@@ -109,10 +109,11 @@ def test_micro_batches_have_the_losses_of_the_whole_batch(llama: Path, text: Pat
     assert result.losses == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own, of transformers
 def test_a_lora_adapter_is_read_by_peft(llama: Path, text: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    result = train(request(llama, text, tmp_path, method="lora", lr=0.1))
+    result = train(request(llama, text, tmp_path, method="lora", lr=0.02))
     assert result.losses[-1] < result.losses[0]
     base = AutoModelForCausalLM.from_pretrained(llama)
     tuned = PeftModel.from_pretrained(base, str(tmp_path))
@@ -150,6 +151,8 @@ def test_a_step_that_runs_out_of_memory_is_repeated_one_rung_down(
     step, calls = Fitted.step, []
 
     def failing(self: Fitted, *args: Any, **options: Any) -> torch.Tensor:
+        if self.memory.fake:  # a prediction
+            return step(self, *args, **options)
         calls.append(self.plan)
         if len(calls) == 2:
             torch.rand(3)  # a part of the step has been done
@@ -175,7 +178,7 @@ def test_a_loss_that_is_no_number_names_the_step(llama: Path, text: Path, tmp_pa
 
 def test_a_budget_that_is_too_small_says_what_would_do(llama: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(BudgetError) as caught:
-        train(request(llama, text, tmp_path, ram=8 * MIB))
+        train(request(llama, text, tmp_path, ram=8 * MIB, micro_batch=1, checkpointing="full", stream_weights=False))
     assert caught.value.smallest_bytes["ram"] > 8 * MIB
 
 
