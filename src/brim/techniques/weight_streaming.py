@@ -334,10 +334,15 @@ class WeightStreaming:
         model's, BudgetError where a table that is only looked up from finds no room.
         """
         with contextlib.ExitStack() as stack:
-            for streamed in self._concerned(what):
+            concerned = self._concerned(what)
+            for streamed in concerned:
                 carried = self._ring is not None and self._ring.carries(streamed.index)
                 stack.enter_context(self._in_use(streamed) if carried else self._as_guest(streamed))
-            yield
+            try:
+                yield
+            finally:  # fused optimizers write without a trace in the version
+                for streamed in concerned:
+                    torch.autograd.graph.increment_version(streamed.parameters)
 
     def _concerned(self, what: str | Iterable[nn.Parameter]) -> list[Streamed]:
         if isinstance(what, str):
