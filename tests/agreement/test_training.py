@@ -71,9 +71,7 @@ def watched(arguments: list[str], home: Path) -> tuple[dict[str, Any], int]:
     """What ``brim train`` prints, and the growth of its resident set as seen from here, by samples."""
     command = [sys.executable, "-m", "brim", "train", *arguments, "--device", "cpu", "--json"]
     samples = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(home)
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(home)) as process:
         status = Path(f"/proc/{process.pid}/status")
         while process.poll() is None:
             lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]

@@ -27,10 +27,12 @@ from brim.techniques import (
     precision,
     weight_streaming,
 )
-from brim.techniques.base import Handle
+from brim.techniques.base import HANDLE_ATTRIBUTE, Handle
 from brim.techniques.blocks import Partition
 from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.weight_streaming import RESIDENT, Weights, WeightStreaming
+
+_LEAST_UPDATE_BYTES = 64 << 10
 
 
 def apply_choice(
@@ -91,7 +93,7 @@ class Fitted:
         self._hold(self.streaming)
         if choice.activations:
             self._hold(activation_offload.apply(model, choice.activations, memory))
-        if choice.offloads_optimizer:
+        if choice.offloads_optimizer or self._streams_trained(partition):
             self.offload = optimizer_offload.apply(
                 model,
                 self.optimizer,
@@ -99,8 +101,15 @@ class Fitted:
                 states=choice.states,
                 gradients=choice.gradients,
                 streaming=self.streaming if choice.streams else None,
+                block_bytes=update_bytes(model),
             )
             self._hold(self.offload)
+
+    def _streams_trained(self, partition: Partition) -> bool:
+        """Whether blocks that come and go are trained: then they are updated one by one, each in its slot."""
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        moving = [b for b in partition.blocks if self.choice.streaming.get(b.name, RESIDENT) != RESIDENT]
+        return any(not trained.isdisjoint(block.tensors) for block in moving)
 
     def _hold(self, handle: Any) -> Any:
         self._handles.append(handle)
@@ -128,7 +137,9 @@ class Fitted:
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         with self.precision.forward():
-            loss: torch.Tensor = self.model(**micro.inputs).loss
+            inputs = micro.inputs
+            made = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
+            loss = loss_of(made)
             # A product with one would be one operation more than plain PyTorch does.
             return loss if micro.weight == 1 else loss * micro.weight
 
@@ -174,7 +185,7 @@ class Fitted:
             self.offload.load_state(name, tensor)
 
     def timeline(self) -> Timeline:
-        """What memory did since the plan came into force: as weight streaming tells it, and the scratch file's peak."""
+        """What memory did since the plan came into force, the peak of the scratch file among its facts."""
         assert self.streaming is not None, "it is removed"
         made = self.streaming.timeline()
         made.facts[f"held_bytes.{DISK}"] = self.memory.scratch().peak_bytes
@@ -189,3 +200,21 @@ class Fitted:
         while self._handles:
             self._handles[-1].remove()
             self._handles.pop()
+        for owner in (self.model, self.optimizer):
+            if vars(owner).get(HANDLE_ATTRIBUTE) is self:
+                del vars(owner)[HANDLE_ATTRIBUTE]
+
+
+def update_bytes(model: nn.Module) -> int:
+    """How much is updated at once: a sixteenth of what is trained, as what passes through RAM is thrice that."""
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return min(optimizer_offload.BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in a model's output; of a model that gives none, a stand-in with gradients for all of it."""
+    found: torch.Tensor | None = getattr(output, "loss", None)
+    if found is not None:
+        return found
+    first: torch.Tensor = output if isinstance(output, torch.Tensor) else next(iter(output))
+    return first if first.dim() == 0 else first.float().mean()

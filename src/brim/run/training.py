@@ -16,8 +16,8 @@ from brim.errors import BudgetError, ModelError
 from brim.measure.monitor import Monitor
 from brim.memory import heap
 from brim.run.data import Batches
-from brim.run.training_request import Request, Training
 from brim.run.training_report import Metrics, StepReport
+from brim.run.training_request import Request, Training
 from brim.run.training_saving import Saver
 from brim.run.training_session import Session, Terms
 from brim.run.training_setup import Setup, set_up
