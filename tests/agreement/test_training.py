@@ -21,8 +21,11 @@ from machine import probed_home
 __all__ = ["probed_home"]
 
 MIB = 1 << 20
-SEQ, STEPS, LR = 128, 3, 1e-4
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches a process through /proc")
+SEQ, STEPS, LR = 64, 2, 1e-4
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="watches a process through /proc"),
+    pytest.mark.timeout(600),
+]
 
 # The loop that everybody writes; it holds weights, gradients and two moments: over 2.1 GB.
 PLAIN = """

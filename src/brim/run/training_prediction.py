@@ -22,6 +22,9 @@ from brim.techniques.blocks import Partition
 from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.weight_streaming import Weights
 
+# What lies between and around tensors in a process: the heap's holes, autograd's own objects, pages half used. In
+# steps of a 135 M model, what was measured was 0.7 to 2.6 % above what tensors and the program before them took.
+_AROUND_TENSORS = 0.03
 _ENDLESS_BYTES = 1 << 60
 
 
@@ -81,6 +84,8 @@ class Rehearsal:
         timed = _timed(made, step, self.hardware)
         del made, memory
         spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
+        if compute == RAM and spent:
+            peak[RAM] += int(peak[RAM] * _AROUND_TENSORS)
         return replace(timed, peak_bytes={tier: count + spent.get(tier, 0) for tier, count in peak.items()})
 
     def _build(
