@@ -82,7 +82,7 @@ def watched(arguments: list[str], home: Path) -> tuple[dict[str, Any], int]:
             time.sleep(0.005)
         out, err = process.communicate()
     assert process.returncode == 0, err.decode()
-    # The high water falls to what is resident whenever the command begins to watch a step; the first fall is the start.
+    # The high water falls to what is resident when the command begins to watch itself: the first fall is the start.
     falls = [after for before, after in itertools.pairwise(samples) if after < before - MIB]
     return json.loads(out), max(samples[samples.index(falls[0]) :]) - falls[0] if falls else 0
 
