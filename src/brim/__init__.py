@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from brim.estimation.simulation import simulate as simulate
     from brim.measure.probe import probe as probe
     from brim.predict.tracer import trace as trace
-    from brim.run.fitting import fit as fit
+    from brim.run.fit import fit as fit
     from brim.run.inference import load as load
 
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 # The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
 _EXPORTS = {
     "estimate": "brim.estimation.estimate",
-    "fit": "brim.run.fitting",
+    "fit": "brim.run.fit",
     "load": "brim.run.inference",
     "probe": "brim.measure.probe",
     "simulate": "brim.estimation.simulation",

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import brim
 from brim.errors import BudgetError
 from brim.run.fitting import Need, machine, make_plan, put_in_force
-from brim.run.inference import _by_parameter, _materialize, _verifier
+from brim.run.inference import by_parameter, materialize, verifier
 from brim.run.models import open_model
 from brim.run.step_memory import watch_example
 from brim.techniques.weight_streaming import RESIDENT, Weights, WeightStreaming
@@ -175,8 +175,8 @@ def test_generation_with_a_cache(name: str, device: str) -> None:
 def load_within(folder: Path, device: str, example: Any, share: float = FILE_SHARE) -> tuple[Any, int]:
     """What ``brim.load`` does, in a budget for the pools alone: the whole process is larger than a tiny model."""
     opened = open_model(folder)
-    _materialize(opened.module, opened)
-    weights = Weights(sources=_by_parameter(opened), verify=_verifier(opened))
+    materialize(opened.module, opened)
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
     hardware = machine(device)  # type: ignore[arg-type]
     budget = budget_of(opened.bytes, device, share)
     need = Need(step_bytes=0, observation=watch_example(opened.module, example))

@@ -16,7 +16,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
 from brim.memory.tiers import Memory
 from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
-from brim.run.inference import _by_parameter, _materialize
+from brim.run.inference import by_parameter, materialize
 from brim.run.models import open_model
 from brim.techniques.blocks import Partition
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, Weights
@@ -152,8 +152,8 @@ def test_a_checkpoint_on_disk(folder: Path, device: str, shares: Mapping[str, fl
     timelines = []
     for fake in (False, True):
         opened = open_model(folder)
-        module, weights = opened.module, Weights(sources=_by_parameter(opened))
-        _materialize(module, opened)
+        module, weights = opened.module, Weights(sources=by_parameter(opened))
+        materialize(module, opened)
         budget = {tier: int(opened.bytes * share) for tier, share in shares.items()}
         hardware = machine(device)  # type: ignore[arg-type]
         need = Need(step_bytes=STEP_BYTES)

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
+    "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
 }
 
 

@@ -1,4 +1,4 @@
-"""``brim.fit``: any ``nn.Module`` that exists already, in place, inside a budget."""
+"""From a module and a budget to a plan in force: machine, budgets, jobs, pools."""
 
 from __future__ import annotations
 
@@ -44,41 +44,20 @@ class Need:
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def fit(
+def forward_need(
     model: nn.Module,
-    *,
-    vram: str | int | None = None,
-    ram: str | int | None = None,
-    device: Device = "auto",
-    example: Mapping[str, Any] | Sequence[Any] | None = None,
-    activations: str | int | None = None,
-) -> WeightStreaming:
-    """Fit ``model`` into ``vram`` (the compute device) and ``ram``: amounts such as ``"8GiB"``.
-
-    A budget that is not given is what is free less a tenth.
-    On a machine without CUDA the compute tier is RAM, and what does not fit rests in a scratch file (``BRIM_SCRATCH``
-    or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is an input as
-    the model takes it (keyword or positional); a step's activations are predicted from it without running anything.
-    ``activations`` gives them instead; with neither, an eighth of the budget is set aside. ``device="emulated"`` lets
-    a pool in RAM play VRAM, for trying out plans without a GPU.
-
-    The returned handle has ``plan``, ``timeline()`` and ``remove()``, and is also at ``model.brim``. Raises
-    BudgetError when nothing fits (with the smallest budget that does) and UsageError when it is fitted already.
-    """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
-    hardware = machine(device)
-    budget = budgets(hardware, vram, ram, device)
+    budget: Mapping[str, int],
+    hardware: Hardware,
+    example: Mapping[str, Any] | Sequence[Any] | None,
+    activations: str | int | None,
+) -> Need:
+    """What a forward pass on ``example`` takes; else ``activations``, or an eighth of the budget."""
     seen = None if example is None else watch_example(model, example)
     if activations is not None:
         step_bytes = parse_bytes(activations)
     else:
         step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
-    tokens = 1 if example is None else _tokens(example)
-    need = Need(step_bytes=step_bytes, observation=seen, tokens=tokens)
-    partition, plan = make_plan(model, hardware, budget, need, Weights(), task="forward")
-    return put_in_force(model, partition, plan, hardware, Weights(), device)
+    return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
 
 
 def machine(device: Device) -> Hardware:
@@ -253,11 +232,12 @@ def put_in_force(
 ) -> WeightStreaming:
     """Apply ``plan`` with real memory."""
     timeline = Timeline(f"{plan.model} {plan.task}", measured=True)
-    memory = _memory(plan, hardware, device, timeline)
+    memory = make_memory(plan, hardware, device, timeline)
     return apply(model, partition, plan, memory, weights, training=training)
 
 
-def _memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
+def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
+    """The pools that ``plan`` was made for, empty."""
     budget = plan.budget_bytes
     if hardware.compute == RAM:
         return cpu_memory(timeline, ram_bytes=budget[RAM])

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +13,7 @@ from torch import nn
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError
+from brim.memory import heap
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import checksum
 from brim.run.file_tensor import FileTensor
@@ -54,7 +51,7 @@ def load(
     nothing fits.
     """
     hardware = machine(device)  # a first measurement takes RAM of its own for a moment
-    start_bytes = _resident_bytes()
+    start_bytes = resident_bytes()
     budget = budgets(hardware, vram, ram, device)
     with torch.inference_mode(False):  # what is made in that mode could never be changed outside of it
         opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -71,12 +68,12 @@ def load_opened(
 ) -> nn.Module:
     """The weights of an opened model, placed; ``start_bytes`` is the resident set that the budget counts from."""
     module = opened.module
-    weights = Weights(sources=_by_parameter(opened), verify=_verifier(opened))
-    _materialize(module, opened)
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    materialize(module, opened)
     sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
-    _warm_up(module, hardware, max(size.prompt for size in sizes))
+    warm_up(module, hardware, max(size.prompt for size in sizes))
     watch_inference(module, Inputs(prompt=1, total=1))  # what that itself leaves behind is measured too
-    spent_bytes = _spent(start_bytes)
+    spent_bytes = spent(start_bytes)
     for size in sizes:
         step = watch_inference(module, size)
         need = Need(
@@ -99,7 +96,7 @@ def load_opened(
     return module
 
 
-def _by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
+def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
     """Sources by the name that ``named_parameters`` gives a tensor, which is its first one."""
     sources = {}
     for name, _ in opened.module.named_parameters():
@@ -109,7 +106,7 @@ def _by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
     return sources
 
 
-def _verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
+def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
     """Compares what is read with the checksums that were written with it."""
     known = {name: opened.checksums[opened.tied.get(name, name)] for name in opened.checksums}
     if not known:
@@ -130,7 +127,7 @@ def _verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None
     return verify
 
 
-def _materialize(module: nn.Module, opened: OpenedModel) -> None:
+def materialize(module: nn.Module, opened: OpenedModel) -> None:
     """Parameters on meta become parameters on the CPU that hold nothing yet; buffers are read."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
@@ -163,7 +160,7 @@ def _read(source: TensorSource) -> torch.Tensor:
     return tensor
 
 
-def _warm_up(module: nn.Module, hardware: Hardware, rows: int) -> None:
+def warm_up(module: nn.Module, hardware: Hardware, rows: int) -> None:
     """Touch the libraries' code and buffers, so that what they take is measured and not guessed.
 
     Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
@@ -181,15 +178,13 @@ def _warm_up(module: nn.Module, hardware: Hardware, rows: int) -> None:
         nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
-def _spent(start_bytes: int) -> dict[str, int]:
+def spent(start_bytes: int) -> dict[str, int]:
     """What the program has grown by until now, and the slack, per tier."""
-    gc.collect()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # a C library without it only keeps a little more
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-    grown = max(0, _resident_bytes() - start_bytes)
+    heap.trim()
+    grown = max(0, resident_bytes() - start_bytes)
     return {RAM: grown + _SLACK_BYTES[RAM], VRAM: _SLACK_BYTES[VRAM]}
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """The resident set of this process now."""
     return int(psutil.Process().memory_info().rss)

@@ -56,13 +56,14 @@ class OpenedModel:
 
 
 def open_model(
-    model: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False
+    model: str | Path, *, dtype: torch.dtype | None = None, trust_remote_code: bool = False, convert: bool = False
 ) -> OpenedModel:
     """Open a Hugging Face directory, a ``.gguf`` file or a hub id; no weight is read.
 
     The module is the class that the config names, built by transformers' own loading code, in ``eval()`` mode and
     with its generation config; only the weights are missing. ``dtype`` None means as the config says. Tensors that
-    the files hold in another layout than the module wants are converted once into the user's cache folder.
+    the files hold in another layout than the module wants are converted once into the user's cache folder; with
+    ``convert``, so are weights that are stored in another dtype.
 
     Raises ModelError when files are missing, damaged or do not fit the config, UnsupportedError for a quantized
     checkpoint or one that needs remote code.
@@ -73,7 +74,8 @@ def open_model(
     config = read_config(directory, trust_remote_code=trust_remote_code)
     stored = read_checkpoint(directory)
     built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
-    check_dtypes(directory, built.tensors, built.dtype)
+    if not convert:
+        check_dtypes(directory, built.tensors, built.dtype)
     sources, checksums = _sources(directory, built.tensors)
     return OpenedModel(
         module=built.module,
@@ -116,13 +118,18 @@ def verify_files(directory: Path) -> None:
 
 def open_tokenizer(opened: OpenedModel) -> Any:
     """The tokenizer beside the model, chat template included. Raises ModelError when there is none."""
+    return read_tokenizer(opened.path, opened.name)
+
+
+def read_tokenizer(folder: Path, name: str) -> Any:
+    """The tokenizer in ``folder``, of the model ``name``. Raises ModelError when there is none."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(opened.path), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers do
         raise ModelError(
-            f"The tokenizer of {opened.name} was to be read from {opened.path}.",
+            f"The tokenizer of {name} was to be read from {folder}.",
             f"{' '.join(str(error).split()) or type(error).__name__:.300}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into that folder.",
         ) from error

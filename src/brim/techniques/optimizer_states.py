@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from brim.core.hardware import DISK
 from brim.errors import UsageError
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES
-from brim.memory.pool import round_up
+from brim.memory.pool import Buffer, round_up
 from brim.memory.tiers import Memory
 from brim.techniques.away import Away, away
 from brim.techniques.optimizer_trial import Kept, Trial
@@ -128,8 +129,9 @@ class States:
     def present(self, index: int, *, stepping: Sequence[bool] = ()) -> Iterator[None]:
         """Within: the block's states are in the optimizer. What it makes or changes there goes with them.
 
-        ``stepping`` says of each parameter whether it will be stepped: a first step makes states outside of the
-        record, and their bytes are held against the budget until they are in it.
+        ``stepping`` says of each parameter whether it will be stepped. What a first step makes by ``zeros_like`` of
+        the parameter is made in the record at once; the bytes of states that it makes otherwise are held against the
+        budget until they are in it.
         """
         fields = self._fields[index]
         if not fields:
@@ -137,22 +139,30 @@ class States:
             return
         news = [f for f in fields if any(stepping) and stepping[f.parameter] and not self.state(index, f.parameter)]
         flat = self.records.enter(index, empty=not self._is_away(index))
-        try:
-            passing = self._memory.ram.account(sum(f.bytes for f in news), "new states") if news else None
-        except BaseException:
-            self.records.leave(index, changed=False)
-            raise
+        births = _Births({id(p): p for p in self._blocks[index].parameters}, self._places(index, news, flat))
+        passing: Buffer | None = None
         try:
             for field in fields:
                 state = self.state(index, field.parameter)
                 if type(state.get(field.key)) is Away:
                     state[field.key] = field.view(flat)
-            yield
+            with births if news else contextlib.nullcontext():
+                yield
+            made = births.left_bytes
+            passing = self._memory.ram.account(made, "new states") if made else None
         finally:
             self._take(index, flat)
             if passing is not None:
                 passing.free()
             self.records.leave(index)
+
+    def _places(self, index: int, news: Sequence[Field], flat: torch.Tensor) -> dict[int, list[torch.Tensor]]:
+        """Where the new states of each parameter (by identity) will rest, in the order of their making."""
+        parameters = self._blocks[index].parameters
+        found: dict[int, list[torch.Tensor]] = {}
+        for field in news:
+            found.setdefault(id(parameters[field.parameter]), []).append(field.view(flat))
+        return found
 
     def _take(self, index: int, flat: torch.Tensor) -> None:
         """Whatever the optimizer has for the block now goes into the record."""
@@ -164,7 +174,8 @@ class States:
             if (value.dtype, tuple(value.shape)) != (field.dtype, field.shape):
                 continue  # it changed its kind: then it stays where the optimizer put it
             place = field.view(flat)
-            if value.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+            inside = value.untyped_storage()._cdata == flat.untyped_storage()._cdata
+            if not inside or value.storage_offset() != place.storage_offset():
                 place.copy_(value)
             state[field.key] = self._away(index, field)
 
@@ -222,6 +233,31 @@ class States:
             for number, parameter in enumerate(block.parameters):
                 for key, field in self.away_fields(index, number).items():
                     self.state(index, number)[key] = self.value(index, field).to(parameter.device)
+
+
+class _Births(TorchDispatchMode):
+    """Lets what an optimizer's first step makes by ``zeros_like`` of a parameter come into being where it will rest.
+
+    Else a step would hold it twice for a moment, and of the largest block that may be the peak of all. What was not
+    made that way is found by its storage and copied.
+    """
+
+    def __init__(self, parameters: Mapping[int, torch.Tensor], places: dict[int, list[torch.Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters, self._places = parameters, places
+
+    @property
+    def left_bytes(self) -> int:
+        """Of the states that were to come, those that were made elsewhere."""
+        return sum(place.numel() * place.element_size() for places in self._places.values() for place in places)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = self._places.get(id(args[0])) if func is torch.ops.aten.zeros_like.default else None
+        if places and self._parameters[id(args[0])] is args[0]:
+            wanted = (kwargs or {}).get("dtype") or args[0].dtype
+            if (places[0].dtype, places[0].shape) == (wanted, args[0].shape):
+                return places.pop(0).zero_()
+        return func(*args, **(kwargs or {}))
 
 
 def as_number(tensor: torch.Tensor, sample: Any) -> Any:

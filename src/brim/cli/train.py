@@ -1,0 +1,155 @@
+"""Train a model that may be larger than memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from brim.cli.options import BYTES, device_option, json_option, print_json
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from brim.run.training import Training
+    from brim.run.training_report import StepReport
+
+
+class _Disk(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """``DIR`` or ``DIR:200GiB``, given to the command as (folder, bytes or None)."""
+
+    name = "folder[:bytes]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        folder, _, amount = value.rpartition(":") if ":" in value else (value, "", "")
+        limit = BYTES.convert(amount, param, ctx) if amount else None
+        if not Path(folder).is_dir():
+            self.fail(f"{folder!r} is not a folder.", param, ctx)
+        return folder, limit
+
+
+class _AutoOr(click.ParamType):  # type: ignore[type-arg]
+    """``auto``, given as None, or a whole number from ``least`` on."""
+
+    def __init__(self, least: int) -> None:
+        self._range = click.IntRange(min=least)
+        self.name = "auto|number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return None if value in (None, "auto") else self._range.convert(value, param, ctx)
+
+
+def _auto_choice(*values: str) -> click.Choice:  # type: ignore[type-arg]
+    return click.Choice(["auto", *values])
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Everything but MODEL, in the order of the help."""
+    options = [
+        click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL or plain text."),
+        click.option(
+            "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the model goes."
+        ),
+        click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True),
+        click.option("--vram", type=BYTES, help="Budget of the compute device; default: 90 % of what is free."),
+        click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free."),
+        click.option("--disk", type=_Disk(), help="Folder, and at most how much of it, for what memory cannot hold."),
+        device_option,
+        click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences a step."),
+        click.option("--micro-batch", type=_AutoOr(1), default="auto", help="Sequences at once.  [default: auto]"),
+        click.option("--seq", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens a sequence."),
+        click.option("--steps", type=click.IntRange(min=1), help="How many steps; default: as --epochs says."),
+        click.option("--epochs", type=click.IntRange(min=1), help="How often through the data.  [default: 1]"),
+        click.option("--lr", type=click.FloatRange(min=0), default=2e-5, show_default=True),
+        click.option(
+            "--warmup", type=click.IntRange(min=0), default=0, help="Steps over which lr grows to its value."
+        ),
+        click.option("--schedule", type=click.Choice(["constant", "cosine"]), default="constant", show_default=True),
+        click.option(
+            "--clip-norm", type=click.FloatRange(min=0, min_open=True), help="Largest norm of all gradients."
+        ),
+        click.option("--optimizer", default="adamw", show_default=True),
+        click.option("--precision", default="auto", show_default=True),
+        click.option(
+            "--checkpointing", type=_auto_choice("none", "selective", "full"), default="auto", show_default=True
+        ),
+        click.option(
+            "--offload-activations", type=_AutoOr(0), default="auto", help="Of how many blocks.  [default: auto]"
+        ),
+        click.option(
+            "--offload-optimizer", type=_auto_choice("none", "ram", "disk"), default="auto", show_default=True
+        ),
+        click.option("--stream-weights", type=_auto_choice("off"), default="auto", show_default=True),
+        click.option("--save-every", type=click.IntRange(min=1), help="Steps from one checkpoint to the next."),
+        click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
+        click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
+        click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
+        json_option,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("model")
+@_options
+def train(model: str, as_json: bool, disk: tuple[str, int | None] | None, **options: Any) -> None:
+    """Train a model that may be larger than memory.
+
+    MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's
+    choice, a value is an order. The data is JSONL with `messages` (chat template, loss on the answers) or `text`, or
+    plain text, which is packed.
+    """
+    from brim.run.training import Request
+    from brim.run.training import train as run
+
+    folder, limit = disk or (None, None)
+    request = Request(model=model, disk_folder=folder, disk=limit, **_resolved(options))
+    console = Console(stderr=True)
+    talks = console.is_terminal
+    with console.status("starting", spinner="dots") as status:
+
+        def on_step(report: StepReport) -> None:
+            if talks:
+                console.print(report.line(), highlight=False)
+
+        def on_note(text: str) -> None:
+            console.print(text, highlight=False)
+
+        result = run(request, on_stage=status.update, on_step=on_step, on_note=on_note)
+    if as_json:
+        print_json(result.to_json())
+        return
+    _summary(result, console)
+    click.echo(str(result.output))
+
+
+def _resolved(options: dict[str, Any]) -> dict[str, Any]:
+    """The words of the command line as Request has them: None where the planner chooses."""
+    made = dict(options)
+    made["precision"] = None if made["precision"] == "auto" else made["precision"]
+    made["checkpointing"] = None if made["checkpointing"] == "auto" else made["checkpointing"]
+    offload = made["offload_optimizer"]
+    made["offload_optimizer"] = {"auto": None, "none": "keep"}.get(offload, offload)
+    made["stream_weights"] = None if made["stream_weights"] == "auto" else False
+    return made
+
+
+def _summary(result: Training, console: Console) -> None:
+    table = Table(title="promised and measured", title_justify="left")
+    for column in ("", "budget", "promised", "measured"):
+        table.add_column(column, justify="left" if not column else "right")
+    for tier, measured in result.measured_bytes.items():
+        budget = result.plan.budget_bytes.get(tier)
+        cells = (budget, result.promised_bytes.get(tier, 0), measured)
+        table.add_row(tier.upper(), *("" if count is None else format_bytes(count) for count in cells))
+    table.add_row("time per step", "", format_seconds(result.plan.promise.step_s), format_seconds(result.step_s))
+    console.print(table)
+    if result.losses:
+        console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")

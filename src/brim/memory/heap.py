@@ -1,0 +1,38 @@
+"""The C library's heap: what a program frees is not what the system gets back, and RSS is what a budget counts."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+
+# glibc, malloc/malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+# Blocks from here on get a mapping of their own: a system call and page faults each, so not for small ones.
+_OWN_MAPPING_BYTES = 256 << 10
+_KEPT_BYTES = 1 << 20
+
+
+def return_freed_memory() -> None:
+    """From now on, let tensors that are freed leave the resident set at once. Only glibc has the settings for it.
+
+    By default glibc raises its threshold for mappings to the size of whatever was freed (up to 32 MiB), so freed
+    activations would stay in a heap with holes (mallopt(3), M_MMAP_THRESHOLD). Setting it also ends its raising.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library: it only keeps a little more
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TOP_PAD, 0)
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def trim() -> None:
+    """Give back what garbage and the heap's top hold now."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").malloc_trim(0)

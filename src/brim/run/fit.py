@@ -1,0 +1,80 @@
+"""``brim.fit``: any ``nn.Module`` that exists already, in place, inside a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from brim.errors import UsageError
+from brim.run.fitted import Fitted
+from brim.run.fitting import Device, budgets, forward_need, machine, make_plan, put_in_force
+from brim.run.training_fit import fit_training
+from brim.techniques.weight_streaming import Weights, WeightStreaming
+
+_Example = Mapping[str, Any] | Sequence[Any]
+
+
+@overload
+def fit(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    device: Device = "auto",
+    example: _Example | None = None,
+    activations: str | int | None = None,
+) -> WeightStreaming: ...
+
+
+@overload
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    device: Device = "auto",
+    example: _Example | None = None,
+    activations: str | int | None = None,
+) -> Fitted: ...
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    device: Device = "auto",
+    example: _Example | None = None,
+    activations: str | int | None = None,
+) -> WeightStreaming | Fitted:
+    """Fit ``model`` into ``vram`` (the compute device) and ``ram``: amounts such as ``"8GiB"``.
+
+    Without ``optimizer`` for inference; with it, training steps fit too, gradients and the optimizer's states
+    included, and a training loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+
+    A budget that is not given is what is free less a tenth.
+    On a machine without CUDA the compute tier is RAM, and what does not fit rests in a scratch file (``BRIM_SCRATCH``
+    or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is an input as
+    the model takes it (keyword or positional); a step's activations are predicted from it without running anything.
+    ``activations`` gives them instead; with neither, an eighth of the budget is set aside. ``device="emulated"`` lets
+    a pool in RAM play VRAM, for trying out plans without a GPU.
+
+    The returned handle has ``plan``, ``timeline()`` and ``remove()``, and is also at ``model.brim``. Raises
+    BudgetError when nothing fits (with the smallest budget that does) and UsageError when it is fitted already.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
+    hardware = machine(device)
+    budget = budgets(hardware, vram, ram, device)
+    if optimizer is not None:
+        return fit_training(model, optimizer, hardware, budget, device, example, activations)
+    need = forward_need(model, budget, hardware, example, activations)
+    partition, plan = make_plan(model, hardware, budget, need, Weights(), task="forward")
+    return put_in_force(model, partition, plan, hardware, Weights(), device)

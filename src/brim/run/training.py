@@ -1,0 +1,226 @@
+"""``brim train``: one loop over a plan's schedule, which goes one rung down when memory runs out after all."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from brim.core import Timeline
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import BudgetError, ModelError
+from brim.measure.monitor import Monitor
+from brim.memory import heap
+from brim.run.data import Batches
+from brim.run.training_report import Metrics, StepReport
+from brim.run.training_request import Request, Training
+from brim.run.training_saving import Saver
+from brim.run.training_session import Session, Terms
+from brim.run.training_setup import Setup, set_up
+from brim.run.training_state import restore_rng, rng_state
+from brim.techniques.micro_batch import split
+from brim.units import format_bytes
+
+_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory")
+
+
+def train(
+    request: Request,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    on_note: Callable[[str], None] = lambda text: None,
+) -> Training:
+    """Train inside the budget. ``on_stage`` hears what is being done, ``on_step`` every step, ``on_note`` surprises.
+
+    Writes ``metrics.jsonl`` and checkpoints into the output folder, and at the end the model itself. Raises
+    UsageError and ModelError for what was given, BudgetError (with the smallest budget that does) when nothing fits,
+    ModelError for a loss that is no number, TransferError when a disk refuses.
+    """
+    request.check()
+    heap.return_freed_memory()
+    on_stage("measuring this machine (once)")
+    setup = set_up(request, on_stage)
+    with Monitor() as monitor:
+        on_stage("opening the model and planning")
+        run = _Run(setup, on_note)
+        try:
+            on_stage("training")
+            run.train(on_step)
+            on_stage("saving")
+            run.finish()
+        finally:
+            run.close()
+        usage = monitor.usage()
+    measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes, DISK: run.disk_bytes}
+    tiers = [tier for tier in measured if tier in run.session_plan.promise.peak_bytes]
+    return Training(
+        losses=run.losses,
+        plan=run.session_plan,
+        promised_bytes={tier: run.session_plan.promise.peak_bytes[tier] for tier in tiers},
+        measured_bytes={tier: measured[tier] for tier in tiers},
+        step_s=statistics.median(run.times_s) if run.times_s else 0.0,
+        output=setup.output,
+        notes=run.notes,
+        timeline=run.timeline,
+    )
+
+
+class _Run:
+    """A training from its first step, or the one that it is resumed at, to its last."""
+
+    def __init__(self, setup: Setup, on_note: Callable[[str], None]) -> None:
+        self._setup, self._request, self._on_note = setup, setup.request, on_note
+        self.losses: list[float] = []
+        self.times_s: list[float] = []
+        self.notes: list[str] = []
+        self.disk_bytes = 0
+        self._rolled_back = False
+        self._terms: Terms = setup.terms()
+        self._batches: Batches = setup.batches()
+        self._steps = setup.steps(self._batches)
+        self._saver = Saver(setup)
+        self.session, self._next = self._saver.start(self._terms, self._batches)
+        self._note_session()
+        self._metrics = Metrics(setup.output, resumed_at=self._next)
+
+    def _note_session(self) -> None:
+        self.session_plan, self.timeline = self.session.plan, self.session.fitted.memory.recorder.timeline
+
+    def train(self, on_step: Callable[[StepReport], None]) -> None:
+        while self._next < self._steps:
+            before = self._batches.state_dict()
+            report = self._one_step(next(self._batches), before)
+            if report is None:
+                continue  # the rung was changed, and with it perhaps the step to go on with
+            self.losses.append(report.loss)
+            self.times_s.append(report.step_s)
+            self._metrics.write(report)
+            on_step(report)
+            self._check_loss(report)
+            every = self._request.save_every
+            if every and self._next % every == 0 and self._next < self._steps:
+                self._saver.save(self.session, self._next, self._batches)
+
+    def _one_step(self, batch: dict[str, torch.Tensor], before: dict[str, Any]) -> StepReport | None:
+        """One step, or None when it has to be repeated because memory ran out."""
+        rng = rng_state()
+        lr = self._request.lr_at(self._next, self._steps)
+        moved = dict(self.session.fitted.memory.recorder.copied_bytes)
+        with Monitor() as monitor:
+            begin_s = time.perf_counter()
+            loss, failure = self._attempt(batch, lr)
+            step_s = time.perf_counter() - begin_s
+            usage = monitor.usage()
+        if failure is not None:
+            self._one_rung_down(failure)
+            if not self._rolled_back:
+                self._batches.load_state_dict(before)
+                restore_rng(rng)
+            return None
+        self._next += 1
+        recorder = self.session.fitted.memory.recorder
+        peak = {RAM: usage.ram_peak_bytes - self._terms.start_bytes}
+        if torch.cuda.is_initialized():
+            peak[VRAM] = usage.vram_reserved_bytes
+        return StepReport(
+            step=self._next,
+            steps=self._steps,
+            loss=loss,
+            lr=lr,
+            tokens=batch["input_ids"].numel(),
+            step_s=step_s,
+            peak_bytes=peak,
+            moved_bytes={
+                f"{source}->{target}": count - moved.get((source, target), 0)
+                for (source, target), count in recorder.copied_bytes.items()
+            },
+        )
+
+    def _attempt(self, batch: dict[str, torch.Tensor], lr: float) -> tuple[float, str | None]:
+        """The loss, or why memory ran out. In a call of its own: the error would keep the step's tensors alive."""
+        session = self.session
+        for group in session.fitted.optimizer.param_groups:
+            group["lr"] = lr
+        try:
+            micros = split(batch, session.fitted.choice.micro_batch)
+            return session.fitted.step(micros, clip_norm=self._request.clip_norm).item(), None
+        except (RuntimeError, MemoryError, BudgetError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return math.nan, " ".join(str(error).split()) or type(error).__name__
+
+    def _one_rung_down(self, failure: str) -> None:
+        """Save what the step began with, let everything go, and open it again one rung further down."""
+        heap.trim()
+        session, step = self.session, self._next
+        if not session.fitted.is_partly_updated:
+            self._saver.save(session, step, self._batches)
+        rung = session.rung + 1
+        session.close()
+        del session, self.session
+        heap.trim()
+        self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
+        self._rolled_back = self._next != step
+        del self.losses[len(self.losses) - (step - self._next) :]
+        where = f"step {self._next + 1}, after the last checkpoint" if self._rolled_back else "the same step"
+        plan = _in_words(self.session)
+        self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
+        self._note_session()
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self._metrics.note(self._next, text)
+        self._on_note(text)
+
+    def _check_loss(self, report: StepReport) -> None:
+        if math.isfinite(report.loss):
+            return
+        raise ModelError(
+            f"Step {report.step} was to be trained.",
+            f"Its loss is {report.loss}.",
+            "Lower --lr, set --clip-norm 1.0, or look at the data of that step; --resume goes on from the last "
+            "checkpoint.",
+        )
+
+    def finish(self) -> None:
+        """The trained model into the output folder itself."""
+        self.disk_bytes = self.session.fitted.memory.scratch().peak_bytes
+        self._saver.export(self.session, self._next, self._batches)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self.timeline = self.session.fitted.timeline() if hasattr(self, "session") else Timeline("", measured=True)
+        self._saver.close()
+        if hasattr(self, "session"):
+            self.session.close()
+
+
+def _in_words(session: Session) -> str:
+    """The plan that is in force, in a few words."""
+    choice = session.fitted.choice
+    words = [f"micro-batches of {choice.micro_batch}"]
+    if choice.checkpointing:
+        words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
+    if choice.states != "keep":
+        words.append(f"optimizer states in {choice.states}")
+    if choice.activations:
+        words.append("activations offloaded")
+    if choice.streams:
+        words.append("weights streamed")
+    promised = ", ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in session.plan.promise.peak_bytes.items())
+    return f"{', '.join(words)} ({promised})"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out: PyTorch's, Python's, the C library's, or one of brim's pools."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, BudgetError)):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _MESSAGES)
+
+
+__all__ = ["Request", "Training", "is_out_of_memory", "train"]

@@ -1,0 +1,190 @@
+"""The planner of training for now: rungs from the fastest to the smallest, predicted until one fits.
+
+Each rung adds one technique to those above it. What the user ordered holds on every rung.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from brim.core.hardware import RAM
+from brim.errors import BudgetError, UsageError
+from brim.run.training_choice import Choice, Place
+from brim.run.training_prediction import Prediction
+from brim.techniques import micro_batch
+from brim.units import format_bytes
+
+CHUNK_TOKENS = 256  # a chunk's product is large enough to run at full rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What the user fixed; None leaves it to the planner.
+
+    ``offload_activations`` is a number of blocks, evenly spread. ``stream_weights`` False: never.
+    """
+
+    precision: str | None = None
+    micro_batch: int | None = None
+    checkpointing: str | None = None
+    offload_activations: int | None = None
+    offload_optimizer: Place | None = None
+    stream_weights: bool | None = None
+
+    def fixed(self, blocks: Sequence[str]) -> dict[str, Any]:
+        """The fields of Choice that are the same on every rung."""
+        made: dict[str, Any] = {}
+        if self.precision is not None:
+            made["precision"] = self.precision
+        if self.micro_batch is not None:
+            made["micro_batch"] = self.micro_batch
+        if self.checkpointing is not None:
+            none = self.checkpointing == "none"
+            made["checkpointing"] = {} if none else dict.fromkeys(blocks, self.checkpointing)
+        if self.offload_activations is not None:
+            made["activations"] = spread(blocks, self.offload_activations)
+        if self.offload_optimizer is not None:
+            made["states"] = self.offload_optimizer
+            if self.offload_optimizer == "keep":
+                made["gradients"] = "keep"
+        return made
+
+
+def spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
+    """``count`` of ``blocks`` at even distances, so that copies have compute to hide behind."""
+    if count > len(blocks):
+        raise UsageError(
+            f"The activations of {count} blocks were to be offloaded.",
+            f"The model has {len(blocks)} blocks.",
+            "Give that number or less.",
+        )
+    return tuple(blocks[index * len(blocks) // count] for index in range(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What the ladder needs to know of a training. ``batch`` sequences make a step.
+
+    ``chunkable``: the logits can be computed in pieces. ``single_pass``: nothing looks at all gradients together
+    (clipping their norm does), so a block can be updated as soon as it has its own.
+    """
+
+    compute: str
+    batch: int
+    blocks: Sequence[str]
+    chunkable: bool = True
+    single_pass: bool = True
+
+
+def ladder(subject: Subject, orders: Orders) -> list[Choice]:
+    """Rungs without weight streaming, each smaller than the one before."""
+    fixed = orders.fixed(subject.blocks)
+    places: list[Place] = ["disk"] if subject.compute == RAM else ["ram", "disk"]
+    accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
+    changes: list[dict[str, Any]] = [
+        {},
+        {"chunk_tokens": CHUNK_TOKENS if subject.chunkable else 0},
+        {"micro_batch": 1},
+        {"checkpointing": dict.fromkeys(subject.blocks, "selective")},
+        {"checkpointing": dict.fromkeys(subject.blocks, "full")},
+        {"in_backward": subject.single_pass},
+        *({"states": place} for place in places),
+        *({"gradients": place} for place in places if accumulates or not subject.single_pass),
+        {"activations": tuple(subject.blocks)},
+    ]
+    rungs: list[Choice] = []
+    made: dict[str, Any] = {"micro_batch": subject.batch}
+    for change in changes:
+        made |= change
+        rung = Choice(**{**made, **fixed})
+        if rung not in rungs:
+            rungs.append(rung)
+    return rungs
+
+
+Predict = Callable[[Choice], Prediction]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A choice, what it takes and where on the ladder it stands. ``fits`` False: the smallest there is."""
+
+    rung: int
+    choice: Choice
+    prediction: Prediction
+    fits: bool = True
+
+
+def climb_down(
+    rungs: Sequence[Choice],
+    predict: Predict,
+    budget_bytes: Mapping[str, int],
+    *,
+    batch: int,
+    order: Orders,
+    start: int = 0,
+    floor: Callable[[Choice], Mapping[str, int]] = lambda choice: {},
+) -> Found:
+    """The first of ``rungs`` from ``start`` on that fits, with the largest micro-batch that fits there.
+
+    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. When
+    none fits, the one that comes nearest.
+    """
+    least: Found | None = None
+    for index in range(min(start, len(rungs) - 1), len(rungs)):
+        choice = rungs[index]
+        if not fits(floor(choice), budget_bytes) and index < len(rungs) - 1:
+            continue
+        found = predict(choice)
+        if fits(found.peak_bytes, budget_bytes) and index >= start:
+            if choice.micro_batch == 1 < batch and order.micro_batch is None:
+                choice, found = _enlarge(choice, found, predict, budget_bytes, batch)
+            return Found(rung=index, choice=choice, prediction=found)
+        if least is None or _excess(found, budget_bytes) < _excess(least.prediction, budget_bytes):
+            least = Found(rung=index, choice=choice, prediction=found, fits=False)
+    assert least is not None
+    return least
+
+
+def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool:
+    return all(count <= budget_bytes[tier] for tier, count in peak_bytes.items() if tier in budget_bytes)
+
+
+def _excess(found: Prediction, budget_bytes: Mapping[str, int]) -> int:
+    return sum(max(0, found.peak_bytes.get(tier, 0) - amount) for tier, amount in budget_bytes.items())
+
+
+def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> BudgetError:
+    short = {t: n for t, n in peak_bytes.items() if t in budget_bytes and n > budget_bytes[t]}
+    asked = ", ".join(f"{format_bytes(amount)} of {tier.upper()}" for tier, amount in budget_bytes.items())
+    need = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in short.items())
+    flags = " ".join(f"--{tier} {-(-count // (1 << 20))}MiB" for tier, count in short.items())
+    return BudgetError(
+        f"Training was to run with {asked}.",
+        f"The smallest way to do it that is known takes {need}.",
+        f"Give {flags} or more, or a smaller --micro-batch or --seq.",
+        smallest_bytes=dict(short),
+    )
+
+
+def _enlarge(
+    choice: Choice, found: Prediction, predict: Predict, budget_bytes: Mapping[str, int], batch: int
+) -> tuple[Choice, Prediction]:
+    """The largest micro-batch that fits, solved from predictions; ``found`` is that of ``choice`` itself."""
+    known = {1: found}
+    tier = min(found.peak_bytes, key=lambda tier: budget_bytes.get(tier, math.inf) - found.peak_bytes[tier])
+
+    def peak_bytes(count: int) -> int:
+        if count not in known:
+            known[count] = predict(replace(choice, micro_batch=count))
+        return known[count].peak_bytes[tier]
+
+    largest = micro_batch.largest(peak_bytes, budget_bytes[tier], batch)
+    peak_bytes(largest)
+    while not fits(known[largest].peak_bytes, budget_bytes):  # another tier is full first
+        largest = max(1, largest // 2)
+        peak_bytes(largest)
+    return replace(choice, micro_batch=largest), known[largest]

@@ -1,0 +1,128 @@
+"""What a user asks of a training, and what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from brim.core import Plan, Timeline
+from brim.errors import UsageError
+from brim.run.fitting import Device
+from brim.run.trainee import Method
+from brim.run.training_choice import Place
+from brim.run.training_ladder import Orders
+from brim.techniques.optimizers import OPTIMIZERS
+from brim.techniques.precision import PRECISIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One training. Amounts are bytes or such as ``"8GiB"``; None leaves a choice to the planner.
+
+    ``disk`` limits what goes to ``disk_folder`` (the temporary folder where None). ``steps`` or ``epochs``, not both;
+    with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together.
+    """
+
+    model: str | Path
+    data: str | Path
+    output: str | Path
+    method: Method = "full"
+    vram: str | int | None = None
+    ram: str | int | None = None
+    disk: str | int | None = None
+    disk_folder: str | None = None
+    device: Device = "auto"
+    batch: int = 8
+    micro_batch: int | None = None
+    seq: int = 1024
+    steps: int | None = None
+    epochs: int | None = None
+    lr: float = 2e-5
+    warmup: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    clip_norm: float | None = None
+    optimizer: str = "adamw"
+    precision: str | None = None
+    checkpointing: str | None = None
+    offload_activations: int | None = None
+    offload_optimizer: Place | None = None
+    stream_weights: bool | None = None
+    save_every: int | None = None
+    resume: bool = False
+    seed: int = 0
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be meant."""
+        _one_of("--method", self.method, ("full", "lora"))
+        _one_of("--optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("--schedule", self.schedule, ("constant", "cosine"))
+        if self.precision is not None:
+            _one_of("--precision", self.precision, PRECISIONS)
+        if self.steps is not None and self.epochs is not None:
+            raise UsageError("--steps and --epochs were both given.", "Each decides the length.", "Give one of them.")
+        if self.micro_batch is not None and self.micro_batch > self.batch:
+            raise UsageError(
+                f"A micro-batch of {self.micro_batch} was asked for.",
+                f"A batch has {self.batch} sequences.",
+                "Give a smaller --micro-batch or a larger --batch.",
+            )
+
+    def orders(self) -> Orders:
+        return Orders(
+            micro_batch=self.micro_batch,
+            checkpointing=self.checkpointing,
+            offload_activations=self.offload_activations,
+            offload_optimizer=self.offload_optimizer,
+            stream_weights=self.stream_weights,
+        )
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """The rate of step ``step`` of ``steps``, from 0 on: a function of the step alone, so resuming needs no more.
+
+        It grows linearly over ``warmup`` steps; with ``cosine`` it then falls to 0 (Loshchilov and Hutter, "SGDR",
+        arXiv 1608.03983, one cycle).
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        done = (step - self.warmup) / max(1, steps - self.warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _one_of(option: str, value: str, known: Any) -> None:
+    if value not in known:
+        raise UsageError(f"{option} {value} was given.", f"Known are {', '.join(known)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What came of it. ``losses`` has one value per step of this run, ``measured_bytes`` the peaks of the whole run:
+
+    for RAM the growth of the resident set's high water over the moment before the model was opened, for VRAM what
+    PyTorch reserved, for disk the length of the scratch file. ``step_s`` is the median.
+    """
+
+    losses: list[float]
+    plan: Plan
+    promised_bytes: Mapping[str, int]
+    measured_bytes: Mapping[str, int]
+    step_s: float
+    output: Path
+    notes: list[str]
+    timeline: Timeline = field(compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "promised_bytes": dict(self.promised_bytes),
+            "measured_bytes": dict(self.measured_bytes),
+            "step_s": self.step_s,
+            "plan": self.plan.to_json(),
+            "output": str(self.output),
+            "notes": self.notes,
+        }

@@ -1,0 +1,189 @@
+"""From a model on disk to a model in training inside a budget: opened, planned, placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from brim.core import Hardware, Plan, Timeline
+from brim.core.hardware import DISK
+from brim.errors import UnsupportedError
+from brim.memory import heap
+from brim.run.fitted import Fitted, apply_choice
+from brim.run.fitting import Device, Need, make_memory, make_plan
+from brim.run.inference import spent, warm_up
+from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
+from brim.run.training_choice import Choice
+from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
+from brim.run.training_prediction import Prediction, Rehearsal
+from brim.techniques import checkpointing, chunked_loss, optimizers
+from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
+from brim.techniques.weight_streaming import NAME as STREAMING
+
+_PROOFS = 4  # how often a streaming plan is tightened before it is given up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a session keeps to on whatever rung. The RAM budget counts from a resident set of ``start_bytes``."""
+
+    method: Method
+    precision: str
+    optimizer: str
+    lr: float
+    batch: int
+    seq: int
+    seed: int
+    clip_norm: float | None
+    orders: Orders
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+    device: Device
+    disk_folder: str | None
+    start_bytes: int
+    trust_remote_code: bool = False
+
+
+class Session:
+    """A model in training. ``rung`` is where on the ladder its plan stands."""
+
+    def __init__(self, terms: Terms, trainee: Trainee, fitted: Fitted, rung: int) -> None:
+        self.terms, self.trainee, self.fitted, self.rung = terms, trainee, fitted, rung
+
+    @classmethod
+    def open(cls, terms: Terms, folder: Path, *, rung: int = 0) -> Session:
+        """Open the model in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
+
+        Raises BudgetError when nothing fits.
+        """
+        trainee = open_trainee(
+            folder,
+            method=terms.method,
+            precision=terms.precision,
+            seed=terms.seed,
+            trust_remote_code=terms.trust_remote_code,
+        )
+        warm_up(trainee.module, terms.hardware, terms.seq)
+        partition, found = _Search(terms, trainee).search(rung)
+        plan = found.choice.plan(
+            model=trainee.opened.name,
+            hardware=terms.hardware.name,
+            budget_bytes=terms.budget_bytes,
+            promise=found.prediction.promise(),
+        )
+        fitted = _place(terms, trainee, plan, partition)
+        return cls(terms, trainee, fitted, found.rung)
+
+    @property
+    def plan(self) -> Plan:
+        return self.fitted.plan
+
+    def close(self) -> None:
+        """Let everything go without bringing it back into memory."""
+        self.fitted.close()
+        del self.trainee, self.fitted
+        heap.trim()
+
+
+def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition) -> Fitted:
+    optimizer = make_optimizer(terms.optimizer, trainee.module, terms.lr)
+    memory = make_memory(plan, terms.hardware, terms.device, Timeline(f"{plan.model} train", measured=True))
+    memory.use_disk(folder=terms.disk_folder, limit_bytes=terms.budget_bytes.get(DISK))
+    return apply_choice(trainee.module, optimizer, plan, memory, partition, trainee.weights)
+
+
+class _Search:
+    """The ladder, and below it weight streaming planned for the budget and proved."""
+
+    def __init__(self, terms: Terms, trainee: Trainee) -> None:
+        self._terms, self._trainee = terms, trainee
+        self._partition = find_blocks(trainee.module, stay=trainee.stay)
+        self._rehearsal = Rehearsal(
+            name=trainee.opened.name,
+            model=trainee.module,
+            partition=self._partition,
+            weights=replace(trainee.weights, verify=None),
+            optimizer=lambda model: make_optimizer(terms.optimizer, model, terms.lr),
+            inputs=self._inputs,
+            batch=terms.batch,
+            hardware=terms.hardware,
+            clip_norm=terms.clip_norm,
+            spent_bytes=lambda: spent(terms.start_bytes),
+        )
+
+    def _inputs(self, count: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(count, self._terms.seq, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def search(self, start: int) -> tuple[Partition, Found]:
+        terms = self._terms
+        subject = Subject(
+            compute=terms.hardware.compute,
+            batch=terms.batch,
+            blocks=checkpointing.blocks(self._trainee.module),
+            chunkable=_chunkable(self._trainee.module),
+            single_pass=terms.clip_norm is None and terms.precision != "fp16-mixed",
+        )
+        rungs = ladder(subject, replace(terms.orders, precision=terms.precision))
+        found = climb_down(
+            rungs,
+            self._rehearsal.predict,
+            terms.budget_bytes,
+            batch=terms.batch,
+            order=terms.orders,
+            start=start,
+            floor=self._floor_bytes,
+        )
+        if found.fits:
+            return self._partition, found
+        if terms.orders.stream_weights is False:
+            raise too_small(found.prediction.peak_bytes, terms.budget_bytes)
+        partition, choice, prediction = self._streamed(found)
+        return partition, Found(rung=len(rungs), choice=choice, prediction=prediction)
+
+    def _floor_bytes(self, choice: Choice) -> Mapping[str, int]:
+        """Weights, gradients and optimizer states that a choice keeps for good in the compute tier."""
+        trained = sum(tensor_bytes(p) for p in self._trained())
+        held = self._partition.bytes
+        if not choice.in_backward and choice.gradients == "keep":
+            held += trained
+        if choice.states == "keep":
+            held += sum(optimizers.state_bytes(self._terms.optimizer, self._trained()))
+        return {self._terms.hardware.compute: held}
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._trainee.module.parameters() if p.requires_grad]
+
+    def _streamed(self, base: Found) -> tuple[Partition, Choice, Prediction]:
+        """Weight streaming on top of ``base``: planned, predicted, and tightened until it is proved to fit."""
+        terms, compute, rung = self._terms, self._terms.hardware.compute, base.choice
+        program = spent(terms.start_bytes)
+        step_bytes = max(0, base.prediction.peak_bytes[compute] - program[compute] - self._partition.bytes)
+        for _ in range(_PROOFS):
+            need = Need(
+                step_bytes=step_bytes,
+                tokens=3 * rung.micro_batch * terms.seq,  # backward multiplies twice
+                stay=self._trainee.stay,
+                spent_bytes=program,
+            )
+            partition, plan = make_plan(
+                self._trainee.module, terms.hardware, terms.budget_bytes, need, self._trainee.weights, task="train"
+            )
+            choice = replace(rung, streaming=plan.choices(STREAMING), streaming_settings=plan.settings)
+            found = replace(self._rehearsal, partition=partition).predict(choice)
+            if fits(found.peak_bytes, terms.budget_bytes):
+                return partition, choice, found
+            step_bytes += found.peak_bytes[compute] - terms.budget_bytes[compute] + (1 << 20)
+        raise too_small(found.peak_bytes, terms.budget_bytes)
+
+
+def _chunkable(model: nn.Module) -> bool:
+    try:
+        chunked_loss.find_head(model)
+    except UnsupportedError:
+        return False
+    return True

@@ -1,0 +1,90 @@
+"""What of a training is settled before the model is opened: the machine, the budget, the folders, the data."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from brim.core import Hardware
+from brim.core.hardware import DISK, RAM
+from brim.errors import UsageError
+from brim.run import checkpoint_reading
+from brim.run.architecture import read_config
+from brim.run.data import Batches, open_data
+from brim.run.fitting import budgets, machine
+from brim.run.inference import resident_bytes
+from brim.run.models import prepare, read_tokenizer
+from brim.run.training_request import Request
+from brim.run.training_session import Terms
+from brim.units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """``folder`` has the model, ``output`` is where everything goes."""
+
+    request: Request
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+    folder: Path
+    output: Path
+
+    def terms(self) -> Terms:
+        """The RAM budget counts from this call on."""
+        request = self.request
+        return Terms(
+            method=request.method,
+            precision=request.precision or ("fp32" if self.hardware.compute == RAM else "bf16-mixed"),
+            optimizer=request.optimizer,
+            lr=request.lr,
+            batch=request.batch,
+            seq=request.seq,
+            seed=request.seed,
+            clip_norm=request.clip_norm,
+            orders=request.orders(),
+            hardware=self.hardware,
+            budget_bytes=self.budget_bytes,
+            device=request.device,
+            disk_folder=request.disk_folder,
+            start_bytes=resident_bytes(),
+            trust_remote_code=request.trust_remote_code,
+        )
+
+    def batches(self) -> Batches:
+        """The data, opened and checked. Every batch is as long as ``seq``: the shapes that are promised."""
+        request = self.request
+        config = read_config(self.folder, trust_remote_code=request.trust_remote_code)
+        rows = getattr(config.get_text_config(), "vocab_size", None)
+        tokenizer = read_tokenizer(self.folder, str(request.model))
+        dataset = open_data(request.data, tokenizer, request.seq, vocab_size=rows)
+        return Batches(dataset, request.batch, seed=request.seed, pad_to=request.seq)
+
+    def steps(self, batches: Batches) -> int:
+        if self.request.steps is not None:
+            return self.request.steps
+        return batches.steps(self.request.epochs or 1)
+
+
+def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
+    """Measure the machine and find (or fetch, or convert) the model. Libraries are imported here.
+
+    Raises UsageError for an output folder that holds another training, when that is not to be resumed.
+    """
+    hardware = machine(request.device)
+    budget = budgets(hardware, request.vram, request.ram, request.device)
+    if request.disk is not None:
+        budget[DISK] = parse_bytes(request.disk)
+    output = Path(request.output).expanduser()
+    if not request.resume and checkpoint_reading.steps(output):
+        raise UsageError(
+            f"A training was to be written to {output}.",
+            "There are checkpoints of another one.",
+            "Go on with it by --resume, or give another --output.",
+        )
+    on_stage("opening the model")
+    folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
+    if request.method == "lora" and importlib.util.find_spec("peft") is not None:
+        importlib.import_module("peft")
+    return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output)
