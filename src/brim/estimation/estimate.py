@@ -202,14 +202,14 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> 
     return found if found is not None else _traced(Job(job.source, job.workload), capability, routing)
 
 
-def _traced(job: Job, capability: tuple[int, int], routing: str) -> Trace:
+def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """The trace of a job; of a deep model, a few layers are traced and repeated where that is exact."""
     with quiet():
         found = repeated(job, lambda part: _traced_whole(part, capability, routing))
     return found if found is not None else _traced_whole(job, capability, routing)
 
 
-def _traced_whole(job: Job, capability: tuple[int, int], routing: str) -> Trace:
+def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """Whatever goes wrong in building or running the model is one clear error."""
     try:
         with quiet():
