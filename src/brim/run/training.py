@@ -87,6 +87,8 @@ class _Run:
         self.session, self._next = self._saver.start(self._terms, self._batches)
         self._note_session()
         self._metrics = Metrics(setup.output, resumed_at=self._next)
+        for text in self._saver.notes:
+            self._note(text)
 
     def _note_session(self) -> None:
         self.session_plan, self.timeline = self.session.plan, self.session.fitted.memory.recorder.timeline

@@ -17,6 +17,8 @@ from brim.run.training_setup import Setup
 from brim.run.training_state import optimizer_numbers, restore_rng, rng_state
 
 _OPTIMIZER, _PRECISION = "optimizer", "precision"
+# Between steps, when a step's activations are gone: less than they take in any model worth a checkpoint.
+_STAGING_BYTES = 8 << 20
 
 
 class Saver:
@@ -25,7 +27,9 @@ class Saver:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         setup.output.mkdir(parents=True, exist_ok=True)
-        self._checkpointer = Checkpointer(setup.output, asynchronous=False)
+        self._checkpointer = Checkpointer(setup.output, asynchronous=False, staging_bytes=_STAGING_BYTES)
+        self._saved: set[int] = set()  # of this run: a damaged one of an earlier run is written again
+        self.notes: list[str] = []  # about checkpoints that were passed over
 
     def start(self, terms: Terms, batches: Batches) -> tuple[Session, int]:
         """A session and the number of the step that it goes on with; 0 without ``resume``."""
@@ -46,6 +50,9 @@ class Saver:
         return self._open(terms, batches, found, rung)
 
     def _open(self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int) -> tuple[Session, int]:
+        if found is not None:
+            self.notes += found.skipped
+            self._checkpointer.protect(found.folder)  # weights rest there, and the tokenizer is copied from it
         folder = self._setup.folder if found is None or terms.method == "lora" else found.folder
         session = Session.open(terms, folder, rung=rung)
         if found is None:
@@ -70,8 +77,8 @@ class Saver:
         fitted.load_states(_names(session), found.state["optimizer"], found.tensors(_OPTIMIZER))
 
     def save(self, session: Session, step: int, batches: Batches) -> None:
-        """A checkpoint after ``step`` steps; nothing where there is one of that step already."""
-        if step in checkpoint_reading.steps(self._setup.output):
+        """A checkpoint after ``step`` steps; nothing where this run has written one of that step already."""
+        if step in self._saved:
             return
         tensors, files = _model(session)
         precision = session.fitted.precision.state_dict()
@@ -91,6 +98,7 @@ class Saver:
             layout = [(name, one.dtype, tuple(one.shape)) for name, one in masters.items()]
             written.append(Tensors(stem=_PRECISION, layout=layout, values=masters.items()))
         self._checkpointer.save(step, written, state=state, files=files)
+        self._saved.add(step)
 
     def export(self, session: Session, step: int, batches: Batches) -> None:
         """The model itself into the output folder, as transformers or peft read it; and a last checkpoint."""

@@ -137,6 +137,24 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     assert steps == [1, 2, 3, 4]
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_told_of_and_written_again(
+    llama: Path, text: Path, tmp_path: Path
+) -> None:
+    whole = train(request(llama, text, tmp_path / "whole", steps=4))
+    output = tmp_path / "out"
+    train(request(llama, text, output, steps=2, save_every=1))
+    damaged = output / "step-000002" / "model.safetensors"
+    raw = bytearray(damaged.read_bytes())
+    raw[-100] ^= 2
+    damaged.write_bytes(raw)
+    resumed = train(request(llama, text, output, steps=4, save_every=1, resume=True))
+    assert resumed.losses == whole.losses[1:]  # from the first checkpoint on
+    assert any("step-000002 is skipped" in note for note in resumed.notes)
+    found, wanted = weights(output), weights(tmp_path / "whole")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert (output / "tokenizer.json").exists() and (output / "step-000004" / "tokenizer.json").exists()
+
+
 def test_checkpoints_are_not_overwritten_by_another_training(llama: Path, text: Path, tmp_path: Path) -> None:
     train(request(llama, text, tmp_path, steps=2, save_every=1))
     with pytest.raises(UsageError, match="--resume"):
