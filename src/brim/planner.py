@@ -85,8 +85,8 @@ def plan_streaming(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int]
     if not found:
         least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
         raise least or _too_small(job, compute, budget_bytes)
-    # Of equally fast ones, the one that keeps the link and the drive quieter.
-    promise, placement = min(found, key=lambda pair: (pair[0].step_s, _streamed_bytes(job, pair[1])))
+    # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
+    promise, placement = min(found, key=lambda pair: (float(f"{pair[0].step_s:.9g}"), _streamed_bytes(job, pair[1])))
     settings = {RING_SLOTS: placement.slots}
     if compute != RAM and FROM_DISK in placement.choices.values():
         settings[STAGING_SLOTS] = _STAGING_SLOTS

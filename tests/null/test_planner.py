@@ -187,6 +187,18 @@ def test_a_plan_keeps_its_promise_within_both_budgets(work: Job, vram: int, ram:
     assert set(plan.choices(NAME)) == {b.name for b in work.blocks}
 
 
+def test_a_model_that_fits_is_resident_whatever_the_rounding_of_its_seconds() -> None:
+    for compute_s in (0.5685220639962859, 0.1, 1 / 3, 1e-7):
+        work = Job(
+            model="Model",
+            task="forward",
+            blocks=[BlockCost(name="b0", bytes=1, compute_s=compute_s)],
+            fixed_bytes=0,
+            step_bytes=0,
+        )
+        assert plan_streaming(work, CPU, {RAM: 2}).choices(NAME) == {"b0": RESIDENT}
+
+
 @settings(max_examples=200, deadline=None)
 @given(jobs(), st.integers(0, 900), st.integers(0, 100))
 def test_more_memory_streams_no_more_unless_that_is_faster(work: Job, budget: int, more: int) -> None:
