@@ -1,0 +1,114 @@
+"""What the planner needs to know of a training step, read off a trace of the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from brim.core import Category, Hardware, Op, Phase, Trace
+from brim.planner.training import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE, BlockProfile, StepProfile
+from brim.predict.cost import EAGER, op_s
+from brim.techniques import activation_offload, checkpointing
+from brim.techniques.base import Option
+from brim.techniques.blocks import Partition
+
+
+def profile_of(
+    trace: Trace,
+    partition: Partition,
+    hardware: Hardware,
+    *,
+    batch: int,
+    trained_bytes: Mapping[str, int],
+    state_bytes: int,
+    repeated: Sequence[str],
+    spent_bytes: Mapping[str, int] | None = None,
+    head: Option | None = None,
+) -> StepProfile:
+    """The profile of the last step of ``trace``, a step over ``batch`` rows with no technique applied.
+
+    ``trained_bytes`` are those of each block of ``partition`` that the optimizer changes, ``state_bytes`` all of its
+    states, as they are from the second step on. ``repeated`` are the blocks that can be checkpointed or offloaded,
+    ``head`` what chunked logits save.
+    """
+    start = trace.step_starts[-1]
+    ops = [op for op in trace.ops if op.at >= start]
+    seconds = _seconds(ops, partition, hardware)
+    saved = {(o.block, o.choice): o for o in checkpointing.options(trace, hardware, list(repeated))}
+    moved = {o.block: o for o in activation_offload.options(trace, list(repeated), compute=hardware.compute)}
+    kept = _kept_bytes(trace, partition)
+    blocks = []
+    for block in partition.blocks:
+        name, compute = block.name, hardware.compute
+        choices = {c: saved[name, c] for c in (SELECTIVE, FULL) if (name, c) in saved}
+        less = {c: max(0, kept[name] - option.saves_bytes[compute]) for c, option in choices.items()}
+        offload = min(kept[name], moved[name].saves_bytes[compute]) if name in moved else 0
+        blocks.append(
+            BlockProfile(
+                name=name,
+                bytes=block.bytes,
+                trained_bytes=trained_bytes.get(name, 0),
+                forward_s=seconds.get((name, Phase.FORWARD), 0.0),
+                backward_s=seconds.get((name, Phase.BACKWARD), 0.0),
+                kept_bytes={KEEP: kept[name], **less},
+                again_s={c: option.compute_s for c, option in choices.items()},
+                offload_bytes=offload,
+            )
+        )
+    return StepProfile(
+        batch=batch,
+        blocks=blocks,
+        weight_bytes=partition.bytes,
+        gradient_bytes=sum(trained_bytes.values()),
+        state_bytes=state_bytes,
+        peak_bytes=_peaks(trace, ops),
+        spent_bytes=dict(spent_bytes or {}),
+        outside_s=(seconds.get(("", Phase.FORWARD), 0.0), seconds.get(("", Phase.BACKWARD), 0.0)),
+        update_s=sum(seconds.get((n, Phase.OPTIMIZER), 0.0) for n in ("", *(b.name for b in partition.blocks))),
+        head_bytes=0 if head is None else head.saves_bytes.get(hardware.compute, 0),
+        head_s=0.0 if head is None else head.compute_s,
+    )
+
+
+def _owner(module: str, names: Sequence[str]) -> str:
+    """The block that a module path lies in; "" is none of them."""
+    return next((name for name in names if module == name or module.startswith(f"{name}.")), "")
+
+
+def _seconds(ops: Sequence[Op], partition: Partition, hardware: Hardware) -> dict[tuple[str, Phase], float]:
+    names = [block.name for block in partition.blocks]
+    owners: dict[str, str] = {}
+    found: dict[tuple[str, Phase], float] = {}
+    for op in ops:
+        if not op.written_bytes and not op.flops:
+            continue  # a view
+        if op.module not in owners:
+            owners[op.module] = _owner(op.module, names)
+        key = (owners[op.module], op.phase)
+        found[key] = found.get(key, 0.0) + op_s(op, hardware) + EAGER.kernel_s
+    return found
+
+
+def _kept_bytes(trace: Trace, partition: Partition) -> dict[str, int]:
+    """What each block saves for backward."""
+    names = [block.name for block in partition.blocks]
+    found = dict.fromkeys(names, 0)
+    for storage in trace.storages:
+        if storage.category is Category.ACTIVATION and storage.born >= trace.step_starts[-1]:
+            owner = _owner(storage.module, names)
+            if owner:
+                found[owner] += storage.bytes
+    return found
+
+
+def _peaks(trace: Trace, ops: Sequence[Op]) -> dict[str, int]:
+    """The most that is held before the optimizer works, and while it does."""
+    turn = min((op.at for op in ops if op.phase is Phase.OPTIMIZER), default=ops[-1].at + 1)
+    changes = [(s.born, s.bytes) for s in trace.storages]
+    changes += [(s.died, -s.bytes) for s in trace.storages if s.died is not None]
+    held, peaks = 0, {BACKWARD: 0, UPDATE: 0}
+    for tick, count in sorted(changes):
+        held += count
+        if tick >= trace.step_starts[-1]:
+            moment = BACKWARD if tick < turn else UPDATE
+            peaks[moment] = max(peaks[moment], held)
+    return peaks

@@ -1,0 +1,173 @@
+"""When the tasks of a step run: a discrete-event simulation of lanes that work beside each other.
+
+A lane (compute, a link in one direction, the disk, the CPU) does one task at a time, in the order given. A task waits
+for those it comes after. What two busy lanes take from each other (both ways of a link, the disk and the processor
+that drives it) is a factor on the speed of each while both are busy, so that time is shared as it passes and not
+decided when a task begins.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from brim.core import EventKind, Timeline
+
+COMPUTE = "compute"
+_DONE = 1e-12  # of a task's seconds: what rounding leaves over
+
+# (lane, another lane) -> the share of its speed that the first keeps while the second is busy.
+Contention = Mapping[tuple[str, str], float]
+
+
+def way(source: str, target: str) -> str:
+    """The name of the lane that copies from one tier to another."""
+    return f"{source} -> {target}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """``seconds`` on ``lane`` when that works alone; begins when the tasks ``after`` (by index) have ended.
+
+    ``takes`` bytes per tier from its beginning, ``gives`` them back at its end. ``bytes`` is what it copies.
+    """
+
+    name: str
+    lane: str
+    seconds: float
+    after: Sequence[int] = ()
+    takes: Mapping[str, int] = field(default_factory=dict)
+    gives: Mapping[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When each task began and ended, in seconds from the start, in the order of ``tasks``."""
+
+    tasks: Sequence[Task]
+    begin_s: Sequence[float]
+    end_s: Sequence[float]
+
+    @property
+    def span_s(self) -> float:
+        return max(self.end_s, default=0.0)
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds in which each lane worked, slowed by others or not."""
+        found: dict[str, float] = {}
+        for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
+            found[task.lane] = found.get(task.lane, 0.0) + end - begin
+        return found
+
+    def waits_s(self, lane: str = COMPUTE) -> dict[str, float]:
+        """Seconds in which ``lane`` stood still, by the lane of the task that it waited for."""
+        found: dict[str, float] = {}
+        for begin, end, cause in self._waits(lane):
+            found[cause] = found.get(cause, 0.0) + end - begin
+        return found
+
+    def peak_bytes(self) -> dict[str, int]:
+        """The most that tasks held at once, per tier."""
+        changes: list[tuple[float, int, str, int]] = []
+        for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
+            changes += [(begin, 1, tier, count) for tier, count in task.takes.items()]
+            changes += [(end, 0, tier, -count) for tier, count in task.gives.items()]
+        held: dict[str, int] = {}
+        peak: dict[str, int] = {}
+        for _, _, tier, count in sorted(changes):  # at one moment, what is given back comes first
+            held[tier] = held.get(tier, 0) + count
+            peak[tier] = max(peak.get(tier, 0), held[tier])
+        return peak
+
+    def timeline(self, name: str, compute: str) -> Timeline:
+        """The same as events: compute and idle of the tier ``compute``, copies, and what is held."""
+        rows: list[tuple[float, float, EventKind, str, int, str, str]] = []
+        for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
+            source, _, target = task.lane.rpartition(" -> ")
+            kind = EventKind.COPY if source else EventKind.COMPUTE
+            rows.append((begin, end - begin, kind, target if source else compute, task.bytes, source, task.name))
+            rows += [(begin, 0.0, EventKind.ALLOC, tier, n, "", task.name) for tier, n in task.takes.items()]
+            rows += [(end, 0.0, EventKind.FREE, tier, n, "", task.name) for tier, n in task.gives.items()]
+        rows += [(b, e - b, EventKind.IDLE, compute, 0, "", cause) for b, e, cause in self._waits(COMPUTE)]
+        # At one moment, what is given back comes before what is taken.
+        rows.sort(key=lambda row: (row[0], row[2] is not EventKind.FREE))
+        made = Timeline(name, measured=False)
+        for begin, took, kind, tier, count, source, label in rows:
+            made.add(kind, tier, count, time_s=begin, duration_s=took, source=source, label=label)
+        return made
+
+    def _waits(self, lane: str) -> list[tuple[float, float, str]]:
+        found, free_s = [], 0.0
+        for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
+            if task.lane != lane:
+                continue
+            if begin > free_s:
+                last = max(task.after, key=lambda index: self.end_s[index])
+                found.append((free_s, begin, self.tasks[last].lane))
+            free_s = end
+        return found
+
+
+def simulate(tasks: Sequence[Task], contention: Contention | None = None) -> Schedule:
+    """Run ``tasks``. A task may only come after ones before it in the list, so there is always one that can go on.
+
+    Raises ValueError where one comes after itself or a later one.
+    """
+    return _Simulation(tasks, contention or {}).run()
+
+
+class _Simulation:
+    def __init__(self, tasks: Sequence[Task], contention: Contention) -> None:
+        self._tasks, self._contention = tasks, contention
+        self._begin_s, self._end_s = [0.0] * len(tasks), [0.0] * len(tasks)
+        self._missing = [len(task.after) for task in tasks]
+        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._queues: dict[str, deque[int]] = {}
+        self._left: dict[str, tuple[int, float]] = {}  # lane -> the task on it and its seconds to go
+        self._now_s = 0.0
+        for index, task in enumerate(tasks):
+            if any(earlier >= index for earlier in task.after):
+                raise ValueError(f"task {index} ({task.name}) comes after a later one")
+            for earlier in task.after:
+                self._followers[earlier].append(index)
+            self._queues.setdefault(task.lane, deque()).append(index)
+
+    def run(self) -> Schedule:
+        for lane in self._queues:
+            self._start(lane)
+        while self._left:
+            self._advance()
+        return Schedule(self._tasks, self._begin_s, self._end_s)
+
+    def _start(self, lane: str) -> None:
+        queue = self._queues[lane]
+        if lane not in self._left and queue and not self._missing[queue[0]]:
+            index = queue.popleft()
+            self._begin_s[index] = self._now_s
+            self._left[lane] = (index, self._tasks[index].seconds)
+
+    def _advance(self) -> None:
+        """To the moment at which the next task ends."""
+        speeds = {lane: self._speed(lane) for lane in self._left}
+        step_s = min(left / speeds[lane] for lane, (_, left) in self._left.items())
+        self._now_s += step_s
+        ended = []
+        for lane, (index, left) in self._left.items():
+            left -= step_s * speeds[lane]
+            self._left[lane] = (index, left)
+            if left <= _DONE * max(1.0, self._tasks[index].seconds):
+                ended.append((lane, index))
+        for lane, index in ended:
+            del self._left[lane]
+            self._end_s[index] = self._now_s
+            for follower in self._followers[index]:
+                self._missing[follower] -= 1
+        for lane in {lane for lane, _ in ended} | {self._tasks[f].lane for _, i in ended for f in self._followers[i]}:
+            self._start(lane)
+
+    def _speed(self, lane: str) -> float:
+        return min(
+            (self._contention.get((lane, beside), 1.0) for beside in self._left if beside != lane), default=1.0
+        )

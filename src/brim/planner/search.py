@@ -1,0 +1,214 @@
+"""The choice per block as a mixed-integer linear program: the fewest seconds whose bytes fit every tier.
+
+Blocks that are alike are one class, and a column says how many of a class are treated in one way. A step lasts at
+least as long as its busiest lane (compute, a link, the disk), since lanes work beside each other:
+
+    minimise T + a little of all traffic
+    T >= fixed_s[lane] + sum of columns' seconds on it              for each lane
+    fixed[tier] + sum of columns' bytes + its pools <= budget       for each tier
+    pool >= slots * what every column in use needs of a slot        for each pool
+
+How lanes wait for each other is left to the simulation of the schedule. Solved by HiGHS (Huangfu and Hall,
+"Parallelizing the dual revised simplex method", Mathematical Programming Computation 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+_TRAFFIC = 1e-3  # of about equally fast ways, the one that moves and computes less
+_TOLERANCE_BYTES = 4096  # HiGHS lets a row be over by 1e-6 of its unit
+_GIB = float(1 << 30)  # bytes in GiB and seconds as shares of the slowest way keep the matrix well scaled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One way to treat a block: what one such block holds per tier and how many seconds it takes per lane.
+
+    ``slot_bytes``: how large a slot it needs of each pool, which all share that pass through it.
+    """
+
+    name: str
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    slot_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockClass:
+    """``count`` blocks that are alike, each in one of ``columns``."""
+
+    name: str
+    count: int
+    columns: Sequence[Column]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """``slots`` of one size, as large as the largest block in them needs, in each of ``tiers``."""
+
+    name: str
+    tiers: Sequence[str]
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """``fixed_bytes`` and ``fixed_s`` are there whatever is chosen.
+
+    A "tier" may also be one tier at one moment (``ram@update``), where a step has several that could be its peak.
+    """
+
+    classes: Sequence[BlockClass]
+    budget_bytes: Mapping[str, int]
+    fixed_bytes: Mapping[str, int] = field(default_factory=dict)
+    fixed_s: Mapping[str, float] = field(default_factory=dict)
+    pools: Sequence[Pool] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """``counts``: class -> column -> blocks. No choice that fits has a busiest lane below ``bound_s``.
+
+    ``gap`` is how far from that this one is, as a share (0: it is the best).
+    """
+
+    counts: Mapping[str, Mapping[str, int]]
+    busiest_s: float
+    bound_s: float
+    gap: float
+
+
+def solve(problem: Problem, *, time_limit_s: float = 5.0, start: Solution | None = None) -> Solution | None:
+    """The best choice, or the best found in ``time_limit_s``; None where nothing fits (or nothing was found in time).
+
+    ``start`` is a choice that is known to fit: the search begins there and never ends worse.
+    """
+    return _Program(problem).solve(time_limit_s, start)
+
+
+def busiest(problem: Problem, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, float]:
+    """The lane that sets the pace under ``counts``, and its seconds."""
+    lanes = dict(problem.fixed_s)
+    for found in problem.classes:
+        for column in found.columns:
+            for lane, seconds in column.seconds.items():
+                lanes[lane] = lanes.get(lane, 0.0) + seconds * counts[found.name].get(column.name, 0)
+    return max(lanes.items(), key=lambda item: item[1], default=("", 0.0))
+
+
+class _Program:
+    """Variables: a count and a "used" flag per column, then T and a size per pool."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._columns = [(found, column) for found in problem.classes for column in found.columns]
+        n = len(self._columns)
+        self._flag, self._time = n, 2 * n
+        self._pools = {pool.name: 2 * n + 1 + index for index, pool in enumerate(problem.pools)}
+        self._scale_s = self._slowest_s() or 1.0
+        self._model = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._model.setOptionValue("output_flag", False)
+        self._model.setOptionValue("threads", 1)
+        self._model.setOptionValue("mip_rel_gap", 1e-5)
+        self._add_variables()
+        self._add_choices()
+        self._add_lanes()
+        self._add_tiers()
+
+    def _slowest_s(self) -> float:
+        most = sum(
+            max((sum(c.seconds.values()) for c in f.columns), default=0.0) * f.count for f in self._problem.classes
+        )
+        return most + max(self._problem.fixed_s.values(), default=0.0)
+
+    def _add_variables(self) -> None:
+        model, infinity = self._model, highspy.kHighsInf
+        for found, column in self._columns:
+            traffic = sum(column.seconds.values()) / self._scale_s
+            model.addVar(0, found.count)
+            model.changeColCost(model.getNumCol() - 1, _TRAFFIC * traffic)
+        for _, column in self._columns:
+            model.addVar(0, 1 if column.slot_bytes else 0)
+        for _ in range(1 + len(self._pools)):
+            model.addVar(0, infinity)
+        model.changeColCost(self._time, 1.0)
+        whole = np.arange(2 * len(self._columns), dtype=np.int32)
+        kinds = np.full(len(whole), highspy.HighsVarType.kInteger.value, dtype=np.uint8)
+        model.changeColsIntegrality(len(whole), whole, kinds)
+
+    def _row(self, low: float, high: float, terms: Mapping[int, float]) -> None:
+        index = np.fromiter(terms, dtype=np.int32, count=len(terms))
+        value = np.fromiter(terms.values(), dtype=np.float64, count=len(terms))
+        self._model.addRow(low, high, len(terms), index, value)
+
+    def _add_choices(self) -> None:
+        for found in self._problem.classes:
+            mine = {index: 1.0 for index, (owner, _) in enumerate(self._columns) if owner is found}
+            self._row(found.count, found.count, mine)
+        for index, (found, column) in enumerate(self._columns):
+            if column.slot_bytes:
+                self._row(-highspy.kHighsInf, 0, {index: 1.0, self._flag + index: -float(found.count)})
+            for pool, count in column.slot_bytes.items():
+                needed = {self._pools[pool]: 1.0, self._flag + index: -count / _GIB}
+                self._row(0, highspy.kHighsInf, needed)
+
+    def _add_lanes(self) -> None:
+        problem = self._problem
+        lanes = {*problem.fixed_s, *(lane for _, column in self._columns for lane in column.seconds)}
+        for lane in sorted(lanes):
+            terms = {
+                index: -column.seconds[lane] / self._scale_s
+                for index, (_, column) in enumerate(self._columns)
+                if column.seconds.get(lane)
+            }
+            self._row(problem.fixed_s.get(lane, 0.0) / self._scale_s, highspy.kHighsInf, {self._time: 1.0, **terms})
+
+    def _add_tiers(self) -> None:
+        problem = self._problem
+        for tier, budget in problem.budget_bytes.items():
+            terms = {
+                index: column.bytes[tier] / _GIB
+                for index, (_, column) in enumerate(self._columns)
+                if column.bytes.get(tier)
+            }
+            terms |= {self._pools[pool.name]: float(pool.slots) for pool in problem.pools if tier in pool.tiers}
+            room = (budget - problem.fixed_bytes.get(tier, 0) - (_TOLERANCE_BYTES if terms else 0)) / _GIB
+            self._row(-highspy.kHighsInf, room, terms)
+
+    def solve(self, time_limit_s: float, start: Solution | None) -> Solution | None:
+        model = self._model
+        model.setOptionValue("time_limit", time_limit_s)
+        if start is not None:
+            given = highspy.HighsSolution()
+            given.col_value = self._values(start)
+            model.setSolution(given)
+        model.run()
+        info = model.getInfo()
+        if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
+            return None
+        return self._solution(list(model.getSolution().col_value), info.mip_dual_bound)
+
+    def _values(self, start: Solution) -> list[float]:
+        counts = [start.counts[found.name].get(column.name, 0) for found, column in self._columns]
+        used = [(count > 0, column) for count, (_, column) in zip(counts, self._columns, strict=True)]
+        flags = [float(chosen and bool(column.slot_bytes)) for chosen, column in used]
+        pools = [
+            max((column.slot_bytes.get(name, 0) for chosen, column in used if chosen), default=0) / _GIB
+            for name in self._pools
+        ]
+        return [*map(float, counts), *flags, start.busiest_s / self._scale_s, *pools]
+
+    def _solution(self, values: Sequence[float], bound: float) -> Solution:
+        counts: dict[str, dict[str, int]] = {found.name: {} for found in self._problem.classes}
+        for (found, column), value in zip(self._columns, values, strict=False):
+            if round(value):
+                counts[found.name][column.name] = round(value)
+        _, seconds = busiest(self._problem, counts)
+        bound_s = min(seconds, max(0.0, bound - _TRAFFIC) * self._scale_s)
+        gap = 0.0 if seconds == 0 else (seconds - bound_s) / seconds
+        return Solution(counts=counts, busiest_s=seconds, bound_s=bound_s, gap=gap)

@@ -1,0 +1,164 @@
+"""The tasks of a training step under a way to run it, for ``schedule.simulate``."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from brim.core import Hardware
+from brim.core.hardware import DISK, RAM
+from brim.planner.schedule import COMPUTE, Contention, Schedule, Task, simulate, way
+from brim.planner.training import (
+    CPU,
+    KEEP,
+    OFFLOAD,
+    BlockProfile,
+    StepProfile,
+    Way,
+    rate,
+    update_lanes,
+)
+from brim.techniques.placement import FROM_DISK, RESIDENT
+
+_STEPS = 3  # the first fills the pipeline, the last is looked at
+_MICROS = 3  # of more of them, each takes what the third does
+_WINDOW = 2  # blocks' activations on their way back at once
+_STAGING = 2  # buffers in RAM between disk and VRAM, and between disk and the update
+
+
+def training_step_s(
+    profile: StepProfile, hardware: Hardware, made: Way, contention: Contention | None = None
+) -> tuple[float, Schedule]:
+    """Seconds of a step in the steady state, and the schedule of the steps that they were taken from."""
+    micros = -(-profile.batch // made.frame.micro_batch)
+    shown, found = min(micros, _MICROS), 0.0
+    found, schedule = _steady(profile, hardware, made, shown, micros, contention)
+    if micros > shown:
+        fewer, _ = _steady(profile, hardware, made, shown - 1, micros, contention)
+        found += (micros - shown) * (found - fewer)
+    return found, schedule
+
+
+def _steady(
+    profile: StepProfile, hardware: Hardware, made: Way, shown: int, micros: int, contention: Contention | None
+) -> tuple[float, Schedule]:
+    maker = _Maker(profile, hardware, made, micros)
+    ends = []
+    for _ in range(_STEPS):
+        maker.step(shown)
+        ends.append(len(maker.tasks))
+    schedule = simulate(maker.tasks, contention)
+    done = [max(schedule.end_s[:end]) for end in ends]
+    return done[-1] - done[-2], schedule
+
+
+class _Maker:
+    """Writes tasks in the order in which the runtime asks for them."""
+
+    def __init__(self, profile: StepProfile, hardware: Hardware, made: Way, micros: int) -> None:
+        self.tasks: list[Task] = []
+        self._profile, self._hardware, self._way, self._share = profile, hardware, made, 1 / micros
+        self._compute = hardware.compute
+        self._away = DISK if self._compute == RAM else RAM
+        self._free: deque[list[int]] = deque([[]] * made.frame.slots)  # who let each slot of the ring go
+        self._staging: deque[list[int]] = deque([[]] * _STAGING)
+        self._buffers: deque[list[int]] = deque([[]] * _STAGING)
+        self._updated: dict[str, list[int]] = {}  # what the next use of a block waits for
+        lanes = update_lanes(profile, hardware, made.frame)
+        self._update_s = {lane: lanes.get(lane, 0.0) for lane in (COMPUTE, CPU)}
+
+    def step(self, micros: int) -> None:
+        """One step of ``micros`` micro-batches."""
+        for index in range(micros):
+            copies = self._forward()
+            self._backward(copies, last=index == micros - 1)
+        if not self._way.frame.in_backward:
+            for block in self._profile.blocks:
+                self._update(block, [len(self.tasks) - 1])
+
+    def _task(self, name: str, lane: str, seconds: float, after: list[int], bytes: int = 0) -> int:
+        self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
+        return len(self.tasks) - 1
+
+    def _copy(self, name: str, source: str, target: str, count: int, after: list[int]) -> int:
+        return self._task(name, way(source, target), count / rate(self._hardware, source, target), after, count)
+
+    def _forward(self) -> dict[str, int]:
+        """The copies that took activations away, by block."""
+        copies = {}
+        for block in self._profile.blocks:
+            ready = self._load(block) + self._updated.pop(block.name, [])
+            done = self._task(f"{block.name} forward", COMPUTE, block.forward_s * self._share, ready)
+            self._let_go(block, done)
+            if self._way.activations[block.name] == OFFLOAD:
+                count = int(block.offload_bytes * self._share)
+                copies[block.name] = self._copy(f"{block.name} activations", self._compute, self._away, count, [done])
+        forward_s, backward_s = self._profile.outside_s
+        more = self._profile.head_s if self._way.frame.chunked else 0.0
+        self._task("outside of blocks", COMPUTE, (forward_s + backward_s + more) * self._share, [])
+        return copies
+
+    def _backward(self, copies: Mapping[str, int], *, last: bool) -> None:
+        window: deque[list[int]] = deque([[]] * _WINDOW)
+        for block in reversed(self._profile.blocks):
+            ready = self._load(block)
+            kept = self._way.activations[block.name]
+            if block.name in copies:
+                count = int(block.offload_bytes * self._share)
+                after = [copies[block.name], *window.popleft()]
+                ready.append(self._copy(f"{block.name} activations", self._away, self._compute, count, after))
+            seconds = (block.backward_s + block.again_s.get(kept, 0.0)) * self._share
+            done = self._task(f"{block.name} backward", COMPUTE, seconds, ready)
+            if block.name in copies:
+                window.append([done])
+            if last and self._way.frame.in_backward:
+                done = self._update(block, [done])
+            self._let_go(block, done)
+
+    def _load(self, block: BlockProfile) -> list[int]:
+        """Bring the block's weights; what to wait for."""
+        choice = self._way.weights[block.name]
+        if choice == RESIDENT:
+            return []
+        after = self._free.popleft() + self._updated.get(block.name, [])
+        name = f"{block.name} weights"
+        if choice != FROM_DISK:
+            return [self._copy(name, RAM, self._compute, block.bytes, after)]
+        if self._compute == RAM:
+            return [self._copy(name, DISK, RAM, block.bytes, after)]
+        read = self._copy(name, DISK, RAM, block.bytes, self._staging.popleft())
+        moved = self._copy(name, RAM, self._compute, block.bytes, [read, *after])
+        self._staging.append([moved])
+        return [moved]
+
+    def _let_go(self, block: BlockProfile, done: int) -> None:
+        if self._way.weights[block.name] != RESIDENT:
+            self._free.append([done])
+
+    def _update(self, block: BlockProfile, after: list[int]) -> int:
+        """The optimizer on one block's share of what is trained. Returns what the block's weights wait for."""
+        if not block.trained_bytes:
+            return after[-1]
+        frame, profile, name = self._way.frame, self._profile, f"{block.name} update"
+        share = block.trained_bytes / max(1, sum(b.trained_bytes for b in profile.blocks))
+        state_bytes = int(profile.state_bytes * share)
+        ready = list(after)
+        if frame.states == DISK:
+            ready.append(self._copy(f"{name}: states", DISK, RAM, state_bytes, self._buffers.popleft()))
+        on_cpu = self._compute != RAM and frame.states != KEEP
+        if on_cpu:
+            ready.append(self._copy(f"{name}: gradients", self._compute, RAM, block.trained_bytes, list(after)))
+        lane = CPU if on_cpu else COMPUTE
+        done = self._task(name, lane, self._update_s[lane] * share, ready)
+        if frame.states == DISK:
+            self._buffers.append([self._copy(f"{name}: states", RAM, DISK, state_bytes, [done])])
+        if on_cpu:
+            done = self._copy(f"{name}: weights", RAM, self._compute, block.trained_bytes, [done])
+        if self._way.weights[block.name] != RESIDENT:
+            home = DISK if self._way.weights[block.name] == FROM_DISK else RAM
+            if home != self._compute:
+                back = self._copy(f"{name}: home", self._compute, home, block.trained_bytes, [done])
+                self._updated[block.name] = [back]
+                return done
+        self._updated[block.name] = [done]
+        return done
