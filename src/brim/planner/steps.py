@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
@@ -64,6 +65,7 @@ class _Maker:
         self._staging: deque[list[int]] = deque([[]] * _STAGING)
         self._buffers: deque[list[int]] = deque([[]] * _STAGING)
         self._updated: dict[str, list[int]] = {}  # what the next use of a block waits for
+        self._barrier: list[int] = []  # what the next step waits for
         lanes = update_lanes(profile, hardware, made.frame)
         self._update_s = {lane: lanes.get(lane, 0.0) for lane in (COMPUTE, CPU)}
 
@@ -72,9 +74,9 @@ class _Maker:
         for index in range(micros):
             copies = self._forward()
             self._backward(copies, last=index == micros - 1)
-        if not self._way.frame.in_backward:
-            for block in self._profile.blocks:
-                self._update(block, [len(self.tasks) - 1])
+        if not self._way.frame.in_backward:  # optimizer.step() returns when all of it is done
+            turn = len(self.tasks) - 1
+            self._barrier = [self._update(block, [turn]) for block in self._profile.blocks]
 
     def _task(self, name: str, lane: str, seconds: float, after: list[int], bytes: int = 0) -> int:
         self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
@@ -87,7 +89,7 @@ class _Maker:
         """The copies that took activations away, by block."""
         copies = {}
         for block in self._profile.blocks:
-            ready = self._load(block) + self._updated.pop(block.name, [])
+            ready = self._load(block) + self._updated.pop(block.name, []) + self._barrier
             done = self._task(f"{block.name} forward", COMPUTE, block.forward_s * self._share, ready)
             self._let_go(block, done)
             if self._way.activations[block.name] == OFFLOAD:
@@ -152,13 +154,16 @@ class _Maker:
         done = self._task(name, lane, self._update_s[lane] * share, ready)
         if frame.states == DISK:
             self._buffers.append([self._copy(f"{name}: states", RAM, DISK, state_bytes, [done])])
-        if on_cpu:
-            done = self._copy(f"{name}: weights", RAM, self._compute, block.trained_bytes, [done])
-        if self._way.weights[block.name] != RESIDENT:
-            home = DISK if self._way.weights[block.name] == FROM_DISK else RAM
-            if home != self._compute:
-                back = self._copy(f"{name}: home", self._compute, home, block.trained_bytes, [done])
-                self._updated[block.name] = [back]
-                return done
-        self._updated[block.name] = [done]
+        back = self._bring_home(block, done, RAM if on_cpu else self._compute)
+        self._updated[block.name] = [back]
+        return done if self._way.weights[block.name] != RESIDENT else back
+
+    def _bring_home(self, block: BlockProfile, done: int, tier: str) -> int:
+        """Copy what was changed, and lies in ``tier`` now, to where the block rests. Returns the last copy."""
+        choice = self._way.weights[block.name]
+        home = self._compute if choice == RESIDENT else DISK if choice == FROM_DISK else RAM
+        path = [tier, RAM, home] if RAM not in (tier, home) and tier != home else [tier, home]
+        for source, target in pairwise(path):
+            if source != target:
+                done = self._copy(f"{block.name} home", source, target, block.trained_bytes, [done])
         return done

@@ -1,0 +1,195 @@
+"""Ways to run a training step: they fit, they are spread, and what is free is taken first."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from brim.core import Hardware, Link, Tier
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.planner.schedule import COMPUTE, way
+from brim.planner.steps import training_step_s
+from brim.planner.training import (
+    BACKWARD,
+    FULL,
+    KEEP,
+    SELECTIVE,
+    UPDATE,
+    BlockProfile,
+    Frame,
+    Limits,
+    StepProfile,
+    Way,
+    best,
+)
+from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
+
+MIB, GIB = 1 << 20, 1 << 30
+GPU = Hardware(
+    name="a card",
+    compute=VRAM,
+    tiers=(
+        Tier(name=VRAM, capacity_bytes=24 * GIB, bytes_per_s=900e9),
+        Tier(name=RAM, capacity_bytes=64 * GIB, bytes_per_s=40e9),
+        Tier(name=DISK, capacity_bytes=1000 * GIB),
+    ),
+    links=(
+        Link(source=RAM, target=VRAM, bytes_per_s=24e9),
+        Link(source=VRAM, target=RAM, bytes_per_s=24e9),
+        Link(source=DISK, target=RAM, bytes_per_s=5e9),
+    ),
+)
+CPU = replace(GPU, name="a processor", compute=RAM, links=(GPU.links[2],))
+COUNT = 8
+
+
+def profile(*, batch: int = 4, kept: int = 100 * MIB, weights: int = 50 * MIB, seconds: float = 0.01) -> StepProfile:
+    """A step of eight blocks, all trained."""
+    blocks = [
+        BlockProfile(
+            name=f"layer.{index}",
+            bytes=weights,
+            trained_bytes=weights,
+            forward_s=seconds,
+            backward_s=2 * seconds,
+            kept_bytes={KEEP: kept, SELECTIVE: kept // 2, FULL: kept // 10},
+            again_s={SELECTIVE: seconds / 4, FULL: seconds},
+            offload_bytes=kept * 9 // 10,
+        )
+        for index in range(COUNT)
+    ]
+    held = COUNT * weights
+    return StepProfile(
+        batch=batch,
+        blocks=blocks,
+        weight_bytes=held,
+        gradient_bytes=held,
+        state_bytes=2 * held,
+        peak_bytes={BACKWARD: 3 * held + COUNT * kept, UPDATE: 4 * held},
+        outside_s=(0.001, 0.002),
+        update_s=0.004,
+    )
+
+
+def limits(vram: int, ram: int = 64 * GIB, **more: object) -> Limits:
+    return Limits(budget_bytes={VRAM: vram, RAM: ram, DISK: 1000 * GIB}, **more)  # type: ignore[arg-type]
+
+
+def fastest(step: StepProfile, hardware: Hardware, within: Limits) -> tuple[float, Way]:
+    timed = [(training_step_s(step, hardware, made)[0], made) for made in best(step, hardware, within)]
+    return min(timed, key=lambda pair: pair[0])
+
+
+def plain(step: StepProfile, **more: object) -> Way:
+    names = [block.name for block in step.blocks]
+    frame = Frame(micro_batch=step.batch, **more)  # type: ignore[arg-type]
+    return Way(frame=frame, weights=dict.fromkeys(names, RESIDENT), activations=dict.fromkeys(names, KEEP))
+
+
+def test_where_all_fits_nothing_is_done() -> None:
+    step = profile()
+    seconds, made = fastest(step, GPU, limits(24 * GIB))
+    assert set(made.weights.values()) == {RESIDENT}
+    assert set(made.activations.values()) == {KEEP}
+    assert made.frame.states == KEEP
+    assert seconds == pytest.approx(COUNT * 0.03 + 0.003 + 0.004)
+
+
+def test_a_plain_step_lasts_as_long_as_its_compute() -> None:
+    step = profile()
+    seconds, schedule = training_step_s(step, GPU, plain(step))
+    assert seconds == pytest.approx(COUNT * 0.03 + 0.007)
+    assert set(schedule.busy_s()) == {COMPUTE}
+
+
+def test_activations_leave_before_weights_do_and_only_as_many_as_must() -> None:
+    step = profile()
+    need = step.peak_bytes[BACKWARD]
+    _, made = fastest(step, GPU, limits(need - 300 * MIB, fixed={"states": KEEP, "micro_batch": 4}))
+    counts = Counter(made.activations.values())
+    assert set(made.weights.values()) == {RESIDENT}
+    assert counts[KEEP] >= 2
+    assert counts[KEEP] < COUNT
+
+
+def test_with_little_memory_weights_come_and_go_evenly() -> None:
+    step = profile(kept=10 * MIB, weights=200 * MIB)
+    _, made = fastest(step, GPU, limits(1300 * MIB))
+    streamed = [index for index, choice in enumerate(made.weights.values()) if choice == FROM_RAM]
+    assert 0 < len(streamed) < COUNT
+    gaps = [after - before for before, after in itertools.pairwise(streamed)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    assert made.frame.states != KEEP
+
+
+def test_disk_is_used_only_where_ram_is_short() -> None:
+    step = profile(kept=10 * MIB, weights=200 * MIB)
+    _, roomy = fastest(step, GPU, limits(1300 * MIB))
+    _, short = fastest(step, GPU, limits(1300 * MIB, ram=700 * MIB))
+    assert FROM_DISK not in roomy.weights.values()
+    assert roomy.frame.states == RAM
+    assert FROM_DISK in short.weights.values() or short.frame.states == DISK
+
+
+def test_on_a_processor_disk_is_the_only_other_place() -> None:
+    step = profile()
+    found = best(step, CPU, Limits(budget_bytes={RAM: 1200 * MIB}))
+    assert found
+    for made in found:
+        assert made.frame.states in (KEEP, DISK)
+        assert set(made.weights.values()) <= {RESIDENT, FROM_DISK}
+
+
+def test_nothing_fits_into_nothing() -> None:
+    assert best(profile(), GPU, limits(10 * MIB)) == []
+
+
+def test_orders_hold() -> None:
+    within = limits(24 * GIB, fixed={"micro_batch": 2, "states": DISK}, activations=(FULL,), single_pass=False)
+    for made in best(profile(), GPU, within):
+        assert (made.frame.micro_batch, made.frame.states, made.frame.in_backward) == (2, DISK, False)
+        assert set(made.activations.values()) == {FULL}
+
+
+def test_what_a_proof_found_beyond_the_model_is_taken_into_account() -> None:
+    step = profile()
+    need = max(step.peak_bytes.values()) + 8192
+    only_plain = {"fixed": {"states": KEEP, "micro_batch": 4, "in_backward": False}, "activations": (KEEP,)}
+    assert any(set(m.weights.values()) == {RESIDENT} for m in best(step, GPU, limits(need, **only_plain)))
+    more = limits(need, corrections={VRAM: 64 * MIB}, **only_plain)
+    assert all(set(m.weights.values()) != {RESIDENT} for m in best(step, GPU, more))
+
+
+def test_copies_hide_behind_compute_until_the_link_is_the_limit() -> None:
+    step = profile(seconds=0.05)
+    names = [block.name for block in step.blocks]
+    streamed = replace(plain(step), weights=dict.fromkeys(names, FROM_RAM))
+    slow = Hardware(
+        name="slow", compute=VRAM, tiers=GPU.tiers,
+        links=(Link(source=RAM, target=VRAM, bytes_per_s=0.2e9), Link(source=VRAM, target=RAM, bytes_per_s=24e9)),
+    )  # fmt: skip
+    resident_s, _ = training_step_s(step, GPU, plain(step))
+    hidden_s, _ = training_step_s(step, GPU, streamed)
+    bound_s, schedule = training_step_s(step, slow, streamed)
+    assert hidden_s <= resident_s * 1.05
+    moved_s = 2 * COUNT * step.blocks[0].bytes / 0.2e9
+    assert bound_s == pytest.approx(moved_s, rel=0.15)
+    assert schedule.waits_s()[way(RAM, VRAM)] > moved_s  # over three steps
+
+
+def test_updating_in_backward_hides_the_processors_work() -> None:
+    step = profile(weights=400 * MIB, kept=400 * MIB, seconds=0.1)
+    after_s, _ = training_step_s(step, GPU, plain(step, states=RAM))
+    beside_s, _ = training_step_s(step, GPU, plain(step, states=RAM, in_backward=True))
+    assert beside_s < after_s * 0.9
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_many_micro_batches_take_as_long_as_they_would_one_by_one(micro_batch: int) -> None:
+    step = profile(batch=8)
+    made = replace(plain(step), frame=Frame(micro_batch=micro_batch))
+    seconds, _ = training_step_s(step, GPU, made)
+    assert seconds == pytest.approx(COUNT * 0.03 + 0.007)
