@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from brim.core import Category, Hardware, Op, Phase, Trace
+from brim.core.hardware import RAM
 from brim.planner.training import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE, BlockProfile, StepProfile
 from brim.predict.cost import EAGER, op_s
 from brim.techniques import activation_offload, checkpointing
@@ -76,6 +77,8 @@ def _owner(module: str, names: Sequence[str]) -> str:
 
 def _seconds(ops: Sequence[Op], partition: Partition, hardware: Hardware) -> dict[tuple[str, Phase], float]:
     names = [block.name for block in partition.blocks]
+    # A processor does what it issues itself; a GPU only pauses between kernels.
+    each_s = EAGER.kernel_s + (EAGER.dispatch_s if hardware.compute == RAM else 0.0)
     owners: dict[str, str] = {}
     found: dict[tuple[str, Phase], float] = {}
     for op in ops:
@@ -84,7 +87,7 @@ def _seconds(ops: Sequence[Op], partition: Partition, hardware: Hardware) -> dic
         if op.module not in owners:
             owners[op.module] = _owner(op.module, names)
         key = (owners[op.module], op.phase)
-        found[key] = found.get(key, 0.0) + op_s(op, hardware) + EAGER.kernel_s
+        found[key] = found.get(key, 0.0) + op_s(op, hardware) + each_s
     return found
 
 
