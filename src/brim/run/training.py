@@ -206,6 +206,8 @@ def _in_words(session: Session) -> str:
     """The plan that is in force, in a few words."""
     choice = session.fitted.choice
     words = [f"micro-batches of {choice.micro_batch}"]
+    if choice.in_place:
+        words.append("activations in place")
     if choice.checkpointing:
         words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
     if choice.states != "keep":

@@ -68,13 +68,15 @@ def spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
 class Subject:
     """What the ladder needs to know of a training. ``batch`` sequences make a step.
 
-    ``chunkable``: the logits can be computed in pieces. ``single_pass``: nothing looks at all gradients together
+    ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in pieces.
+    ``single_pass``: nothing looks at all gradients together
     (clipping their norm does), so a block can be updated as soon as it has its own.
     """
 
     compute: str
     batch: int
     blocks: Sequence[str]
+    in_place: bool = False
     chunkable: bool = True
     single_pass: bool = True
 
@@ -86,6 +88,7 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
     accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
     changes: list[dict[str, Any]] = [
         {},
+        {"in_place": subject.in_place},
         {"chunk_tokens": CHUNK_TOKENS if subject.chunkable else 0},
         {"micro_batch": 1},
         {"checkpointing": dict.fromkeys(subject.blocks, "selective")},
@@ -123,6 +126,7 @@ def climb_down(
     predict: Predict,
     budget_bytes: Mapping[str, int],
     *,
+    compute: str,
     batch: int,
     order: Orders,
     start: int = 0,
@@ -130,23 +134,44 @@ def climb_down(
 ) -> Found:
     """The first of ``rungs`` from ``start`` on that fits, with the largest micro-batch that fits there.
 
-    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. When
-    none fits, the one that comes nearest.
+    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. A
+    prediction takes seconds, and every rung takes less of the tier ``compute`` than the one before: so the first
+    that fits there is found by halving, and from there on all tiers are looked at. When none fits, the one that
+    comes nearest.
     """
-    least: Found | None = None
-    for index in range(min(start, len(rungs) - 1), len(rungs)):
-        choice = rungs[index]
-        if not fits(floor(choice), budget_bytes) and index < len(rungs) - 1:
-            continue
-        found = predict(choice)
+    known: dict[int, Prediction] = {}
+    begin = min(start, len(rungs) - 1)
+    todo = [i for i in range(begin, len(rungs)) if fits(floor(rungs[i]), budget_bytes) or i == len(rungs) - 1]
+
+    def predicted(index: int) -> Prediction:
+        if index not in known:
+            known[index] = predict(rungs[index])
+        return known[index]
+
+    compute_bytes = {compute: budget_bytes[compute]}
+    for index in todo[_first(todo, lambda index: fits(predicted(index).peak_bytes, compute_bytes)) :]:
+        found, choice = predicted(index), rungs[index]
         if fits(found.peak_bytes, budget_bytes) and index >= start:
             if choice.micro_batch == 1 < batch and order.micro_batch is None:
                 choice, found = _enlarge(choice, found, predict, budget_bytes, batch)
             return Found(rung=index, choice=choice, prediction=found)
-        if least is None or _excess(found, budget_bytes) < _excess(least.prediction, budget_bytes):
-            least = Found(rung=index, choice=choice, prediction=found, fits=False)
-    assert least is not None
-    return least
+    nearest = min(known, key=lambda index: _excess(known[index], budget_bytes))
+    return Found(rung=nearest, choice=rungs[nearest], prediction=known[nearest], fits=False)
+
+
+def _first(values: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """The position of the first of ``values`` that ``holds``, where all after one that does do too; their number
+    where none does. The very first is asked first: mostly it is that one."""
+    if not values or holds(values[0]):
+        return 0
+    fails, found = 0, len(values)
+    while found - fails > 1:
+        middle = (fails + found) // 2
+        if holds(values[middle]):
+            found = middle
+        else:
+            fails = middle
+    return found
 
 
 def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool:
