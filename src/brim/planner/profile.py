@@ -33,7 +33,10 @@ def profile_of(
     """
     start = trace.step_starts[-1]
     ops = [op for op in trace.ops if op.at >= start]
-    seconds = _seconds(ops, partition, hardware)
+    # A processor does what it issues itself; a GPU only pauses between kernels.
+    launch_s = EAGER.kernel_s + (EAGER.dispatch_s if hardware.compute == RAM else 0.0)
+    works = [op for op in ops if op.written_bytes or op.flops]  # the others are views
+    seconds = _seconds(works, partition, hardware, launch_s)
     saved = {(o.block, o.choice): o for o in checkpointing.options(trace, hardware, list(repeated))}
     moved = {o.block: o for o in activation_offload.options(trace, list(repeated), compute=hardware.compute)}
     kept = _kept_bytes(trace, partition)
@@ -65,6 +68,7 @@ def profile_of(
         spent_bytes=dict(spent_bytes or {}),
         outside_s=(seconds.get(("", Phase.FORWARD), 0.0), seconds.get(("", Phase.BACKWARD), 0.0)),
         update_s=sum(seconds.get((n, Phase.OPTIMIZER), 0.0) for n in ("", *(b.name for b in partition.blocks))),
+        launch_s=launch_s * sum(op.phase in (Phase.FORWARD, Phase.BACKWARD) for op in works),
         head_bytes=0 if head is None else head.saves_bytes.get(hardware.compute, 0),
         head_s=0.0 if head is None else head.compute_s,
     )
@@ -75,19 +79,17 @@ def _owner(module: str, names: Sequence[str]) -> str:
     return next((name for name in names if module == name or module.startswith(f"{name}.")), "")
 
 
-def _seconds(ops: Sequence[Op], partition: Partition, hardware: Hardware) -> dict[tuple[str, Phase], float]:
+def _seconds(
+    ops: Sequence[Op], partition: Partition, hardware: Hardware, launch_s: float
+) -> dict[tuple[str, Phase], float]:
     names = [block.name for block in partition.blocks]
-    # A processor does what it issues itself; a GPU only pauses between kernels.
-    each_s = EAGER.kernel_s + (EAGER.dispatch_s if hardware.compute == RAM else 0.0)
     owners: dict[str, str] = {}
     found: dict[tuple[str, Phase], float] = {}
     for op in ops:
-        if not op.written_bytes and not op.flops:
-            continue  # a view
         if op.module not in owners:
             owners[op.module] = _owner(op.module, names)
         key = (owners[op.module], op.phase)
-        found[key] = found.get(key, 0.0) + op_s(op, hardware) + each_s
+        found[key] = found.get(key, 0.0) + op_s(op, hardware) + launch_s
     return found
 
 

@@ -4,7 +4,7 @@ Blocks that are alike are one class, and a column says how many of a class are t
 least as long as its busiest lane (compute, a link, the disk), since lanes work beside each other:
 
     minimise T + a little of all traffic
-    T >= fixed_s[lane] + sum of columns' seconds on it              for each lane
+    T >= serial + fixed_s[lane] + sum of columns' seconds on it     for each lane
     fixed[tier] + sum of columns' bytes + its pools <= budget       for each tier
     pool >= slots * what every column in use needs of a slot        for each pool
 
@@ -23,6 +23,9 @@ import numpy as np
 _TRAFFIC = 1e-3  # of about equally fast ways, the one that moves and computes less
 _TOLERANCE_BYTES = 4096  # HiGHS lets a row be over by 1e-6 of its unit
 _GIB = float(1 << 30)  # bytes in GiB and seconds as shares of the slowest way keep the matrix well scaled
+
+
+SERIAL = "serial"  # the lane of what nothing runs beside: its seconds count on every lane
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,13 +95,15 @@ def solve(problem: Problem, *, time_limit_s: float = 5.0, start: Solution | None
 
 
 def busiest(problem: Problem, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, float]:
-    """The lane that sets the pace under ``counts``, and its seconds."""
+    """The lane that sets the pace under ``counts``, and its seconds with what is serial."""
     lanes = dict(problem.fixed_s)
     for found in problem.classes:
         for column in found.columns:
             for lane, seconds in column.seconds.items():
                 lanes[lane] = lanes.get(lane, 0.0) + seconds * counts[found.name].get(column.name, 0)
-    return max(lanes.items(), key=lambda item: item[1], default=("", 0.0))
+    serial_s = lanes.pop(SERIAL, 0.0)
+    lane, seconds = max(lanes.items(), key=lambda item: item[1], default=("", 0.0))
+    return lane, seconds + serial_s
 
 
 class _Program:
@@ -160,13 +165,12 @@ class _Program:
     def _add_lanes(self) -> None:
         problem = self._problem
         lanes = {*problem.fixed_s, *(lane for _, column in self._columns for lane in column.seconds)}
-        for lane in sorted(lanes):
-            terms = {
-                index: -column.seconds[lane] / self._scale_s
-                for index, (_, column) in enumerate(self._columns)
-                if column.seconds.get(lane)
-            }
-            self._row(problem.fixed_s.get(lane, 0.0) / self._scale_s, highspy.kHighsInf, {self._time: 1.0, **terms})
+        for lane in sorted(lanes - {SERIAL}) or [SERIAL]:
+            on = {lane, SERIAL}
+            seconds = [sum(column.seconds.get(name, 0.0) for name in on) for _, column in self._columns]
+            terms = {index: -count / self._scale_s for index, count in enumerate(seconds) if count}
+            fixed = sum(problem.fixed_s.get(name, 0.0) for name in on)
+            self._row(fixed / self._scale_s, highspy.kHighsInf, {self._time: 1.0, **terms})
 
     def _add_tiers(self) -> None:
         problem = self._problem

@@ -97,7 +97,8 @@ class _Maker:
                 copies[block.name] = self._copy(f"{block.name} activations", self._compute, self._away, count, [done])
         forward_s, backward_s = self._profile.outside_s
         more = self._profile.head_s if self._way.frame.chunked else 0.0
-        self._task("outside of blocks", COMPUTE, (forward_s + backward_s + more) * self._share, [])
+        seconds = forward_s + backward_s + more + self._profile.more_s(self._way.frame.micro_batch)
+        self._task("outside of blocks", COMPUTE, seconds * self._share, [])
         return copies
 
     def _backward(self, copies: Mapping[str, int], *, last: bool) -> None:

@@ -14,13 +14,14 @@ from itertools import groupby, pairwise, product
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planner.schedule import COMPUTE, way
-from brim.planner.search import BlockClass, Column, Pool, Problem, Solution, solve
+from brim.planner.search import SERIAL, BlockClass, Column, Pool, Problem, Solution, solve
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 KEEP, SELECTIVE, FULL, OFFLOAD = "keep", "selective", "full", "offload"
 BACKWARD, UPDATE = "backward", "update"  # the moments
 CPU = "cpu"  # the lane of updates by the processor beside a GPU
 _RING, _AGAIN, _WINDOW = "ring", "recompute", "window"
+_WHOLE = ""  # the class of what is chosen once for the whole model
 _RING_SLOTS = (2, 3)
 _WINDOW_SLOTS = 2
 
@@ -53,8 +54,8 @@ class StepProfile:
     """A plain step over ``batch`` rows: its blocks in forward order, and what there is beside them.
 
     ``peak_bytes`` of the compute tier by moment, weights, gradients and states included; ``spent_bytes`` per tier is
-    the program's own. ``outside_s`` are seconds (forward, backward) beside the blocks, ``update_s`` the optimizer's.
-    Chunked logits save ``head_bytes`` at the first moment and take ``head_s`` more.
+    the program's own. ``outside_s`` are seconds (forward, backward) beside the blocks, ``update_s`` the optimizer's;
+    ``launch_s`` of all seconds go into starting operations, however few rows they work on. Chunked logits save ``head_bytes`` at the first moment and take ``head_s`` more.
     """
 
     batch: int
@@ -66,8 +67,13 @@ class StepProfile:
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     outside_s: tuple[float, float] = (0.0, 0.0)
     update_s: float = 0.0
+    launch_s: float = 0.0
     head_bytes: int = 0
     head_s: float = 0.0
+
+    def more_s(self, micro_batch: int) -> float:
+        """What several passes take beside one over all rows."""
+        return (-(-self.batch // micro_batch) - 1) * self.launch_s
 
     @property
     def activation_bytes(self) -> int:
@@ -82,7 +88,7 @@ class StepProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """What is chosen for the whole model; the program chooses the rest, block by block."""
+    """What is chosen for the whole model; the rest is chosen block by block."""
 
     micro_batch: int
     chunked: bool = False
@@ -90,7 +96,6 @@ class Frame:
     states: str = KEEP
     gradients: str = KEEP
     slots: int = 2
-    streams: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +114,7 @@ class Limits:
     """``budget_bytes`` per tier, ``corrections`` per tier: what a proof found beyond the model (may be negative).
 
     ``single_pass``: nothing needs all gradients at once. ``fixed``: fields of Frame that were ordered.
-    ``activations``: what may be done with them, all when empty.
+    ``activations``: what may be done with them. ``streams``: weights may come and go.
     """
 
     budget_bytes: Mapping[str, int]
@@ -118,78 +123,132 @@ class Limits:
     chunkable: bool = True
     fixed: Mapping[str, object] = field(default_factory=dict)
     activations: Sequence[str] = (KEEP, SELECTIVE, FULL, OFFLOAD)
+    streams: bool = True
 
 
-def frames(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Frame]:
-    """Every whole-model choice that is worth a search."""
-    away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a program is made for: the rest of a Frame is among its columns."""
+
+    micro_batch: int
+    slots: int
+    states: str
+
+
+def shape_of(way: Way) -> Shape:
+    return Shape(micro_batch=way.frame.micro_batch, slots=way.frame.slots, states=way.frame.states)
+
+
+def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Shape]:
+    """Every shape that is worth a search, large micro-batches first."""
     sizes = [profile.batch]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
-    for size, chunked, in_backward, states, gradients, slots in product(
-        sizes,
+    places = (KEEP, DISK) if hardware.compute == RAM else (KEEP, RAM, DISK)
+    for size, states, slots in product(sizes, places, _RING_SLOTS):
+        made = Shape(micro_batch=size, slots=slots, states=states)
+        if all(getattr(made, name, value) == value for name, value in limits.fixed.items()):
+            yield made
+
+
+def best(profile: StepProfile, hardware: Hardware, limits: Limits, *, time_limit_s: float = 1.0) -> Iterator[Way]:
+    """A way for every shape in which one fits, by the seconds of its busiest lane."""
+    found = [
+        solve_shape(profile, hardware, limits, s, time_limit_s=time_limit_s)
+        for s in shapes(profile, hardware, limits)
+    ]
+    yield from sorted((made for made in found if made is not None), key=lambda made: made.bound_s)
+
+
+def solve_shape(
+    profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape, *, time_limit_s: float = 1.0
+) -> Way | None:
+    """The way of this shape whose busiest lane is the least busy; None where none fits."""
+    frames = {_name(frame): frame for frame in _frames(profile, hardware, limits, shape)}
+    if not frames:
+        return None
+    solution = solve(_problem(profile, hardware, limits, shape, frames), time_limit_s=time_limit_s)
+    if solution is None:
+        return None
+    (chosen,) = solution.counts[_WHOLE]
+    return _way(profile, frames[chosen], solution)
+
+
+def _frames(profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape) -> Iterator[Frame]:
+    away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
+    for chunked, in_backward, gradients in product(
         (False, True) if limits.chunkable and profile.head_bytes else (False,),
         (False, True) if limits.single_pass else (False,),
         (KEEP, *away),
-        (KEEP, *away),
-        _RING_SLOTS,
     ):
-        never_whole = in_backward and size == profile.batch  # gradients are used up as they come
-        if gradients != KEEP and (states == KEEP or never_whole):
+        never_whole = in_backward and shape.micro_batch == profile.batch  # gradients are used up as they come
+        if gradients != KEEP and (shape.states == KEEP or never_whole):
             continue
         made = Frame(
-            micro_batch=size,
+            micro_batch=shape.micro_batch,
+            slots=shape.slots,
+            states=shape.states,
             chunked=chunked,
             in_backward=in_backward,
-            states=states,
             gradients=gradients,
-            slots=slots,
         )
         if all(getattr(made, name) == value for name, value in limits.fixed.items()):
             yield made
 
 
-def best(profile: StepProfile, hardware: Hardware, limits: Limits, *, time_limit_s: float = 1.0) -> list[Way]:
-    """A way for every frame in which one fits, those with the least busiest lane first."""
-    found = []
-    for frame in frames(profile, hardware, limits):
-        problem = problem_of(profile, hardware, limits, frame)
-        solution = solve(problem, time_limit_s=time_limit_s)
-        if solution is not None:
-            found.append(_way(profile, frame, solution))
-    return sorted(found, key=lambda made: made.bound_s)
+def _name(frame: Frame) -> str:
+    return f"{frame.chunked} {frame.in_backward} {frame.gradients}"
 
 
-def problem_of(profile: StepProfile, hardware: Hardware, limits: Limits, frame: Frame) -> Problem:
-    """The program of one frame."""
-    compute, share = hardware.compute, frame.micro_batch / profile.batch
-    fixed = _fixed_bytes(profile, compute, frame)
+def _problem(
+    profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape, frames: Mapping[str, Frame]
+) -> Problem:
+    """The program of one shape: a class for every kind of block, and one for the model as a whole."""
+    compute = hardware.compute
+    whole = BlockClass(
+        name=_WHOLE,
+        count=1,
+        columns=[_whole_column(name, profile, hardware, frame) for name, frame in frames.items()],
+    )
+    one = next(iter(frames.values()))
     classes = [
         BlockClass(
             name=members[0].name,
             count=len(members),
-            columns=[c for c in _columns(members[0], profile, hardware, frame) if _allowed(c, limits, frame)],
+            columns=[c for c in _columns(members[0], profile, hardware, one) if _allowed(c, limits)],
         )
         for members in _classes(profile.blocks)
     ]
-    outside = sum(b.kept_bytes[KEEP] for b in profile.blocks)
-    head = profile.head_bytes if frame.chunked else 0
-    fixed[compute, BACKWARD] += int((profile.activation_bytes - outside - head) * share)
+    moments = (BACKWARD, UPDATE)
+    fixed = dict(profile.spent_bytes)
     for tier, more in limits.corrections.items():
-        for moment in (BACKWARD, UPDATE):
-            fixed[tier, moment] = fixed.get((tier, moment), 0) + more
-    budget = {(tier, moment): n for tier, n in limits.budget_bytes.items() for moment in (BACKWARD, UPDATE)}
+        fixed[tier] = fixed.get(tier, 0) + more
     return Problem(
-        classes=classes,
-        budget_bytes={_at(*key): n for key, n in budget.items()},
-        fixed_bytes={_at(*key): n for key, n in fixed.items() if key in budget},
-        fixed_s=_fixed_s(profile, hardware, frame),
+        classes=[whole, *classes],
+        budget_bytes={_at(tier, moment): n for tier, n in limits.budget_bytes.items() for moment in moments},
+        fixed_bytes={_at(tier, moment): n for tier, n in fixed.items() for moment in moments},
+        fixed_s={COMPUTE: sum(profile.outside_s) + profile.more_s(shape.micro_batch)},
         pools=(
-            Pool(name=_RING, tiers=[_at(compute, BACKWARD), _at(compute, UPDATE)], slots=frame.slots),
+            Pool(name=_RING, tiers=[_at(compute, moment) for moment in moments], slots=shape.slots),
             Pool(name=_AGAIN, tiers=[_at(compute, BACKWARD)], slots=1),
             Pool(name=_WINDOW, tiers=[_at(compute, BACKWARD)], slots=_WINDOW_SLOTS),
         ),
     )
+
+
+def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Frame) -> Column:
+    """What lies beside blocks, and the optimizer: beside backward where each block is updated in it, else after."""
+    share = frame.micro_batch / profile.batch
+    held = _fixed_bytes(profile, hardware.compute, frame)
+    blocks = sum(b.kept_bytes[KEEP] for b in profile.blocks) + (profile.head_bytes if frame.chunked else 0)
+    key = (hardware.compute, BACKWARD)
+    held[key] = held.get(key, 0) + int((profile.activation_bytes - blocks) * share)
+    lanes = update_lanes(profile, hardware, frame)
+    if not frame.in_backward:
+        lanes = {SERIAL: max(lanes.values(), default=0.0)}
+    if frame.chunked:
+        lanes[COMPUTE] = lanes.get(COMPUTE, 0.0) + profile.head_s
+    return Column(name=name, bytes={_at(*place): n for place, n in held.items()}, seconds=lanes)
 
 
 def _at(tier: str, moment: str) -> str:
@@ -204,7 +263,7 @@ def _classes(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
 def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple[str, str], int]:
     """What lies in each tier at each moment beside blocks' weights and activations."""
     loose = profile.weight_bytes - sum(block.bytes for block in profile.blocks)
-    fixed = {(tier, moment): n for tier, n in profile.spent_bytes.items() for moment in (BACKWARD, UPDATE)}
+    fixed: dict[tuple[str, str], int] = {}
 
     def add(tier: str, moment: str, count: int) -> None:
         fixed[tier, moment] = fixed.get((tier, moment), 0) + count
@@ -246,12 +305,6 @@ def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict
     if frame.gradients == DISK:
         move(RAM, DISK, profile.gradient_bytes)
         move(DISK, RAM, profile.gradient_bytes)
-    return lanes
-
-
-def _fixed_s(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict[str, float]:
-    lanes = update_lanes(profile, hardware, frame)
-    lanes[COMPUTE] = lanes.get(COMPUTE, 0.0) + sum(profile.outside_s) + (profile.head_s if frame.chunked else 0.0)
     return lanes
 
 
@@ -313,9 +366,9 @@ def _place(block: BlockProfile, weights: str, compute: str, held: dict[str, int]
         held[_at(tier, moment)] = held.get(_at(tier, moment), 0) + block.bytes
 
 
-def _allowed(column: Column, limits: Limits, frame: Frame) -> bool:
+def _allowed(column: Column, limits: Limits) -> bool:
     weights, kept = column.name.split()
-    return kept in limits.activations and (frame.streams or weights == RESIDENT)
+    return kept in limits.activations and (limits.streams or weights == RESIDENT)
 
 
 def _way(profile: StepProfile, frame: Frame, solution: Solution) -> Way:

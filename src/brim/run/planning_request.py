@@ -191,12 +191,8 @@ def _imagined(request: Request, card: catalog.Gpu) -> Machine:
     if not card.pcie_bytes_per_s:
         raise UsageError(f"A plan for {card.name} was asked for.", "The rate of its link to the host is not known.")
     base = card.hardware(ram_bytes=ram, ram_bytes_per_s=_HOST_BYTES_PER_S)
-    links = tuple(
-        Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK))
-    )
-    hardware = replace(
-        base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links)
-    )
+    links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
+    hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))
     free = card.capacity_bytes - card.context().bytes
     vram = free if request.vram is None else min(free, parse_bytes(request.vram))
     assumed = [

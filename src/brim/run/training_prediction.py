@@ -73,6 +73,14 @@ class Rehearsal:
     clip_norm: float | None = None
     spent_bytes: Callable[[], Mapping[str, int]] = dict
 
+    def trace(self, choice: Choice) -> Trace:
+        """The step under ``choice`` as operations and storages; what lies in other tiers is not in it."""
+        run = _Run(self, choice, _ENDLESS_BYTES)
+        try:
+            return run.trace()
+        finally:
+            run.memory.close()
+
     def predict(self, choice: Choice) -> Prediction:
         """Peak bytes per tier and seconds of a step under ``choice``."""
         try:
@@ -84,7 +92,7 @@ class Rehearsal:
 
     def _predict(self, choice: Choice, ram_bytes: int) -> Prediction:
         run = _Run(self, choice, ram_bytes)
-        made = trace(run.build, steps=1, target="cuda" if run.on_cuda else "cpu", model=self.name)
+        made = run.trace()
         memory, compute = run.memory, self.hardware.compute
         peak = {compute: simulate(made).peak_bytes.reserved}
         if memory.host is not None:
@@ -121,6 +129,10 @@ class _Run:
             host = Pool(RAM, ram_bytes, _HostSource(_CPU), recorder)
         compute = Pool(rehearsal.hardware.compute, _ENDLESS_BYTES, TorchSource(device), recorder)
         self.memory = Memory(compute=compute, host=host, recorder=recorder, device=device, fake=True)
+
+    def trace(self) -> Trace:
+        target = "cuda" if self.on_cuda else "cpu"
+        return trace(self.build, steps=1, target=target, model=self._rehearsal.name)
 
     def build(self) -> Callable[[], None]:
         rehearsal, choice, memory = self._rehearsal, self._choice, self.memory

@@ -136,7 +136,7 @@ def test_disk_is_used_only_where_ram_is_short() -> None:
 
 def test_on_a_processor_disk_is_the_only_other_place() -> None:
     step = profile()
-    found = best(step, CPU, Limits(budget_bytes={RAM: 1200 * MIB}))
+    found = list(best(step, CPU, Limits(budget_bytes={RAM: 1200 * MIB})))
     assert found
     for made in found:
         assert made.frame.states in (KEEP, DISK)
@@ -144,7 +144,7 @@ def test_on_a_processor_disk_is_the_only_other_place() -> None:
 
 
 def test_nothing_fits_into_nothing() -> None:
-    assert best(profile(), GPU, limits(10 * MIB)) == []
+    assert list(best(profile(), GPU, limits(10 * MIB))) == []
 
 
 def test_orders_hold() -> None:
