@@ -55,7 +55,8 @@ class StepProfile:
 
     ``peak_bytes`` of the compute tier by moment, weights, gradients and states included; ``spent_bytes`` per tier is
     the program's own. ``outside_s`` are seconds (forward, backward) beside the blocks, ``update_s`` the optimizer's;
-    ``launch_s`` of all seconds go into starting operations, however few rows they work on. Chunked logits save ``head_bytes`` at the first moment and take ``head_s`` more.
+    ``launch_s`` of all seconds go into starting operations, however few rows they work on. Chunked logits save
+    ``head_bytes`` at the first moment and take ``head_s`` more.
     """
 
     batch: int

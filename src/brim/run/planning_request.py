@@ -153,8 +153,8 @@ class Answer:
 def machine_of(request: Request) -> Machine:
     """The machine that is meant, with a budget for every tier.
 
-    Without a GPU's name it is this one; where this one has no CUDA and VRAM was given, the smallest GPU of the catalog
-    that has as much stands for the one that is meant.
+    Without a GPU's name it is this one. Where this one has no CUDA and VRAM was given, the smallest GPU of the
+    catalog that has as much stands for the one that is meant.
     """
     if request.gpu is None and request.vram is None:
         return _this(request)

@@ -19,12 +19,13 @@ from brim.planner import training as ways
 from brim.planner.profile import profile_of
 from brim.planner.schedule import Schedule
 from brim.planner.steps import training_step_s
-from brim.planner.training import FULL, KEEP, OFFLOAD, SELECTIVE, Limits, StepProfile, Way
+from brim.planner.training import FULL, KEEP, OFFLOAD, SELECTIVE, Frame, Limits, StepProfile, Way
 from brim.run.planning_request import Effect
-from brim.run.training_choice import Choice
+from brim.run.training_choice import CHUNK_TOKENS as CHUNK_TOKENS_NAME
+from brim.run.training_choice import GRADIENTS, IN_BACKWARD, MICRO_BATCH, STATES, Choice
 from brim.run.training_ladder import CHUNK_TOKENS, fits
 from brim.run.training_prediction import Prediction, Rehearsal
-from brim.techniques import checkpointing, chunked_loss, optimizers
+from brim.techniques import activation_offload, checkpointing, chunked_loss, optimizers, weight_streaming
 from brim.techniques.base import Option
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.placement import RESIDENT, STAGING_SLOTS
@@ -156,68 +157,52 @@ def _head(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
         layer: Any = model.get_submodule(chunked_loss.find_head(model))
     except UnsupportedError:
         return None
-    made = chunked_loss.options(
-        tokens, layer.weight.shape[0], layer.weight.shape[1], hardware, dtype=layer.weight.dtype
-    )
+    classes, hidden = layer.weight.shape
+    made = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
     return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
 
 
 def _effects(profile: StepProfile, hardware: Hardware, way: Way) -> Iterator[Effect]:
-    frame, compute = way.frame, hardware.compute
-    share = frame.micro_batch / profile.batch
+    compute, share = hardware.compute, way.frame.micro_batch / profile.batch
+    yield from _whole_effects(profile, compute, way.frame)
     blocks = {block.name: block for block in profile.blocks}
-    if frame.micro_batch < profile.batch:
-        saved = int(profile.activation_bytes * (1 - share))
-        yield Effect(
-            technique="micro_batch",
-            what=f"{frame.micro_batch} of {profile.batch} rows at once",
-            saves_bytes={compute: saved},
-        )
-    if frame.chunked:
-        saved = int(profile.head_bytes * share)
-        yield Effect(
-            technique="chunked_loss", what=f"logits of {CHUNK_TOKENS} tokens at once", saves_bytes={compute: saved},
-            costs_s=profile.head_s,
-        )  # fmt: skip
     for kept in (SELECTIVE, FULL, OFFLOAD):
-        names = [name for name, choice in way.activations.items() if choice == kept]
-        if names:
-            away = [
-                blocks[n].offload_bytes
-                if kept == OFFLOAD
-                else blocks[n].kept_bytes[KEEP] - blocks[n].kept_bytes[kept]
-                for n in names
-            ]
+        chosen = [blocks[name] for name, choice in way.activations.items() if choice == kept]
+        if chosen:
+            left = [b.offload_bytes if kept == OFFLOAD else b.kept_bytes[KEEP] - b.kept_bytes[kept] for b in chosen]
             yield Effect(
-                technique="activation_offload" if kept == OFFLOAD else "checkpointing",
-                what=f"{len(names)} of {len(blocks)} blocks" + ("" if kept == OFFLOAD else f", {kept}"),
-                saves_bytes={compute: int(sum(away) * share)},
-                costs_s=sum(blocks[n].again_s.get(kept, 0.0) for n in names),
+                technique=activation_offload.NAME if kept == OFFLOAD else checkpointing.NAME,
+                what=f"{len(chosen)} of {len(blocks)} blocks" + ("" if kept == OFFLOAD else f", {kept}"),
+                saves_bytes={compute: int(sum(left) * share)},
+                costs_s=sum(block.again_s.get(kept, 0.0) for block in chosen),
             )
-    moved = {}
     for choice in sorted({c for c in way.weights.values() if c != RESIDENT}):
-        names = [name for name, chosen in way.weights.items() if chosen == choice]
-        moved[choice] = sum(blocks[n].bytes for n in names)
+        chosen = [blocks[name] for name, other in way.weights.items() if other == choice]
         yield Effect(
-            technique="weight_streaming",
-            what=f"{len(names)} of {len(blocks)} blocks, {choice}",
-            saves_bytes={compute: moved[choice]},
+            technique=weight_streaming.NAME,
+            what=f"{len(chosen)} of {len(blocks)} blocks, {choice}",
+            saves_bytes={compute: sum(block.bytes for block in chosen)},
+        )
+
+
+def _whole_effects(profile: StepProfile, compute: str, frame: Frame) -> Iterator[Effect]:
+    """What is chosen once for the whole model."""
+    share = frame.micro_batch / profile.batch
+    if frame.micro_batch < profile.batch:
+        what, saved = f"{frame.micro_batch} of {profile.batch} rows at once", profile.activation_bytes * (1 - share)
+        costs_s = profile.more_s(frame.micro_batch)
+        yield Effect(technique=MICRO_BATCH, what=what, saves_bytes={compute: int(saved)}, costs_s=costs_s)
+    if frame.chunked:
+        what, saved = f"logits of {CHUNK_TOKENS} tokens at once", profile.head_bytes * share
+        yield Effect(
+            technique=CHUNK_TOKENS_NAME, what=what, saves_bytes={compute: int(saved)}, costs_s=profile.head_s
         )
     if frame.in_backward:
-        yield Effect(
-            technique="update_in_backward",
-            what="each block as soon as it has its gradients",
-            saves_bytes={compute: profile.gradient_bytes},
-        )
-    if frame.states != KEEP:
-        yield Effect(
-            technique="optimizer_offload",
-            what=f"states in {frame.states}",
-            saves_bytes={compute: profile.state_bytes, frame.states: -profile.state_bytes},
-        )
-    if frame.gradients != KEEP:
-        yield Effect(
-            technique="gradient_offload",
-            what=f"gradients in {frame.gradients}",
-            saves_bytes={compute: profile.gradient_bytes, frame.gradients: -profile.gradient_bytes},
-        )
+        what, saved = "each block as soon as it has its gradients", profile.gradient_bytes
+        yield Effect(technique=IN_BACKWARD, what=what, saves_bytes={compute: int(saved)})
+    for technique, what, place, count in (
+        (STATES, "states", frame.states, profile.state_bytes),
+        (GRADIENTS, "gradients", frame.gradients, profile.gradient_bytes),
+    ):
+        if place != KEEP:
+            yield Effect(technique=technique, what=f"{what} in {place}", saves_bytes={compute: count, place: -count})
