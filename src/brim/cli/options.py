@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from brim.errors import UsageError
-from brim.units import parse_bytes
+from brim.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from brim.report.html import Table, View
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,6 +38,12 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(command)
 
 
+def html_option(command: F) -> F:
+    """``--html``, given to the command as ``html``: None, or where ``write_html`` is to write."""
+    kind = click.Path(path_type=Path, dir_okay=False)
+    return click.option("--html", type=kind, help="Also write a report with pictures: one file, no network.")(command)
+
+
 def device_option(command: F) -> F:
     """``--device``, given to the command as ``device``."""
     choice = click.Choice(["auto", "cuda", "cpu"])
@@ -43,3 +53,13 @@ def device_option(command: F) -> F:
 
 def print_json(document: dict[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2))
+
+
+def write_html(
+    path: Path, views: Sequence[View], *, title: str, tables: Sequence[Table] = (), notes: Sequence[str] = ()
+) -> None:
+    """Write the report and say so on stderr."""
+    from brim.report.html import write
+
+    size = write(path, views, title=title, tables=tables, notes=notes)
+    click.echo(f"report: {path} ({format_bytes(size)})", err=True)

@@ -91,7 +91,7 @@ def times_ns(timeline: Timeline) -> Numbers | None:
     seconds = np.asarray(timeline.column("time_s"))
     if not len(seconds) or not np.isfinite(seconds).all() or seconds.max() == seconds.min():
         return None
-    return np.rint((seconds - seconds.min()) * 1e9).astype(np.int64)
+    return np.asarray(np.rint((seconds - seconds.min()) * 1e9), np.int64)
 
 
 def tiers_of(timeline: Timeline) -> list[str]:
@@ -129,7 +129,7 @@ def held(timeline: Timeline, tier: str) -> Held:
 
 
 def _signed(kind: NDArray[np.int8], size: Numbers, up: EventKind, down: EventKind) -> Numbers:
-    return size * ((kind == up).astype(np.int8) - (kind == down).astype(np.int8))
+    return np.asarray(size * ((kind == up).astype(np.int8) - (kind == down).astype(np.int8)), np.int64)
 
 
 def _joined(kind: NDArray[np.int8], storage: Numbers, address: Numbers) -> tuple[Numbers, Numbers]:
@@ -147,9 +147,7 @@ def _joined(kind: NDArray[np.int8], storage: Numbers, address: Numbers) -> tuple
     order = np.argsort(key[known], kind="stable")
     sorted_block, sorted_key = block[known][order], key[known][order]
     before, after = sorted_block[:-1], sorted_block[1:]
-    pair = (
-        (sorted_key[:-1] == sorted_key[1:]) & (kind[before] == EventKind.ALLOC) & (kind[after] == EventKind.FREE)
-    )
+    pair = (sorted_key[:-1] == sorted_key[1:]) & (kind[before] == EventKind.ALLOC) & (kind[after] == EventKind.FREE)
     made_by[after[pair]] = before[pair]
     freed_at[before[pair]] = after[pair]
     return made_by, freed_at
@@ -170,7 +168,9 @@ def _owners(
     owner[freed] = owner[made_by[freed]]
     category, label, stack = ([texts[index] for index in column[own[first]]] for column in columns)
     taken = np.bincount(number, weights=size[own], minlength=len(first))
-    group, groups, grouped_by = _groups(category, [module_of(*pair) for pair in zip(label, stack, strict=True)], taken)
+    group, groups, grouped_by = _groups(
+        category, [module_of(*pair) for pair in zip(label, stack, strict=True)], taken
+    )
     made = Owners(category=category, label=label, stack=stack, group=group, groups=groups, grouped_by=grouped_by)
     return owner, made
 

@@ -40,9 +40,9 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows for people. Columns named ``..._bytes``, ``..._s`` or ``..._share`` are shown with units, without that end.
+    """Rows for people; ``note`` is a sentence under the title.
 
-    ``note`` is a sentence under the title.
+    Columns named ``bytes``, ``..._bytes``, ``..._s`` or ``..._share`` are shown with units and without that end.
     """
 
     title: str
@@ -61,8 +61,8 @@ def write(
 ) -> int:
     """Write the page and return its bytes, at most ``MOST_BYTES`` for any number of events.
 
-    ``views`` are shown below each other on one scale of bytes: predicted and measured, before and after, several devices.
-    ``notes`` are paragraphs on top. Every text may be of any origin. Raises UsageError if the file cannot be written.
+    ``views`` stand below each other on one scale of bytes: predicted and measured, before and after, several devices.
+    ``notes`` are paragraphs on top. Texts may be of any origin. Raises UsageError if the file cannot be written.
     """
     document = page(views, title=title, tables=tables, notes=notes).encode()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from brim.report.pyramid import levels
 
 _MOST_FRAMES = 40  # of a stack, from the innermost
 _MOST_OOMS = 50
+_SPAN_COLUMNS = ("start_ns", "duration_ns", "busy_ns", "bytes", "count")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ def view_data(timeline: Timeline, title: str, plan: Plan | None, detail: Detail)
         "panels": [_panel(timeline, tier, plan, detail) for tier in tiers_of(timeline)],
         "lanes": [
             {"name": plain(lane.name), "kind": lane.kind, "label": texts(lane.label)}
-            | {name: integers(getattr(lane, name)) for name in ("start_ns", "duration_ns", "busy_ns", "bytes", "count")}
+            | {name: integers(getattr(lane, name)) for name in _SPAN_COLUMNS}
             for lane in lanes(timeline, detail.spans)
         ],
     }  # fmt: skip
@@ -101,7 +103,7 @@ def _exact_range(count: int, peak: int, most: int) -> tuple[int, int]:
 
 
 def _levels(found: Held, kept: list[Numbers], reserved: Numbers) -> list[dict[str, Any]]:
-    """What was held of each group at the kept positions; one group at a time, as each is a column of the whole run."""
+    """What was held of each group at the kept positions; one group at a time, as each is a whole run's column."""
     made: list[dict[str, Any]] = [
         {
             "event": integers(found.event[positions]),
@@ -122,10 +124,10 @@ def _levels(found: Held, kept: list[Numbers], reserved: Numbers) -> list[dict[st
 def _exact(found: Held, first: int, last: int, rank: Numbers) -> dict[str, Any]:
     part = slice(first, last)
     owner = np.append(rank, -1)[found.owner[part]]
-    columns = {
+    columns: dict[str, Numbers] = {
         "event": found.event[part],
         "time_ns": found.time_ns[part],
-        "kind": found.kind[part],
+        "kind": found.kind[part].astype(np.int64),
         "bytes": found.delta[part] + found.reserved_delta[part],
         "address": found.address[part],
         "stream": found.stream[part],
@@ -143,7 +145,7 @@ def _moment_positions(
     live = max(len(found.live_at(peak)), 1)
     count = max(min(detail.moments, detail.block_rows // live), 2)
     borders = np.linspace(0, len(found), count + 1).astype(int).tolist()
-    tops = [start + int(np.argmax(allocated[start:end])) for start, end in zip(borders, borders[1:], strict=False)]
+    tops = [start + int(np.argmax(allocated[start:end])) for start, end in pairwise(borders)]
     return sorted({first - 1, peak, len(found) - 1, *ooms[:2].tolist(), *tops})
 
 

@@ -48,9 +48,9 @@ def lanes(timeline: Timeline, most_spans: int) -> list[Lane]:
     chosen = sorted(np.argsort(-busy)[:MOST_LANES].tolist(), key=lambda lane: tuple(keys[:, lane].tolist()))
     chosen.sort(key=lambda lane: _KINDS.index(EventKind(int(keys[0, lane]))))
     return [
-        _lane(timeline, _name(timeline, keys[:, lane]), events[number == lane], times, durations[number == lane], most_spans)
-        for lane in chosen
-    ]  # fmt: skip
+        _lane(timeline, _name(timeline, keys[:, lane]), times, events[mine], durations[mine], most_spans)
+        for lane, mine in ((lane, number == lane) for lane in chosen)
+    ]
 
 
 def _name(timeline: Timeline, key: NDArray[np.int64]) -> str:
@@ -61,7 +61,7 @@ def _name(timeline: Timeline, key: NDArray[np.int64]) -> str:
 
 
 def _lane(
-    timeline: Timeline, name: str, events: Numbers, times: Numbers, durations: Numbers, most_spans: int
+    timeline: Timeline, name: str, times: Numbers, events: Numbers, durations: Numbers, most_spans: int
 ) -> Lane:
     order = np.argsort(times[events], kind="stable")
     events, duration = events[order], durations[order]

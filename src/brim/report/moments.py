@@ -57,8 +57,7 @@ def moments(held: Held, positions: Sequence[int], most_blocks: int, rank: Number
     """
     segments = _segments_at(held, positions)
     return [
-        _moment(held, position, rows, most_blocks, rank)
-        for position, rows in zip(positions, segments, strict=True)
+        _moment(held, position, rows, most_blocks, rank) for position, rows in zip(positions, segments, strict=True)
     ]
 
 

@@ -18,8 +18,8 @@ from brim.report.held import Numbers
 def levels(time_ns: Numbers, allocated: Numbers, reserved: Numbers, buckets: Sequence[int]) -> list[Numbers]:
     """Positions of events, a level for each of ``buckets`` (ascending) that is coarser than the run itself.
 
-    ``allocated`` and ``reserved`` are bytes after each event. A level has at most eight positions per bucket, in order;
-    the first moment of the peak is in each.
+    ``allocated`` and ``reserved`` are bytes after each event. A level has at most eight positions per bucket, in
+    order; the first moment of the peak is in each.
     """
     made: list[Numbers] = []
     positions = np.arange(len(allocated))

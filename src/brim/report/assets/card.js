@@ -92,11 +92,12 @@ class Card {
     }
     const fold = folded(modules);
     const folds = fold.length < modules.length;
-    const part = breakdownTable("By module", parts.length ? null : near, folds && this.folds ? fold : modules, total, null);
-    if (folds) part.prepend(this.foldBox());
-    parts.push(part);
+    const shown = folds && this.folds ? fold : modules;
+    parts.push(breakdownTable("By module", parts.length ? null : near, shown, total, null, folds ? this.foldBox() : null));
     const frames = [...panel.breakdown(held, "frame")];
-    if (frames.length) parts.push(breakdownTable("By stack frame, with what it calls", null, frames, total, null));
+    const inside = frames.every(([name]) => !/[\s:/]/.test(name));
+    const title = inside ? "By module, with all inside it" : "By stack frame, with all it calls";
+    if (frames.length) parts.push(breakdownTable(title, null, frames, total, null));
     this.parts.replaceChildren(...parts);
     this.fillMap(held);
   }

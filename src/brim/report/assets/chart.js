@@ -110,7 +110,7 @@ class Chart {
 }
 
 function drawGrid(chart) {
-  const { context, width, height, range, panel } = chart;
+  const { context, width, height, panel } = chart;
   const floor = height - chart.bottom;
   context.strokeStyle = css("grid");
   context.fillStyle = css("soft");
@@ -124,7 +124,6 @@ function drawGrid(chart) {
     context.stroke();
     context.fillText(tick.text, LEFT - 8, y);
   }
-  context.textAlign = "center";
   drawAxis(chart, floor, panel.timed);
 }
 
@@ -133,6 +132,9 @@ function drawAxis(chart, floor, timed) {
   const made = (timed ? timeTicks : eventTicks)(range.low, range.high, Math.max((width - LEFT) / 110, 2));
   context.fillStyle = css("soft");
   context.strokeStyle = css("soft");
+  context.textAlign = "right";
+  context.fillText(timed ? "time" : "event", LEFT - 24, floor + 15);
+  context.textAlign = "center";
   for (const tick of made) {
     const x = range.toPixel(tick.value, width);
     if (x > width - RIGHT + 1) continue;
@@ -277,7 +279,7 @@ function drawMarks(chart) {
     context.lineWidth = 1.5;
     context.setLineDash(dash);
     context.beginPath();
-    context.moveTo(pixel, 14);
+    context.moveTo(pixel, 18);
     context.lineTo(pixel, floor);
     context.stroke();
     context.setLineDash([]);

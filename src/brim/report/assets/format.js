@@ -16,8 +16,10 @@ function formatBytes(count) {
   return `${unit === 0 ? Math.round(size) : threeDigits(size)} ${UNITS[unit]}`;
 }
 
+const GROUPED = new Intl.NumberFormat("en");
+
 function formatCount(count) {
-  return Number.isInteger(count) ? count.toLocaleString("en") : threeDigits(count);
+  return Number.isInteger(count) ? GROUPED.format(count) : threeDigits(count);
 }
 
 function formatSeconds(seconds) {
@@ -45,7 +47,7 @@ function ticks(low, high, wanted, unit) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
   const at = [];
-  for (let k = Math.ceil(low / unit / step - 1e-9); k * step * unit <= high * (1 + 1e-12); k += 1) at.push(k * step * unit);
+  for (let k = Math.ceil(low / unit / step - 1e-9); k * step * unit <= high * (1 + 1e-12); k += 1) at.push(k * step * unit + 0); // no -0
   return { at, step };
 }
 

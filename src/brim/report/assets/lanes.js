@@ -26,7 +26,6 @@ class Lanes {
     const { context, width } = prepare(this.canvas, height);
     Object.assign(this, { context, width });
     this.lanes.forEach((lane, row) => this.drawLane(lane, row * LANE_HEIGHT));
-    context.textAlign = "center";
     drawAxis(this, height - 26, true);
   }
 

@@ -39,7 +39,7 @@ class AddressMap {
     context.fillStyle = css("soft");
     for (let row = 0; row < this.rows; row += 1) context.fillText(formatBytes(row * this.perRow), LEFT - 8, row * (MAP_ROW + MAP_GAP) + MAP_ROW / 2);
     for (const segment of this.segments) this.box(segment.at, segment.bytes, (x, y, w) => {
-      context.fillStyle = css("well");
+      context.fillStyle = css("hole");
       context.fillRect(x, y, w, MAP_ROW);
     });
     for (const piece of this.flat) if (piece.owner >= 0) this.paint(piece);

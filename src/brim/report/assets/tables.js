@@ -7,7 +7,7 @@ function cellText(column, value, fact) {
   if (value === null || value === undefined) return "–";
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (typeof value !== "number") return String(value);
-  if (/_bytes$/.test(column) || /_bytes(\.|$)/.test(fact)) return formatBytes(value);
+  if (/(^|_)bytes$/.test(column) || /_bytes(\.|$)/.test(fact)) return formatBytes(value);
   if (/_s$/.test(column) || /_s(\.|$)/.test(fact)) return formatSeconds(value);
   if (/_share$/.test(column) || /_share$/.test(fact)) return formatShare(value);
   return formatCount(value);
@@ -48,7 +48,7 @@ function shortened(body, rows) {
 }
 
 // Name -> {bytes, count} as rows with bars; `mark` gives what stands before a name.
-function breakdownTable(title, note, entries, total, mark) {
+function breakdownTable(title, note, entries, total, mark, extra = null) {
   const body = element("tbody", {});
   const rows = entries.map(([name, entry]) => {
     const share = total > 0 ? entry.bytes / total : 0;
@@ -59,9 +59,9 @@ function breakdownTable(title, note, entries, total, mark) {
       element("td", { class: "number", text: formatBytes(entry.bytes), title: `${formatCount(entry.bytes)} bytes in ${formatCount(entry.count)} blocks` }),
       element("td", { class: "number soft", text: formatShare(share) }));
   });
-  const head = element("thead", {}, element("tr", {}, element("th", { scope: "col", text: title }), element("th", { scope: "col", class: "number", text: "bytes" }), element("th", { scope: "col", class: "number", text: "share" })));
-  const table = element("table", { class: "breakdown" }, head, body);
-  return element("div", { class: "part" }, note ? element("p", { class: "note", text: note }) : null, table, shortened(body, rows));
+  const head = element("thead", {}, element("tr", {}, element("td", {}), element("th", { scope: "col", class: "number", text: "bytes" }), element("th", { scope: "col", class: "number", text: "share" })));
+  const table = element("table", { class: "breakdown", "aria-label": title }, head, body);
+  return element("div", { class: "part" }, element("div", { class: "title" }, element("h3", { text: title }), extra), note ? element("p", { class: "note", text: note }) : null, table, shortened(body, rows));
 }
 
 // "model.layers.3.mlp" and its like of other numbers are one row.

@@ -27,14 +27,14 @@ const STROKES = {
   up: [[0, 8, 8, 0]], down: [[0, 0, 8, 8]], level: [[0, 4, 8, 4]], upright: [[4, 0, 4, 8]],
   cross: [[0, 8, 8, 0], [0, 0, 8, 8]], grid: [[0, 4, 8, 4], [4, 0, 4, 8]], wide: [[0, 8, 8, 0]], dots: [],
 };
-const tileCache = new Map();
+const fillCache = new Map();
 
 // An 8 x 8 tile of the colour with its strokes, as a pattern of `context`.
 function fillOf(context, colour, pattern) {
   if (pattern === "none") return colour;
   const size = pattern === "wide" ? 16 : 8;
   const key = `${colour} ${pattern}`;
-  if (!tileCache.has(key)) {
+  if (!fillCache.has(key)) {
     const tile = element("canvas", { width: size * 2, height: size * 2 });
     const draw = tile.getContext("2d");
     draw.scale((size / 8) * 2, (size / 8) * 2);
@@ -51,11 +51,11 @@ function fillOf(context, colour, pattern) {
       }
     }
     if (pattern === "dots") for (const [x, y] of [[2, 2], [6, 6]]) draw.fillRect(x - 0.75, y - 0.75, 1.5, 1.5);
-    tileCache.set(key, tile);
+    const made = context.createPattern(tile, "repeat");
+    made.setTransform(new DOMMatrix().scale(0.5));
+    fillCache.set(key, made);
   }
-  const made = context.createPattern(tileCache.get(key), "repeat");
-  made.setTransform(new DOMMatrix().scale(0.5));
-  return made;
+  return fillCache.get(key);
 }
 
 // A canvas as wide as its parent, sharp on any screen; gives its context in CSS pixels.
