@@ -119,8 +119,8 @@ class Card {
     const { holes } = this.map;
     const free = holes.reduce((sum, hole) => sum + hole.bytes, 0);
     const largest = holes.reduce((most, hole) => Math.max(most, hole.bytes), 0);
-    this.mapText.textContent = `${formatCount(segments.length)} segments of ${formatBytes(this.map.total)}, end to end by address; a row is ${formatBytes(this.map.perRow)}. ` +
-      (holes.length ? `${formatBytes(free)} free in ${formatCount(holes.length)} holes, the largest ${formatBytes(largest)}.` : "No holes.");
+    this.mapText.textContent = `${several(segments.length, "segment")} of ${formatBytes(this.map.total)}, end to end by address; a row is ${formatBytes(this.map.perRow)}. ` +
+      (holes.length ? `${formatBytes(free)} free in ${several(holes.length, "hole")}, the largest ${formatBytes(largest)}.` : "No holes.");
     const sizes = [["under 1 MiB", 0, 2 ** 20], ["1 to 20 MiB", 2 ** 20, 20 * 2 ** 20], ["20 to 200 MiB", 20 * 2 ** 20, 200 * 2 ** 20], ["200 MiB and more", 200 * 2 ** 20, Infinity]];
     const bySize = sizes.map(([name, low, high]) => {
       const inside = holes.filter((hole) => hole.bytes >= low && hole.bytes < high);
@@ -135,7 +135,7 @@ class Card {
       const blocks = segment.pieces.filter((piece) => piece.owner >= 0);
       const hole = segment.pieces.reduce((sum, piece) => sum + (piece.owner < 0 ? piece.bytes : 0), 0);
       const largest = blocks.reduce((most, piece) => (!most || piece.bytes > most.bytes ? piece : most), null);
-      const who = largest ? `${formatCount(blocks.length)} blocks, the largest ${this.map.nameOf(largest)}` : "nobody: cached";
+      const who = largest ? `${several(blocks.length, "block")}, the largest ${this.map.nameOf(largest)}` : "nobody: cached";
       return [`${formatBytes(segment.bytes)} at 0x${segment.address.toString(16)}: ${who}`, { bytes: hole, count: blocks.length }];
     }).filter(([, entry]) => entry.bytes > 0).sort((a, b) => b[1].bytes - a[1].bytes);
     return breakdownTable("Free in segments, and who holds them", null, rows, free, null);

@@ -189,7 +189,7 @@ function drawStack(chart) {
     }
     lower = upper;
   });
-  outline(chart, level.total, css("text"), [], 1.2);
+  outline(chart, level.total, css("text"), [], last - first > chart.width ? 0.5 : 1.2); // dense steps would be a blot
   if (panel.reserved_peak_bytes > 0) outline(chart, level.reserved, css("text"), [6, 3], 1.4);
 }
 
@@ -245,10 +245,10 @@ function pill(context, text, x, y) {
 
 const LINE_DASHES = { promised: [], budget: [10, 4, 2, 4], device: [2, 3] };
 
+// Horizontal lines, each with its name on it; the names stand beside each other, so close lines do not hide them.
 function drawLines(chart) {
   const { context, width, panel } = chart;
-  const places = [];
-  context.textAlign = "right";
+  let right = width - RIGHT - 12;
   for (const line of panel.lines) {
     if (line.bytes > chart.scale) continue;
     const y = Math.round(chart.y(line.bytes)) + 0.5;
@@ -261,11 +261,10 @@ function drawLines(chart) {
     context.stroke();
     context.setLineDash([]);
     const text = `${line.name} ${formatBytes(line.bytes)}`;
-    let at = y - 11 < 10 ? y + 12 : y - 11;
-    while (places.some((place) => Math.abs(place - at) < 18)) at += 18;
-    places.push(at);
+    const half = context.measureText(text).width / 2 + 6;
     context.textAlign = "center";
-    pill(context, text, width - RIGHT - 10 - context.measureText(text).width / 2, at);
+    pill(context, text, right - half, y);
+    right -= 2 * half + 10;
   }
 }
 
@@ -324,7 +323,6 @@ function listenForMoves(chart) {
   canvas.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;
     canvas.setPointerCapture(event.pointerId);
-    canvas.focus({ preventScroll: true });
     const at = pixelOf(event);
     chart.drag = { from: at, to: at, pans: event.shiftKey, low: range.low, high: range.high };
   });

@@ -22,6 +22,10 @@ function formatCount(count) {
   return Number.isInteger(count) ? GROUPED.format(count) : threeDigits(count);
 }
 
+function several(count, name) {
+  return `${formatCount(count)} ${name}${count === 1 ? "" : "s"}`;
+}
+
 function formatSeconds(seconds) {
   const size = Math.abs(seconds);
   if (size === 0) return "0 s";
@@ -61,8 +65,7 @@ function byteTicks(most, wanted) {
 }
 
 function timeTicks(low, high, wanted) {
-  const span = high - low;
-  const [unit, name] = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"], [1, "ns"]].find(([size]) => span >= 2 * size) || [1, "ns"];
+  const [unit, name] = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]].find(([size]) => high >= 2 * size) || [1, "ns"];
   const { at, step } = ticks(low, high, wanted, unit);
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   const text = (value) => (value / unit).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });

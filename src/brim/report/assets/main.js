@@ -47,7 +47,7 @@ function viewCards(view, most, tooltip, cards, drawn) {
     range.listeners.push(() => lanes.draw());
     drawn.push(() => lanes.draw());
     const part = element("div", { class: "lane-part" }, element("h3", { text: "Computing, copying, waiting" }), element("div", { class: "plot" }, lanes.canvas));
-    if (made.length) cards[cards.length - panels.length].legend.before(part);
+    if (made.length) cards[cards.length - panels.length].moment.after(part);
     else made.push(element("section", { class: "card", "aria-label": view.title }, element("div", { class: "head" }, element("h2", { text: view.title })), part));
   }
   return made;

@@ -52,7 +52,7 @@ class AddressMap {
       this.box(at, bytes, (x, y, w) => context.strokeRect(x - 1, y - 1, Math.max(w, 2) + 2, MAP_ROW + 2));
     }
     const held = this.flat.length - this.holes.length;
-    this.canvas.setAttribute("aria-label", `Address map: ${formatCount(this.segments.length)} segments of ${formatBytes(this.total)}, ${formatCount(held)} blocks, ${formatCount(this.holes.length)} holes. Arrows go from piece to piece, H to the next largest hole.`);
+    this.canvas.setAttribute("aria-label", `Address map: ${several(this.segments.length, "segment")} of ${formatBytes(this.total)}, ${several(held, "block")}, ${several(this.holes.length, "hole")}. Arrows go from piece to piece, H to the next largest hole.`);
   }
 
   paint(piece) {
