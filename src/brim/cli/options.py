@@ -30,6 +30,16 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             self.fail(" ".join(str(error).split("\n")), param, ctx)
 
 
+class _Page(click.Path):
+    """A file in a folder that exists: said at once, not after a run of hours."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if not Path(path).parent.is_dir():
+            self.fail(f"'{Path(path).parent}' is not a folder.", param, ctx)
+        return path
+
+
 BYTES = _Bytes()
 
 
@@ -40,8 +50,8 @@ def json_option(command: F) -> F:
 
 def html_option(command: F) -> F:
     """``--html``, given to the command as ``html``: None, or where ``write_html`` is to write."""
-    kind = click.Path(path_type=Path, dir_okay=False)
-    return click.option("--html", type=kind, help="Also write a report with pictures: one file, no network.")(command)
+    text = "Also write a report with pictures: one file, no network."
+    return click.option("--html", type=_Page(path_type=Path, dir_okay=False, writable=True), help=text)(command)
 
 
 def device_option(command: F) -> F:
