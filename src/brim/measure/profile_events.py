@@ -72,7 +72,7 @@ class Events:
         if type(start_us) is str or type(took_us) is str:
             start_us, took_us = float(start_us), float(took_us)
         if self.zero_us is None:
-            self.zero_us = start_us
+            self.zero_us = float(start_us)
         if took_us < 0:
             self.backwards += 1
             took_us = 0
