@@ -16,6 +16,7 @@ from brim.memory.moments import Moment, moment
 from brim.memory.recorded_device import RELEASES
 from brim.memory.replay import Replay, Run, settled_start
 from brim.memory.starting_state import State
+from brim.memory.what_if import capacity_bytes
 
 INFERRED = "categories_inferred"  # the fact that says that categories were inferred from stacks, not recorded
 MOST_FRAMES = 30  # of a stack that go into a Timeline
@@ -34,12 +35,14 @@ _INSIDE_TORCH = re.compile(r"/torch/(?!\w*_user)|<frozen |/_inductor/|generated_
 class RecordedRun:
     """A device's recording, replayed: as a Timeline, how far the replay agrees, and the moments that tell most.
 
-    ``moments``: the peak of what was reserved, the failures, and the end.
+    ``moments``: the peak of what was reserved, the failures, and the end. ``capacity_bytes`` is what the device could
+    give at the first failure, None if nothing failed.
     """
 
     timeline: Timeline
     replay: Replay
     moments: tuple[Moment, ...]
+    capacity_bytes: int | None
 
 
 def recorded_timeline(history: History, name: str, *, stacks: Sequence[Sequence[str]] = ()) -> Timeline:
@@ -64,7 +67,12 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
         run.prepare(made, stacks)
         run.all_events()
         run.keep_moment("end", max(len(history.actions) - 1, 0))
-        return RecordedRun(timeline=made, replay=run.result(), moments=tuple(run.moments))
+        return RecordedRun(
+            timeline=made,
+            replay=run.result(),
+            moments=tuple(run.moments),
+            capacity_bytes=capacity_bytes(history, start),
+        )
 
 
 def telling_frames(frames: Sequence[str]) -> list[str]:

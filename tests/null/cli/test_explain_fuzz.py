@@ -59,7 +59,7 @@ MESSAGES = [
     b"allocated by PyTorch, and 10.00 MiB is reserved by PyTorch but unallocated.\n[rank1]: RuntimeError: CUDA "
     b"error: out of memory\n",
     b"RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2147483648 bytes.\nggml_gallocr_reserve_n: failed "
-    b"to allocate CUDA1 buffer of size 1048576000\nOOM when allocating tensor with shape[3,3,512,1024] and type float",
+    b"to allocate CUDA1 buffer of size 1048576\nOOM when allocating tensor with shape[3,3,512,1024] and type half",
     b"MPS backend out of memory (MPS allocated: 15.72 GiB, other allocations: 2.41 MiB, max allowed: 18.13 GiB). "
     b"Tried to allocate 5.81 GiB.\n\xff\xfe2024-05-01 12:00:00 ERROR DataLoader worker (pid 4) is killed by",
 ]
