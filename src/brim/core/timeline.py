@@ -7,7 +7,7 @@ million objects would be several.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -29,7 +29,7 @@ class EventKind(IntEnum):
     SEGMENT_FREE = 4
     COMPUTE = 5
     OOM = 6
-    IDLE = 7  # nothing computed in `tier`; the label says what it waited for
+    IDLE = 7  # nothing computed in `tier`; the label says what it waited for, the category why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +106,29 @@ class Timeline:
         columns["stream"].append(stream)
         for column, text in zip(self._text_columns.values(), (tier, source, label, category, stack), strict=True):
             column.append(texts.setdefault(text, len(texts)))
+
+    def extend(
+        self,
+        kinds: Sequence[int],
+        numbers: Mapping[str, Iterable[Any]],
+        texts: Mapping[str, tuple[Sequence[int], Sequence[str]]],
+    ) -> None:
+        """Append many events at once, given as columns of one length.
+
+        ``texts`` holds indices and the texts that they point to. Columns that are left out are as in ``add``.
+        Raises ValueError for columns of other lengths.
+        """
+        end = len(self) + len(kinds)
+        for key, column in self._columns.items():
+            default = -1 if key in ("address", "storage") else 0
+            values = kinds if key == "kind" else numbers.get(key)
+            column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
+        for key, column in self._text_columns.items():
+            indices, names = texts.get(key, (array("i", [0]) * len(kinds), ("",)))
+            known = [self._texts.setdefault(name, len(self._texts)) for name in names]
+            column.extend(map(known.__getitem__, indices))
+        if any(len(column) != end for column in self._all_columns().values()):
+            raise ValueError("Columns of events are of different lengths.")
 
     def __len__(self) -> int:
         return len(self._columns["kind"])
