@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from brim.cli.options import BYTES, device_option, json_option, print_json
+from brim.cli.options import BYTES, device_option, html_option, json_option, print_json, write_html
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
+        html_option,
         json_option,
     ]
     for option in reversed(options):
@@ -99,7 +100,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @click.argument("model")
 @_options
-def train(model: str, as_json: bool, disk: tuple[str, int | None] | None, **options: Any) -> None:
+def train(model: str, html: Path | None, as_json: bool, disk: tuple[str, int | None] | None, **options: Any) -> None:
     """Train a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's
@@ -123,6 +124,8 @@ def train(model: str, as_json: bool, disk: tuple[str, int | None] | None, **opti
             console.print(text, highlight=False)
 
         result = run(request, on_stage=status.update, on_step=on_step, on_note=on_note)
+    if html is not None:
+        _write_html(html, result)
     if as_json:
         print_json(result.to_json())
         return
@@ -139,6 +142,30 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
     made["offload_optimizer"] = {"auto": None, "none": "keep"}.get(offload, offload)
     made["stream_weights"] = None if made["stream_weights"] == "auto" else False
     return made
+
+
+def _write_html(path: Path, result: Training) -> None:
+    from brim.report.html import Table, View
+
+    budget, promised = result.plan.budget_bytes, result.promised_bytes
+    memory = Table(
+        title="Memory, promised and measured",
+        columns=("tier", "budget_bytes", "promised_bytes", "measured_bytes"),
+        rows=tuple(
+            (tier.upper(), budget.get(tier), promised.get(tier), measured)
+            for tier, measured in result.measured_bytes.items()
+        ),
+        note="Measured is the whole process; the picture shows what brim's pools held.",
+    )
+    time = Table(
+        title="Time per step",
+        columns=("promised_s", "measured_s"),
+        rows=((result.plan.promise.step_s, result.step_s),),
+    )
+    losses = Table(title="Loss", columns=("step", "loss"), rows=tuple(enumerate(result.losses, 1)))
+    view = View(timeline=result.timeline, plan=result.plan)
+    title = f"{result.plan.model}: {result.plan.task}"
+    write_html(path, [view], title=title, tables=[memory, time, losses], notes=result.notes)
 
 
 def _summary(result: Training, console: Console) -> None:

@@ -1,0 +1,158 @@
+"""A report as one HTML file: no network, no script but its own, and nothing in it runs whatever names it shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from brim.core import Plan, Timeline
+from brim.errors import UsageError
+from brim.report.html_data import Detail, view_data
+from brim.report.packing import plain, script_json
+
+MOST_BYTES = 10_000_000  # of a page: what people can still send by mail
+Cell = str | int | float | bool | None
+
+_SCRIPTS = (
+    "format.js", "unpack.js", "model.js", "theme.js", "chart.js", "lanes.js", "map.js", "tables.js", "card.js",
+    "main.js",
+)  # fmt: skip
+_MOST_DECISIONS = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One timeline with its title ("before"; "" is what the timeline calls itself).
+
+    Of ``plan`` the promise and the budget are drawn as lines and the decisions are listed.
+    """
+
+    timeline: Timeline
+    title: str = ""
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows for people; ``note`` is a sentence under the title.
+
+    Columns named ``bytes``, ``..._bytes``, ``..._s`` or ``..._share`` are shown with units and without that end.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+def write(
+    path: str | Path,
+    views: Sequence[View],
+    *,
+    title: str,
+    tables: Sequence[Table] = (),
+    notes: Sequence[str] = (),
+) -> int:
+    """Write the page and return its bytes, at most ``MOST_BYTES`` for any number of events.
+
+    ``views`` stand below each other on one scale of bytes: predicted and measured, before and after, several devices.
+    ``notes`` are paragraphs on top. Texts may be of any origin. Raises UsageError if the file cannot be written.
+    """
+    document = page(views, title=title, tables=tables, notes=notes).encode()
+    try:
+        Path(path).write_bytes(document)
+    except OSError as error:
+        raise UsageError(f"The report was to be written to {path}.", f"{error}.", "Name another file.") from error
+    return len(document)
+
+
+def page(views: Sequence[View], *, title: str, tables: Sequence[Table] = (), notes: Sequence[str] = ()) -> str:
+    """The page itself."""
+    listed = [*(table for view in views for table in _view_tables(view)), *tables]
+    rest = {
+        "title": plain(title),
+        "notes": [plain(note) for note in notes],
+        "tables": [_table_data(table) for table in listed],
+    }
+    detail = Detail()
+    while True:
+        data = script_json(rest | {"views": [view_data(v.timeline, _title(v), v.plan, detail) for v in views]})
+        document = _document(plain(title), data)
+        if len(document) <= MOST_BYTES or detail.moments <= 2:  # all ASCII but the title
+            return document
+        detail = detail.less()
+
+
+def _title(view: View) -> str:
+    return view.title or f"{view.timeline.name} ({'measured' if view.timeline.measured else 'predicted'})"
+
+
+def _document(title: str, data: str) -> str:
+    """Style and script are allowed by their digests; everything else that could load or run is forbidden."""
+    style = _asset("page.css")
+    script = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();\n"
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        '<main id="page"><noscript>This report draws itself: allow scripts for this file.</noscript></main>\n'
+        f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n</body>\n</html>\n'
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("brim.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _view_tables(view: View) -> list[Table]:
+    """The plan's decisions and settings, and the facts that the timeline carries."""
+    made, title = [], _title(view)
+    if view.plan is not None:
+        plan = view.plan
+        rows = tuple((d.technique, d.block, d.choice, d.bytes) for d in plan.decisions[:_MOST_DECISIONS])
+        if rows:
+            columns = ("technique", "block", "choice", "held_bytes")
+            more = f" The first {len(rows):,} of {len(plan.decisions):,}." if len(rows) < len(plan.decisions) else ""
+            note = f"For {plan.task} on {plan.hardware}.{more}"
+            made.append(Table(title=f"Decisions: {title}", columns=columns, rows=rows, note=note))
+        if plan.settings:
+            settings = tuple(plan.settings.items())
+            made.append(Table(title=f"Settings: {title}", columns=("setting", "value"), rows=settings))
+    facts = tuple(sorted(view.timeline.facts.items()))
+    if facts:
+        made.append(Table(title=f"Facts: {title}", columns=("fact", "value"), rows=facts))
+    return made
+
+
+def _table_data(table: Table) -> dict[str, Any]:
+    return {
+        "title": plain(table.title),
+        "note": plain(table.note),
+        "columns": [plain(column) for column in table.columns],
+        "rows": [[_cell(cell) for cell in row] for row in table.rows],
+    }
+
+
+def _cell(cell: Cell) -> Cell:
+    """JSON has no infinities: those, and what is no plain value, are shown as text."""
+    if cell is None or isinstance(cell, bool | int):
+        return cell
+    if isinstance(cell, float):
+        return cell if abs(cell) < float("inf") else str(cell)  # false for NaN too
+    return plain(str(cell))
