@@ -1,0 +1,114 @@
+"""What a file given to ``brim explain`` is: told by its content, never by its name."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from brim.core.timeline import Timeline
+from brim.errors import FormatError, UsageError
+
+SNAPSHOT, TIMELINE, PROFILE, NSIGHT, LOG = "snapshot", "timeline", "profile", "nsight", "oom"
+HEAD_BYTES = 1 << 16  # enough to tell what a file is
+_ARTEFACTS = ("Hardware", "Trace", "Plan")  # of brim, and nothing to explain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file to explain. ``name`` is what it is called; ``kind`` what it holds; ``path`` where it can be read."""
+
+    name: str
+    kind: str
+    path: Path
+    stream: BinaryIO | None = None  # a log from the standard input: read once, not kept
+
+
+@contextmanager
+def opened(given: Path) -> Iterator[Source]:
+    """What is in ``given``, or for "-" on the standard input, which is kept in a file as long as it is needed.
+
+    Raises FormatError if it cannot be read, UsageError if it is something of brim that holds no run.
+    """
+    if str(given) != "-":
+        yield Source(name=str(given), kind=kind_of(_head(given), str(given)), path=given)
+        return
+    name = "the standard input"
+    head = sys.stdin.buffer.read(HEAD_BYTES)
+    if (kind := kind_of(head, name)) == LOG:
+        yield Source(name=name, kind=kind, path=given, stream=io.BufferedReader(_Both(head, sys.stdin.buffer)))
+        return
+    with tempfile.NamedTemporaryFile(prefix="brim_explain_") as file:
+        file.write(head)
+        while block := sys.stdin.buffer.read(1 << 20):
+            file.write(block)
+        file.flush()
+        yield Source(name=name, kind=kind, path=Path(file.name))
+
+
+def kind_of(head: bytes, name: str) -> str:
+    """What a file is, by its first bytes."""
+    from brim.measure import nsight, profile
+
+    if head.startswith(b"\x80"):  # every pickle of protocol 2 or later begins so
+        return SNAPSHOT
+    if nsight.is_sqlite(head):
+        return NSIGHT
+    start = head.lstrip()
+    if start.startswith(b"{"):
+        text = start[:4096].decode("utf-8", "replace").replace(" ", "")
+        if '"kind":"Timeline"' in text:
+            return TIMELINE
+        for artefact in _ARTEFACTS:
+            if f'"kind":"{artefact}"' in text:
+                raise UsageError(f"{name} was to be explained.", f"It is a {artefact}, which holds no run.")
+    return PROFILE if profile.is_trace(head) else LOG
+
+
+def timeline_of(source: Source) -> Timeline:
+    """The Timeline in a file."""
+    try:
+        document = json.loads(source.path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{source.name} was to be read as a Timeline.", f"{error}.") from error
+    return Timeline.from_json(document)
+
+
+@contextmanager
+def log_of(source: Source) -> Iterator[BinaryIO]:
+    """A log, open for reading."""
+    if source.stream is not None:
+        yield source.stream
+    else:
+        with source.path.open("rb") as file:
+            yield file
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError as error:
+        raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+
+
+class _Both(io.RawIOBase):
+    """First bytes that were read already, then what follows them."""
+
+    def __init__(self, head: bytes, rest: BinaryIO) -> None:
+        self._head, self._rest = head, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        part = self._head[: len(buffer)] or self._rest.read(len(buffer))
+        self._head = self._head[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
