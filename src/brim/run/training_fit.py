@@ -15,7 +15,7 @@ from brim.errors import UsageError
 from brim.run.fitted import Fitted, apply_choice, update_bytes
 from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.training_choice import Choice
-from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
+from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
 from brim.run.training_twin import twin_optimizer
 from brim.techniques import checkpointing, optimizer_offload
@@ -100,7 +100,13 @@ class _Search:
         orders = Orders(precision="fp32", micro_batch=1, checkpointing=None if known else "none")
         predict = self._rehearsal.predict if known else self._estimate
         found = climb_down(
-            ladder(subject, orders), predict, self._budget, compute=subject.compute, batch=1, order=orders
+            ladder(subject, orders),
+            predict,
+            self._budget,
+            compute=subject.compute,
+            batch=1,
+            order=orders,
+            one_by_one=is_small(self._model),
         )
         return (self._partition, found) if found.fits else self._streamed(found, predict)
 

@@ -19,7 +19,7 @@ from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.inference import spent, warm_up
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
-from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
+from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
 from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
@@ -143,6 +143,7 @@ class _Search:
             order=terms.orders,
             start=start,
             floor=self._floor_bytes,
+            one_by_one=is_small(self._trainee.module),
         )
         if found.fits:
             return self._partition, found

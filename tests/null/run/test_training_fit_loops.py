@@ -14,7 +14,7 @@ import brim
 from brim.errors import BrimError, UnsupportedError
 from brim.run.fitted import Fitted
 
-KIB, WIDTH, STEPS = 1 << 10, 64, 4
+KIB, WIDTH, STEPS = 1 << 10, 256, 4
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
 
 
@@ -168,17 +168,16 @@ LOOPS: dict[str, Loop] = {
         changing_rate,
     )
 }  # fmt: skip
-# 8 x 16.25 KiB of weights, as much of gradients, twice as much of states.
+# 8 x 257 KiB of weights, as much of gradients, twice as much of states.
 BUDGETS: dict[str, dict[str, Any]] = {
-    "all fits": {"device": "cpu", "ram": 4096 * KIB},
-    "states on disk": {"device": "cpu", "ram": 620 * KIB},
-    "weights from disk": {"device": "cpu", "ram": 540 * KIB},
-    "states in RAM": {"device": "emulated", "vram": 440 * KIB, "ram": 4096 * KIB},
-    "weights from RAM": {"device": "emulated", "vram": 280 * KIB, "ram": 4096 * KIB},
+    "all fits": {"device": "cpu", "ram": 65536 * KIB},
+    "states on disk": {"device": "cpu", "ram": 6500 * KIB},
+    "gradients on disk": {"device": "cpu", "ram": 4750 * KIB},
+    "weights from disk": {"device": "cpu", "ram": 3500 * KIB},
+    "states in RAM": {"device": "emulated", "vram": 5600 * KIB, "ram": 32768 * KIB},
+    "weights from RAM": {"device": "emulated", "vram": 1700 * KIB, "ram": 32768 * KIB},
 }
-REFUSED = {
-    ("closing", name): "closure" for name in ("states on disk", "weights from disk", "states in RAM", "weights from RAM")
-}
+REFUSED = {("closing", name): "closure" for name in BUDGETS if name != "all fits"}
 
 
 def fitted(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Fitted]:
