@@ -54,6 +54,16 @@ def process_bytes(uuid: str) -> int | None:
         return mine[0] if mine and mine[0] != _NOT_AVAILABLE else None
 
 
+def busy_share(uuid: str) -> float | None:
+    """Of the driver's last sample period (a sixth of a second to a second), the share in which the device ``uuid``
+    ran a kernel of anybody's. None where the driver does not tell."""
+    with _nvml() as library:
+        device, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # nvmlUtilization_t: gpu, memory; per cent
+        if library is None or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
+            return None
+        return None if library.nvmlDeviceGetUtilizationRates(device, rates) else rates[0] / 100
+
+
 @contextmanager
 def _nvml() -> Iterator[ctypes.CDLL | None]:
     """The library, initialized, or None on a machine without it."""

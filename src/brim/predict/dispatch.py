@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from brim.core import Category, Phase
 from brim.predict import failures, inplace
@@ -263,9 +263,25 @@ class RecordingMode(TorchDispatchMode):
             return self._placed
         lives = [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
         sized = [life for life in lives if life.on_device]
-        if torch._C._current_graph_task_id() != -1:
-            return bool(sized) or self.recorder.uses_device
-        return bool(sized) if lives else self.on_device
+        if lives:
+            return bool(sized)
+        return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """While open, everything that a trace sees made lies on the host; without a trace, nothing changes.
+
+    For programs that keep a host and a device apart where PyTorch's device names do not: a trace of the CPU counts
+    the rest as the device's.
+    """
+    mode = next((m for m in _get_current_dispatch_mode_stack() if isinstance(m, RecordingMode)), None)
+    if mode is None:
+        yield
+        return
+    mode.recorder.uses_device = True
+    with mode.placed(False):
+        yield
 
 
 @cache

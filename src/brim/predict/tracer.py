@@ -83,7 +83,7 @@ def trace(
             model=model or _name(modules, build),
             target=target,
             ops=recorder.ops(paths),
-            storages=recorder.storages(paths, device_only=target == "cuda" and recorder.uses_device),
+            storages=recorder.storages(paths, device_only=recorder.uses_device),
             step_starts=tuple(recorder.step_starts),
             not_modelled=tuple(sorted(recorder.not_modelled)),
             notes=recorder.notes,

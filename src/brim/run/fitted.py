@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from brim.core import Decision, Plan, Timeline
 from brim.core.hardware import DISK
@@ -23,6 +24,7 @@ from brim.techniques import (
     activation_offload,
     checkpointing,
     chunked_loss,
+    inplace_activations,
     optimizer_offload,
     precision,
     weight_streaming,
@@ -42,14 +44,16 @@ def apply_choice(
     memory: Memory,
     partition: Partition,
     weights: Weights,
+    example: Any = None,
 ) -> Fitted:
     """Put ``plan`` into force. On any failure the model and the optimizer are left as they were.
 
     ``partition`` is that which the plan's weight streaming decisions speak of; a block without one is resident.
+    ``example`` is an input as the model takes it, for plans with in-place activations.
     """
     fitted = Fitted(model, optimizer, _complete(plan, partition), memory)
     try:
-        fitted._apply(partition, weights)
+        fitted._apply(partition, weights, example)
     except BaseException:
         fitted.remove()
         raise
@@ -82,13 +86,15 @@ class Fitted:
         """Whether the step under way has begun to change weights, so that it cannot be repeated as it is."""
         return self._stepping or (self.offload is not None and self.offload.partly_updated)
 
-    def _apply(self, partition: Partition, weights: Weights) -> None:
+    def _apply(self, partition: Partition, weights: Weights, example: Any) -> None:
         choice, model, memory = self.choice, self.model, self.memory
         self.precision = self._hold(precision.apply(model, self.optimizer, choice.precision))
         if choice.checkpointing:
             self._hold(checkpointing.apply(model, choice.checkpointing))
         if choice.chunk_tokens:
             self._hold(chunked_loss.apply(model, choice.chunk_tokens))
+        if choice.in_place:
+            self._hold(inplace_activations.apply(model, example))
         self.streaming = weight_streaming.apply(model, partition, self.plan, memory, weights, training=True)
         self._hold(self.streaming)
         if choice.activations:
@@ -137,7 +143,7 @@ class Fitted:
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         with self.precision.forward():
-            inputs = micro.inputs
+            inputs = tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), micro.inputs)
             made = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
             loss = loss_of(made)
             # A product with one would be one operation more than plain PyTorch does.
@@ -181,6 +187,11 @@ class Fitted:
         if self.offload is None:
             training_state.restore_optimizer(self.optimizer, names, numbers, tensors)
             return
+        training_state.restore_settings(self.optimizer, names, numbers)
+        parameters = {name: parameter for parameter, name in names.items()}
+        for name, plain in numbers["values"].items():
+            if plain:
+                self.optimizer.state[parameters[name]].update(plain)
         for name, tensor in tensors:
             self.offload.load_state(name, tensor)
 

@@ -14,6 +14,7 @@ from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, ModelError
 from brim.measure.monitor import Monitor
+from brim.measure.nvml import busy_share
 from brim.memory import heap
 from brim.run.data import Batches
 from brim.run.training_report import Metrics, StepReport
@@ -66,6 +67,7 @@ def train(
         step_s=statistics.median(run.times_s) if run.times_s else 0.0,
         output=setup.output,
         notes=run.notes,
+        truncated=run.truncated,
         timeline=run.timeline,
     )
 
@@ -141,6 +143,7 @@ class _Run:
                 f"{source}->{target}": count - moved.get((source, target), 0)
                 for (source, target), count in recorder.copied_bytes.items()
             },
+            gpu_use=_gpu_use(),
         )
 
     def _attempt(self, batch: dict[str, torch.Tensor], lr: float) -> tuple[float, str | None]:
@@ -174,6 +177,10 @@ class _Run:
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
         self._note_session()
 
+    @property
+    def truncated(self) -> int:
+        return self._batches.truncated
+
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self._metrics.note(self._next, text)
@@ -202,10 +209,19 @@ class _Run:
             self.session.close()
 
 
+def _gpu_use() -> float | None:
+    """The share of time in which the GPU in use was computing of late; None without one, or where it is not told."""
+    if not torch.cuda.is_initialized():
+        return None
+    return busy_share(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+
+
 def _in_words(session: Session) -> str:
     """The plan that is in force, in a few words."""
     choice = session.fitted.choice
     words = [f"micro-batches of {choice.micro_batch}"]
+    if choice.in_place:
+        words.append("activations in place")
     if choice.checkpointing:
         words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
     if choice.states != "keep":

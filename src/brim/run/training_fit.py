@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from brim.core import Hardware, Timeline
-from brim.core.hardware import RAM
 from brim.errors import UsageError
 from brim.run.fitted import Fitted, apply_choice, update_bytes
 from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.training_choice import Choice
-from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
-from brim.run.training_prediction import Prediction, Rehearsal
+from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
+from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
+from brim.run.training_twin import twin_optimizer
 from brim.techniques import checkpointing, optimizer_offload
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_second
 from brim.techniques.blocks import Partition, find_blocks
@@ -44,7 +43,7 @@ def fit_training(
         raise UsageError(f"brim.fit was given a {type(optimizer).__name__} as the optimizer.", "It takes torch's.")
     refuse_second(model)
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8
-    search = _Search(model, optimizer, hardware, budget_bytes, example, reserve)
+    search = _Search(model, optimizer, hardware, budget_bytes, device, example, reserve)
     partition, found = search.run()
     plan = found.choice.plan(
         model=type(model).__name__,
@@ -53,7 +52,7 @@ def fit_training(
         promise=found.prediction.promise(),
     )
     memory = make_memory(plan, hardware, device, Timeline(f"{plan.model} train", measured=True))
-    fitted = apply_choice(model, optimizer, plan, memory, partition, Weights())
+    fitted = apply_choice(model, optimizer, plan, memory, partition, Weights(), example)
     vars(model)[HANDLE_ATTRIBUTE] = vars(optimizer)[HANDLE_ATTRIBUTE] = fitted
     return fitted
 
@@ -67,6 +66,7 @@ class _Search:
         optimizer: torch.optim.Optimizer,
         hardware: Hardware,
         budget_bytes: Mapping[str, int],
+        device: Device,
         example: _Example | None,
         reserve_bytes: int,
     ) -> None:
@@ -78,20 +78,36 @@ class _Search:
             model=model,
             partition=self._partition,
             weights=Weights(),
-            optimizer=lambda twin: _optimizer_of(twin, model, optimizer),
+            optimizer=lambda twin: twin_optimizer(twin, model, optimizer),
             inputs=lambda count: _hollow(example),
             batch=1,
             hardware=hardware,
+            device=device,
+            budget_bytes=budget_bytes,
         )
 
     def run(self) -> tuple[Partition, Found]:
-        # A trace for VRAM counts what a CUDA context has, which a machine whose VRAM is played by RAM has not.
-        known = self._example is not None and self._hardware.compute == RAM
+        known = self._example is not None
         blocks = checkpointing.blocks(self._model) if known else []
-        subject = Subject(compute=self._hardware.compute, batch=1, blocks=blocks, chunkable=False, single_pass=False)
+        subject = Subject(
+            compute=self._hardware.compute,
+            batch=1,
+            blocks=blocks,
+            in_place=known and works_in_place(self._model, self._example),
+            chunkable=False,
+            single_pass=False,
+        )
         orders = Orders(precision="fp32", micro_batch=1, checkpointing=None if known else "none")
         predict = self._rehearsal.predict if known else self._estimate
-        found = climb_down(ladder(subject, orders), predict, self._budget, batch=1, order=orders)
+        found = climb_down(
+            ladder(subject, orders),
+            predict,
+            self._budget,
+            compute=subject.compute,
+            batch=1,
+            order=orders,
+            one_by_one=is_small(self._model),
+        )
         return (self._partition, found) if found.fits else self._streamed(found, predict)
 
     def _estimate(self, choice: Choice) -> Prediction:
@@ -134,17 +150,4 @@ def _largest(sizes: Any) -> int:
 
 def _hollow(example: _Example | None) -> Any:
     """Inputs like ``example``, made where this is called."""
-    return tree_map(lambda v: torch.empty_like(v) if isinstance(v, torch.Tensor) else v, example)
-
-
-def _optimizer_of(twin: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer, without states, of the twin's parameters."""
-    pairs = zip(model.parameters(), twin.parameters(), strict=True)
-    other = {id(parameter): parameter_of_twin for parameter, parameter_of_twin in pairs}
-    made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    made.state = defaultdict(dict)
-    made.param_groups = [
-        {**group, "params": [other.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
-    ]
-    return made
+    return tree_map_only(torch.Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype), example)

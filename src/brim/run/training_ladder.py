@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from brim.core.hardware import RAM
 from brim.errors import BudgetError, UsageError
 from brim.run.training_choice import Choice, Place
@@ -68,13 +70,15 @@ def spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
 class Subject:
     """What the ladder needs to know of a training. ``batch`` sequences make a step.
 
-    ``chunkable``: the logits can be computed in pieces. ``single_pass``: nothing looks at all gradients together
+    ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in pieces.
+    ``single_pass``: nothing looks at all gradients together
     (clipping their norm does), so a block can be updated as soon as it has its own.
     """
 
     compute: str
     batch: int
     blocks: Sequence[str]
+    in_place: bool = False
     chunkable: bool = True
     single_pass: bool = True
 
@@ -82,18 +86,24 @@ class Subject:
 def ladder(subject: Subject, orders: Orders) -> list[Choice]:
     """Rungs without weight streaming, each smaller than the one before."""
     fixed = orders.fixed(subject.blocks)
-    places: list[Place] = ["disk"] if subject.compute == RAM else ["ram", "disk"]
+    activations: dict[str, Any] = {"activations": tuple(subject.blocks)}
     accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
+
+    def leave(place: Place) -> list[dict[str, Any]]:
+        gradients = accumulates or not subject.single_pass
+        return [{"states": place}, *([{"gradients": place}] if gradients else [])]
+
+    # From VRAM everything goes to RAM first; what is on disk instead makes room in RAM, not in VRAM.
+    away = [*leave("disk"), activations] if subject.compute == RAM else [*leave("ram"), activations, *leave("disk")]
     changes: list[dict[str, Any]] = [
         {},
+        {"in_place": subject.in_place},
         {"chunk_tokens": CHUNK_TOKENS if subject.chunkable else 0},
         {"micro_batch": 1},
         {"checkpointing": dict.fromkeys(subject.blocks, "selective")},
         {"checkpointing": dict.fromkeys(subject.blocks, "full")},
         {"in_backward": subject.single_pass},
-        *({"states": place} for place in places),
-        *({"gradients": place} for place in places if accumulates or not subject.single_pass),
-        {"activations": tuple(subject.blocks)},
+        *away,
     ]
     rungs: list[Choice] = []
     made: dict[str, Any] = {"micro_batch": subject.batch}
@@ -103,6 +113,14 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         if rung not in rungs:
             rungs.append(rung)
     return rungs
+
+
+_SMALL_BYTES = 4 << 20  # of what is trained
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether what passes through buffers during an update is no small part of what is trained."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) < _SMALL_BYTES
 
 
 Predict = Callable[[Choice], Prediction]
@@ -123,30 +141,55 @@ def climb_down(
     predict: Predict,
     budget_bytes: Mapping[str, int],
     *,
+    compute: str,
     batch: int,
     order: Orders,
     start: int = 0,
     floor: Callable[[Choice], Mapping[str, int]] = lambda choice: {},
+    one_by_one: bool = False,
 ) -> Found:
     """The first of ``rungs`` from ``start`` on that fits, with the largest micro-batch that fits there.
 
-    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. When
-    none fits, the one that comes nearest.
+    ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. A
+    prediction takes seconds, and every rung takes less of the tier ``compute`` than the one before: so the first
+    that fits there is found by halving, and from there on all tiers are looked at. Not so with ``one_by_one``: for
+    models so small that the buffers of a rung are larger than what it lets go. When none fits, the one that comes
+    nearest.
     """
-    least: Found | None = None
-    for index in range(min(start, len(rungs) - 1), len(rungs)):
-        choice = rungs[index]
-        if not fits(floor(choice), budget_bytes) and index < len(rungs) - 1:
-            continue
-        found = predict(choice)
+    known: dict[int, Prediction] = {}
+    begin = min(start, len(rungs) - 1)
+    todo = [i for i in range(begin, len(rungs)) if fits(floor(rungs[i]), budget_bytes) or i == len(rungs) - 1]
+
+    def predicted(index: int) -> Prediction:
+        if index not in known:
+            known[index] = predict(rungs[index])
+        return known[index]
+
+    compute_bytes = {compute: budget_bytes[compute]}
+    first = 0 if one_by_one else _first(todo, lambda index: fits(predicted(index).peak_bytes, compute_bytes))
+    for index in todo[first:]:
+        found, choice = predicted(index), rungs[index]
         if fits(found.peak_bytes, budget_bytes) and index >= start:
             if choice.micro_batch == 1 < batch and order.micro_batch is None:
                 choice, found = _enlarge(choice, found, predict, budget_bytes, batch)
             return Found(rung=index, choice=choice, prediction=found)
-        if least is None or _excess(found, budget_bytes) < _excess(least.prediction, budget_bytes):
-            least = Found(rung=index, choice=choice, prediction=found, fits=False)
-    assert least is not None
-    return least
+    nearest = min(known, key=lambda index: _excess(known[index], budget_bytes))
+    return Found(rung=nearest, choice=rungs[nearest], prediction=known[nearest], fits=False)
+
+
+def _first(values: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """The position of the first of ``values`` that ``holds``, where all after one that does do too; their number
+    where none does. The very first is asked first: mostly it is that one."""
+    if not values or holds(values[0]):
+        return 0
+    fails, found = 0, len(values)
+    while found - fails > 1:
+        middle = (fails + found) // 2
+        if holds(values[middle]):
+            found = middle
+        else:
+            fails = middle
+    return found
 
 
 def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool:

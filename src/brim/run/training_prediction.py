@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from brim.core import Hardware, Promise, Timeline, Trace
-from brim.core.hardware import DISK, RAM
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError
 from brim.estimation.simulation import simulate
-from brim.memory.tiers import Memory, fake_memory
+from brim.memory.pool import Pool, TorchSource
+from brim.memory.recorder import Recorder
+from brim.memory.tiers import Memory
 from brim.predict import cost
+from brim.predict.dispatch import on_host
 from brim.predict.tracer import trace
 from brim.run.fitted import apply_choice
+from brim.run.fitting import Device
 from brim.run.training_choice import Choice
+from brim.run.training_twin import make_states, twin
+from brim.techniques import inplace_activations
 from brim.techniques.blocks import Partition
 from brim.techniques.micro_batch import MicroBatch
-from brim.techniques.weight_streaming import Weights
+from brim.techniques.weight_streaming import RESIDENT, Weights
 
 # What lies between and around tensors in a process: the heap's holes, autograd's own objects, pages half used. In
 # steps of a 135 M model, what was measured was 0.7 to 2.6 % above what tensors and the program before them took.
 _AROUND_TENSORS = 0.03
 _ENDLESS_BYTES = 1 << 60
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +56,7 @@ class Rehearsal:
     """A training to be predicted. ``model`` is never run, only its shape is used; it may have no values.
 
     ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come;
-    ``spent_bytes`` says what the program itself takes per tier.
+    ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
     Parameters with a source in ``weights`` hold nothing until their block is placed.
     """
 
@@ -60,89 +68,103 @@ class Rehearsal:
     inputs: Callable[[int], dict[str, torch.Tensor]]
     batch: int
     hardware: Hardware
+    device: Device = "auto"
+    budget_bytes: Mapping[str, int] = field(default_factory=dict)
     clip_norm: float | None = None
     spent_bytes: Callable[[], Mapping[str, int]] = dict
 
     def predict(self, choice: Choice) -> Prediction:
         """Peak bytes per tier and seconds of a step under ``choice``."""
-        seen: list[Memory] = []
-        moved: list[dict[tuple[str, str], int]] = []
-        made = trace(
-            lambda: self._build(choice, seen, moved),
-            steps=1,
-            target="cpu" if self.hardware.compute == RAM else "cuda",
-            model=self.name,
-        )
-        memory = seen[0]
-        compute = self.hardware.compute
+        try:
+            # Slabs are cut to the budget of RAM, so the prediction is made under it, and without it where it is not
+            # enough: how much would be is what the planner wants to know then.
+            return self._predict(choice, self.budget_bytes.get(RAM, _ENDLESS_BYTES))
+        except BudgetError:
+            return self._predict(choice, _ENDLESS_BYTES)
+
+    def _predict(self, choice: Choice, ram_bytes: int) -> Prediction:
+        run = _Run(self, choice, ram_bytes)
+        made = trace(run.build, steps=1, target="cuda" if run.on_cuda else "cpu", model=self.name)
+        memory, compute = run.memory, self.hardware.compute
         peak = {compute: simulate(made).peak_bytes.reserved}
         if memory.host is not None:
             peak[RAM] = memory.host.peak_bytes
         peak[DISK] = memory.scratch().peak_bytes
         memory.close()
-        step = {way: count - moved[0].get(way, 0) for way, count in moved[1].items()}
-        timed = _timed(made, step, self.hardware)
-        del made, memory
+        timed = _timed(made, run.moved, self.hardware)
+        del made, memory, run
         spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
         if compute == RAM and spent:
             peak[RAM] += int(peak[RAM] * _AROUND_TENSORS)
         return replace(timed, peak_bytes={tier: count + spent.get(tier, 0) for tier, count in peak.items()})
 
-    def _build(
-        self, choice: Choice, seen: list[Memory], moved: list[dict[tuple[str, str], int]]
-    ) -> Callable[[], None]:
-        model = twin(self.model, self.weights).train()
-        optimizer = self.optimizer(model)
-        plan = choice.plan(model=self.name, hardware=self.hardware.name, budget_bytes={}, promise=_NOTHING)
-        memory = fake_memory(
-            Timeline(self.name, measured=False),
-            compute_tier=self.hardware.compute,
-            compute_bytes=_ENDLESS_BYTES,
-            ram_bytes=_ENDLESS_BYTES,
+
+class _HostSource(TorchSource):
+    """Memory beside that of the device which is traced."""
+
+    def make(self, bytes: int) -> torch.Tensor:
+        with on_host():
+            return super().make(bytes)
+
+
+class _Run:
+    """One step without bytes, under a choice: what ``trace`` builds, and what came of it."""
+
+    def __init__(self, rehearsal: Rehearsal, choice: Choice, ram_bytes: int) -> None:
+        self._rehearsal, self._choice = rehearsal, choice
+        self.on_cuda = rehearsal.hardware.compute == VRAM and rehearsal.device != "emulated"
+        self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step
+        recorder = Recorder(Timeline(rehearsal.name, measured=False))
+        device = torch.device("cuda" if self.on_cuda else "cpu")
+        host = None
+        if rehearsal.hardware.compute != RAM:
+            host = Pool(RAM, ram_bytes, _HostSource(_CPU), recorder)
+        compute = Pool(rehearsal.hardware.compute, _ENDLESS_BYTES, TorchSource(device), recorder)
+        self.memory = Memory(compute=compute, host=host, recorder=recorder, device=device, fake=True)
+
+    def build(self) -> Callable[[], None]:
+        rehearsal, choice, memory = self._rehearsal, self._choice, self.memory
+        model = twin(rehearsal.model, absent=self._absent(), device=memory.device).train()
+        optimizer = rehearsal.optimizer(model)
+        plan = choice.plan(
+            model=rehearsal.name, hardware=rehearsal.hardware.name, budget_bytes={}, promise=Promise(peak_bytes={})
         )
-        seen.append(memory)
         if choice.states == "keep":
-            _make_states(optimizer)
-        fitted = apply_choice(model, optimizer, plan, memory, self.partition, self.weights)
+            make_states(optimizer, memory.device)
+        inputs = self._inputs()
+        fitted = apply_choice(model, optimizer, plan, memory, rehearsal.partition, rehearsal.weights, inputs)
         # Two of many micro-batches have the peaks of all: the first adds up gradients, the last lets them go.
-        count = min(2, -(-self.batch // choice.micro_batch))
-        micros = [MicroBatch(inputs=self.inputs(choice.micro_batch), weight=1 / count) for _ in range(count)]
+        count = min(2, -(-rehearsal.batch // choice.micro_batch))
+        micros = [MicroBatch(inputs=self._inputs(), weight=1 / count) for _ in range(count)]
 
         def step() -> None:
-            moved.append(dict(memory.recorder.copied_bytes))
-            fitted.step(micros, clip_norm=self.clip_norm)
-            moved.append(dict(memory.recorder.copied_bytes))
+            before = dict(memory.recorder.copied_bytes)
+            fitted.step(micros, clip_norm=rehearsal.clip_norm)
+            after = memory.recorder.copied_bytes
+            self.moved = {way: bytes - before.get(way, 0) for way, bytes in after.items()}
 
         return step
 
+    def _inputs(self) -> Any:
+        made = self._rehearsal.inputs(self._choice.micro_batch)
+        return tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), made)
 
-_NOTHING = Promise(peak_bytes={})
+    def _absent(self) -> set[str]:
+        """Parameters whose values do not stay where the module has them, so that their memory there is let go."""
+        rehearsal, streaming = self._rehearsal, self._choice.streaming
+        named = dict(rehearsal.model.named_parameters())
+        if rehearsal.hardware.compute == RAM:
+            blocks = [b for b in rehearsal.partition.blocks if streaming.get(b.name, RESIDENT) != RESIDENT]
+            return {name for block in blocks for name in block.tensors} | set(rehearsal.weights.sources)
+        return {name for name, p in named.items() if p.device.type == "cpu"} | set(rehearsal.weights.sources)
 
 
-def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """What a first step would leave in the optimizer: from the second on, a step meets it."""
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        held, parameter.data = parameter.data, torch.empty(parameter.shape, dtype=parameter.dtype)
-        parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
-        parameter.grad, parameter.data = None, held
-
-
-def twin(model: nn.Module, weights: Weights) -> nn.Module:
-    """A copy of ``model`` for tracing: parameters and buffers of its shapes, made where this is called.
-
-    Parameters whose values are in files hold nothing, as they do in a module that is being loaded.
-    """
-    memo: dict[int, Any] = {}
-    for name, parameter in model.named_parameters():
-        if name in weights.sources:
-            data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-        else:
-            data = torch.empty(parameter.shape, dtype=parameter.dtype)
-        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(model, memo)
+def works_in_place(model: nn.Module, example: Any) -> bool:
+    """Whether some activations of ``model`` may write over their inputs."""
+    try:
+        return bool(inplace_activations.options(model, example))
+    except UnsupportedError:  # it cannot be tried without bytes
+        return False
 
 
 def _timed(made: Trace, moved: Mapping[tuple[str, str], int], hardware: Hardware) -> Prediction:

@@ -18,7 +18,8 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step. ``moved_bytes`` is keyed by way (``ram->disk``); what went to disk wears a drive."""
+    """One step. ``moved_bytes`` is keyed by way (``ram->disk``); what went to disk wears a drive. ``gpu_use`` is the
+    share of the last moments in which the GPU computed; None where there is none."""
 
     step: int  # from 1 on
     steps: int
@@ -46,10 +47,11 @@ class StepReport:
     def line(self) -> str:
         """For people."""
         peaks = ", ".join(f"{tier.upper()} {format_bytes(count)}" for tier, count in self.peak_bytes.items())
-        written = f", {format_bytes(self.written_bytes)} written" if self.written_bytes else ""
+        moved = "".join(f"  {way} {format_bytes(count)}" for way, count in self.moved_bytes.items() if count)
+        used = "" if self.gpu_use is None else f"  GPU {self.gpu_use:.0%}"
         return (
             f"step {self.step}/{self.steps}  loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
-            f"{format_seconds(self.step_s)}  {peaks}{written}"
+            f"{format_seconds(self.step_s)}  {peaks}{moved}{used}"
         )
 
 
@@ -113,6 +115,8 @@ def _tensorboard(folder: Path) -> Callable[[StepReport], None] | None:
     def write(report: StepReport) -> None:
         scalars = {"loss": report.loss, "lr": report.lr, "tokens_per_s": report.tokens_per_s, "step_s": report.step_s}
         scalars |= {f"peak_bytes/{tier}": float(count) for tier, count in report.peak_bytes.items()}
+        if report.gpu_use is not None:
+            scalars["gpu_use"] = report.gpu_use
         scalars |= {f"moved_bytes/{way}": float(count) for way, count in report.moved_bytes.items()}
         for name, value in scalars.items():
             writer.add_scalar(name, value, report.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +19,8 @@ from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.inference import spent, warm_up
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
-from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
-from brim.run.training_prediction import Prediction, Rehearsal
+from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
+from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
 from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import NAME as STREAMING
@@ -68,14 +69,15 @@ class Session:
             trust_remote_code=terms.trust_remote_code,
         )
         warm_up(trainee.module, terms.hardware, terms.seq)
-        partition, found = _Search(terms, trainee).search(rung)
+        search = _Search(terms, trainee)
+        partition, found = search.search(rung)
         plan = found.choice.plan(
             model=trainee.opened.name,
             hardware=terms.hardware.name,
             budget_bytes=terms.budget_bytes,
             promise=found.prediction.promise(),
         )
-        fitted = _place(terms, trainee, plan, partition)
+        fitted = _place(terms, trainee, plan, partition, search.inputs(1))
         return cls(terms, trainee, fitted, found.rung)
 
     @property
@@ -89,11 +91,11 @@ class Session:
         heap.trim()
 
 
-def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition) -> Fitted:
+def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition, example: Any) -> Fitted:
     optimizer = make_optimizer(terms.optimizer, trainee.module, terms.lr)
     memory = make_memory(plan, terms.hardware, terms.device, Timeline(f"{plan.model} train", measured=True))
     memory.use_disk(folder=terms.disk_folder, limit_bytes=terms.budget_bytes.get(DISK))
-    return apply_choice(trainee.module, optimizer, plan, memory, partition, trainee.weights)
+    return apply_choice(trainee.module, optimizer, plan, memory, partition, trainee.weights, example)
 
 
 class _Search:
@@ -108,14 +110,16 @@ class _Search:
             partition=self._partition,
             weights=replace(trainee.weights, verify=None),
             optimizer=lambda model: make_optimizer(terms.optimizer, model, terms.lr),
-            inputs=self._inputs,
+            inputs=self.inputs,
             batch=terms.batch,
             hardware=terms.hardware,
+            device=terms.device,
+            budget_bytes=terms.budget_bytes,
             clip_norm=terms.clip_norm,
             spent_bytes=lambda: spent(terms.start_bytes),
         )
 
-    def _inputs(self, count: int) -> dict[str, torch.Tensor]:
+    def inputs(self, count: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, self._terms.seq, dtype=torch.long)
         return {"input_ids": ids, "labels": ids.clone()}
 
@@ -125,6 +129,7 @@ class _Search:
             compute=terms.hardware.compute,
             batch=terms.batch,
             blocks=checkpointing.blocks(self._trainee.module),
+            in_place=works_in_place(self._trainee.module, self.inputs(1)),
             chunkable=_chunkable(self._trainee.module),
             single_pass=terms.clip_norm is None and terms.precision != "fp16-mixed",
         )
@@ -133,10 +138,12 @@ class _Search:
             rungs,
             self._rehearsal.predict,
             terms.budget_bytes,
+            compute=terms.hardware.compute,
             batch=terms.batch,
             order=terms.orders,
             start=start,
             floor=self._floor_bytes,
+            one_by_one=is_small(self._trainee.module),
         )
         if found.fits:
             return self._partition, found

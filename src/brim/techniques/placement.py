@@ -137,8 +137,7 @@ class Placement:
         self.buffers.append(buffer)
         for parameter, view in zip(parameters, layout.views(buffer.tensor), strict=True):
             self._guards.restore_later(parameter)
-            if not memory.fake:
-                parameter.data = view.copy_(parameter.data)
+            parameter.data = view if memory.fake else view.copy_(parameter.data)
 
     def _load_resident(self, label: str, names: Sequence[str]) -> Callable[[], None]:
         """Start reading; what is returned waits and binds."""

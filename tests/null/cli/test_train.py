@@ -19,7 +19,7 @@ from brim.run.fitted import Fitted
 from brim.run.training import Request, train
 from tiny_model import save_llama
 
-KEYS = {"losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes"}
+KEYS = {"losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes", "truncated"}
 SEQ, BATCH, LR = 32, 2, 1e-3
 MIB = 1 << 20
 
