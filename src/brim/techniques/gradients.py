@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from brim.core.hardware import DISK
 from brim.memory.tiers import Memory
 from brim.techniques.away import Away, away
 from brim.techniques.crossing import Crossing
@@ -74,6 +75,9 @@ class Gradients:
             return
         stored = any(type(p.grad) is Away for p in block.parameters) or any(key[0] == index for key in self._adding)
         flat = self.records.enter(index, empty=not stored)
+        self.arrive()
+        # What is written to disk must be there; else compute goes on meanwhile, one block at a time.
+        down = self._crossing.down if self.records.tier == DISK else self._crossing.down_later
         try:
             for number, parameter in enumerate(block.parameters):
                 gradient = parameter.grad
@@ -84,11 +88,22 @@ class Gradients:
                     self._total(index, number, view, gradient, settle=True)
                     self._adding.discard((index, number))
                 else:
-                    self._crossing.down(gradient, view, "gradients")
+                    down(gradient, view, "gradients")
                     self._forget_changes(index, number)
                 parameter.grad = self._away(index, number)
         finally:
             self.records.leave(index)
+
+    def arrive(self) -> None:
+        """Wait for what ``store`` let go of."""
+        self._crossing.arrive()
+
+    def are_plain(self, index: int) -> bool:
+        """Whether all gradients of the block are where autograd put them, and are to be used as they are."""
+        return not any(
+            type(p.grad) is Away or (index, number) in self._adding or (p.grad is not None and p.grad.is_sparse)
+            for number, p in enumerate(self._blocks[index].parameters)
+        )
 
     @contextlib.contextmanager
     def present(self, index: int, *, dropping: bool = False) -> Iterator[list[_Here | None]]:
@@ -101,6 +116,7 @@ class Gradients:
             if dropping:
                 self.drop(index)
             return
+        self.arrive()
         changed = False
         flat = self.records.enter(index)
         try:
@@ -111,12 +127,12 @@ class Gradients:
                     continue
                 view = self._fields[index][number].view(flat)
                 added = None if type(parameter.grad) is Away else parameter.grad
-                changed |= self._total(index, number, view, added, settle=self.records.tier != "disk")
+                changed |= self._total(index, number, view, added, settle=self.records.tier != DISK)
                 found.append((view, True))
             yield found
         finally:
             self.records.leave(index, changed=False)
-            if changed and self.records.tier == "disk":
+            if changed and self.records.tier == DISK:
                 self.records.forget(index)  # the record itself, and what is to be done to it, are as they were
         if dropping:
             self.drop(index)

@@ -12,7 +12,6 @@ for leaving the optimizer itself alone; PyTorch, torch/optim/optimizer.py, for w
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -25,13 +24,15 @@ from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.base import HANDLE_ATTRIBUTE, Option
+from brim.techniques.beside import Beside
 from brim.techniques.clipping import clip
+from brim.techniques.crossing import Carried
 from brim.techniques.gradients import Arrivals
 from brim.techniques.optimizer_places import KEEP, Choices, Places, usual_buffer_bytes, work_bytes
 from brim.techniques.optimizer_states import StateBlock, state_blocks
 from brim.techniques.optimizer_trial import Trial, raw_step
 from brim.techniques.optimizer_whole import WholeState
-from brim.techniques.updates import Recomputation, narrowed, root_task
+from brim.techniques.updates import Recomputation, narrowed, root_task, stepping
 
 NAME = "optimizer_offload"
 CHOICES = (KEEP, RAM, DISK)
@@ -160,10 +161,12 @@ class OptimizerOffload:
         self._places = Places(optimizer, memory, self.blocks, choices)
         self._written_before, self._written = self._places.written_bytes, -1
         self._recomputation = Recomputation(model)
+        self._beside = Beside(memory, self._places.crossing)
         self._arrivals = Arrivals(self.blocks, self._complete, self._over)
         self._plain_step = vars(optimizer).get("step")
         self._whole = WholeState(optimizer, self.blocks, self._places.leaving, self._places.states, trial)
-        vars(optimizer)["step"] = self._step = types.MethodType(_stepping(self), optimizer)
+        step = stepping(optimizer, self._plain_step is not None, self._step_all, lambda: self._removed)
+        vars(optimizer)["step"] = self._step = types.MethodType(step, optimizer)
         vars(optimizer)[HANDLE_ATTRIBUTE] = self
 
     # -- the step
@@ -188,6 +191,7 @@ class OptimizerOffload:
             self._recomputation.allow()
             rest = [index for index in self._order if index not in self._seen]
             self._order = self._seen + rest
+            self._beside.join()
 
     @property
     def partly_updated(self) -> bool:
@@ -196,6 +200,7 @@ class OptimizerOffload:
 
     def reset(self) -> None:
         """Forget the step under way, after an exception in it: the next backward pass begins a new one."""
+        self._beside.give_up()
         self._done.clear()
         self._arrivals.reset()
         self._after_final = self._clipped = False
@@ -229,6 +234,7 @@ class OptimizerOffload:
         for index in incomplete:
             if index not in self._done or not self._after_final:
                 self._places.gradients.store(index)
+        self._places.gradients.arrive()
 
     def _step_all(self, *args: Any, **kwargs: Any) -> None:
         if any(value is not None for value in (*args[:1], kwargs.get("closure"))):
@@ -240,6 +246,7 @@ class OptimizerOffload:
         todo = [i for i, b in self.blocks.items() if i not in self._done and _has_gradient(b)]
         for position, index in enumerate(todo):
             self._update(index, todo[position + 1 :], dropping=False)
+        self._beside.join()
         self._step_rest()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
         self._places.states.expect(order[:_AHEAD])  # the next step begins with what is there
@@ -258,21 +265,48 @@ class OptimizerOffload:
     def _update(self, index: int, ahead: Sequence[int], *, dropping: bool) -> None:
         """The optimizer's own step on one block. It counts as done even if that raises: it did what it did."""
         block, leaves = self.blocks[index], index in self._places.leaving
+        soon = [i for i in ahead if i not in self._done][:_AHEAD]
+        if leaves and self._may_be_beside(index):
+            self._update_beside(index, soon, dropping=dropping)
+            return
+        self._beside.join()
         with (
             torch.no_grad(),
             self._bound(block),
             self._places.gradients.present(index, dropping=dropping) as gradients,
         ):
-            stepping = [gradient is not None for gradient in gradients]
-            states = self._places.states.present(index, stepping=stepping) if leaves else contextlib.nullcontext()
+            stepped = [gradient is not None for gradient in gradients]
+            states = self._places.states.present(index, stepping=stepped) if leaves else contextlib.nullcontext()
             with states:
-                soon = [i for i in ahead if i not in self._done][:_AHEAD]
                 self._places.states.expect(soon)
                 self._places.gradients.expect(soon)
                 place = self._places.crossing.stepping_in_ram if leaves else self._places.crossing.stepping_in_place
                 with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
                     self._done.add(index)
                     raw_step(self.optimizer)(self.optimizer)
+
+    def _may_be_beside(self, index: int) -> bool:
+        """Whether the block's update needs nothing that the thread of the backward pass uses as well."""
+        streamed = any(id(p) in self._streamed for p in self.blocks[index].parameters)
+        return self._beside.possible and not streamed and self._places.gradients.are_plain(index)
+
+    def _update_beside(self, index: int, soon: Sequence[int], *, dropping: bool) -> None:
+        """As ``_update``, on another thread. Nobody may look at the weights, or at states, until it has joined."""
+        block, states = self.blocks[index], self._places.states
+        stepped = [p.grad is not None for p in block.parameters]
+
+        def update(carried: Carried) -> None:
+            with torch.no_grad(), states.present(index, stepping=stepped):
+                states.expect(soon)
+                with carried.stepping(), narrowed(self.optimizer, block.parameters):
+                    raw_step(self.optimizer)(self.optimizer)
+
+        tensors = [(p, p.grad) for p in block.parameters if p.grad is not None]
+        self._done.add(index)
+        if dropping:
+            self._places.gradients.drop(index)
+        self._beside.begin(tensors, block.name, update)
+        self._places.gradients.expect(soon)
 
     def _bound(self, block: StateBlock) -> contextlib.AbstractContextManager[Any]:
         """Streamed weights have their values within."""
@@ -345,6 +379,7 @@ class OptimizerOffload:
         """
         if self._removed:
             return
+        self._beside.close()
         self._places.restore()
         self._removed = True
         self._arrivals.remove()
@@ -357,29 +392,6 @@ class OptimizerOffload:
                 mine["step"] = self._plain_step
         del mine[HANDLE_ATTRIBUTE]
         self._places.free()
-
-
-def _stepping(handle: OptimizerOffload) -> Any:
-    """The optimizer's ``step`` while it is fitted: PyTorch's hooks around it, once, with all parameters in sight.
-
-    A function that is bound to the optimizer: learning rate schedulers wrap ``optimizer.step.__func__``, and look at
-    a mark on it and at ``_opt_called`` (torch/optim/lr_scheduler.py).
-    """
-    raw, optimizer = raw_step(handle.optimizer), handle.optimizer
-    scheduled = handle._plain_step is not None
-
-    @functools.wraps(raw)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if scheduled:
-            self._opt_called = True  # type: ignore[attr-defined]
-        if handle._removed:
-            return raw(self, *args, **kwargs)
-        return handle._step_all(*args, **kwargs)
-
-    made = type(optimizer).profile_hook_step(step)
-    if scheduled:
-        made._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return made
 
 
 def _has_gradient(block: StateBlock) -> bool:
