@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from brim.predict.values import UnknownNumber, known
+from brim.predict.values import UnknownNumber, carry_one_hot, known
 
 
 class ValueMode(TorchFunctionMode):
@@ -94,7 +94,9 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes <= 0 or tensor.dtype != torch.long:
         return torch.nn.functional.one_hot(tensor, num_classes)
     shape = (*tensor.shape, num_classes)
-    return torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
+    made = torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
+    carry_one_hot(tensor, made)  # the zeros may have been too many to be known
+    return made
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

@@ -164,6 +164,19 @@ def _route(args: tuple[Any, ...], result: Any, crowded: bool) -> None:
     indices._brim_known.state["routing"] = True
 
 
+def carry_one_hot(classes: torch.Tensor, result: torch.Tensor) -> None:
+    """Let a table of which class each element has be known where the classes are."""
+    source = known(classes)
+    if source is None or known(result) is not None:
+        return
+    if _small(result) or (source.state["routing"] and result.numel() <= _MOST_ROUTED):
+        with _disable_current_modes():
+            table = torch.nn.functional.one_hot(source.value, result.size(-1))
+        made = Known(table)
+        made.state["routing"] = source.state["routing"]
+        result._brim_known = made  # type: ignore[attr-defined]
+
+
 def _forget(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

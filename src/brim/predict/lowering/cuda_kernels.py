@@ -9,7 +9,7 @@ from math import ceil, prod
 
 import torch
 
-from brim.predict.lowering import cuda_convolution
+from brim.predict.lowering import cuda_convolution, cuda_sorting
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -173,6 +173,7 @@ def _efficient_backward(kernel: Kernel) -> None:
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_convolution.RULES,
+    **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_batch_norm.default: _statistics_in_float,
     _aten.native_group_norm.default: _group_norm,
