@@ -181,6 +181,7 @@ class Fitted:
         if self.offload is None:
             training_state.restore_optimizer(self.optimizer, names, numbers, tensors)
             return
+        training_state.restore_settings(self.optimizer, names, numbers)
         for name, tensor in tensors:
             self.offload.load_state(name, tensor)
 
