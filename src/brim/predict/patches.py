@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from brim.predict.values import UnknownNumber, carry_one_hot, known
 
+_SET_DATA = torch.Tensor.data.__set__
+
 
 class ValueMode(TorchFunctionMode):
     """``item()`` of an unknown floating value gives a number that may be computed with but not decided on."""
@@ -26,6 +28,8 @@ class ValueMode(TorchFunctionMode):
             return UnknownNumber()
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **(kwargs or {}))
+        if func == _SET_DATA:  # other values now: those of the new data, if they are known
+            args[0]._brim_known = getattr(args[1], "_brim_known", None)
         return func(*args, **(kwargs or {}))
 
 

@@ -81,7 +81,6 @@ class _Run:
         self.times_s: list[float] = []
         self.notes: list[str] = []
         self.disk_bytes = 0
-        self._rolled_back = False
         self._terms: Terms = setup.terms()
         self._batches: Batches = setup.batches()
         self._steps = setup.steps(self._batches)
@@ -121,10 +120,9 @@ class _Run:
             step_s = time.perf_counter() - begin_s
             usage = monitor.usage()
         if failure is not None:
+            self._batches.load_state_dict(before)  # what is saved now must be the step's beginning, whoever reads it
+            restore_rng(rng)
             self._one_rung_down(failure)
-            if not self._rolled_back:
-                self._batches.load_state_dict(before)
-                restore_rng(rng)
             return None
         self._next += 1
         recorder = self.session.fitted.memory.recorder
@@ -170,9 +168,12 @@ class _Run:
         del session, self.session
         heap.trim()
         self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
-        self._rolled_back = self._next != step
-        del self.losses[len(self.losses) - (step - self._next) :]
-        where = f"step {self._next + 1}, after the last checkpoint" if self._rolled_back else "the same step"
+        where = "the same step"
+        if self._next != step:
+            where = f"step {self._next + 1}, after the last checkpoint"
+            del self.losses[max(0, len(self.losses) - (step - self._next)) :]
+            self._metrics.close()
+            self._metrics = Metrics(self._setup.output, resumed_at=self._next)
         plan = _in_words(self.session)
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
         self._note_session()
