@@ -178,12 +178,16 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "weights from RAM": {"device": "emulated", "vram": 1700 * KIB, "ram": 32768 * KIB},
 }
 REFUSED = {("closing", name): "closure" for name in BUDGETS if name != "all fits"}
+# What looks at all gradients at once is refused where they are not in memory, and told of the handle's own way.
+AWAY = ("gradients on disk", "weights from disk", "weights from RAM")
+REFUSED |= {(loop, name): "clip_grad_norm_" for name in AWAY for loop in ("clipping", "scaling")}
 
 
 def fitted(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Fitted]:
     model, optimizer = make()
     handle = brim.fit(model, optimizer, example=(torch.zeros(4, WIDTH),), **BUDGETS[name])
     choice = handle.choice
+    assert (choice.gradients != "keep") == (name in AWAY), choice
     assert choice.streams == ("weights" in name), choice
     assert (choice.states != "keep") == (name != "all fits"), choice
     return model, optimizer, handle
@@ -219,7 +223,26 @@ def test_every_loop_has_the_numbers_of_plain_pytorch(name: str) -> None:
             assert torch.equal(parameter, other), (kind, path)
 
 
-def test_a_scheduler_that_was_there_before(tmp_path: Path) -> None:
+def test_clipping_by_the_handle_where_gradients_are_away() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], torch.Tensor]) -> list[float]:
+        torch.manual_seed(1)
+        found = []
+        for _ in range(STEPS):
+            (loss,) = losses_of(model)
+            loss.backward()
+            found += [loss.item(), clip().item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    twin, plain = make()
+    wanted = loop(twin, plain, lambda: nn.utils.clip_grad_norm_(twin.parameters(), 0.01))
+    model, optimizer, handle = fitted("gradients on disk")
+    assert loop(model, optimizer, lambda: handle.clip_grad_norm_(0.01)) == wanted
+    handle.remove()
+
+
+def test_a_scheduler_that_was_there_before() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
         torch.manual_seed(1)
         found = []
@@ -237,7 +260,7 @@ def test_a_scheduler_that_was_there_before(tmp_path: Path) -> None:
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     wanted = loop(*scheduled())
-    for name in BUDGETS:
+    for name in ("all fits", "states on disk", "weights from RAM"):
         model, optimizer, scheduler = scheduled()
         stepped: list[int] = []
         optimizer.register_step_post_hook(lambda *_, stepped=stepped: stepped.append(1))
