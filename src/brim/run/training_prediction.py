@@ -53,7 +53,8 @@ class Prediction:
 class Rehearsal:
     """A training to be predicted. ``model`` is never run, only its shape is used; it may have no values.
 
-    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come;
+    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come (None:
+    it is not known what a step does, and what is predicted is what the plan holds before one);
     ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
     Parameters with a source in ``weights`` hold nothing until their block is placed.
     """
@@ -63,7 +64,7 @@ class Rehearsal:
     partition: Partition
     weights: Weights
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    inputs: Callable[[int], dict[str, torch.Tensor]]
+    inputs: Callable[[int], Any] | None
     batch: int
     hardware: Hardware
     device: Device = "auto"
@@ -89,7 +90,7 @@ class Rehearsal:
             peak[RAM] = memory.host.peak_bytes
         peak[DISK] = memory.scratch().peak_bytes
         memory.close()
-        timed = _timed(made, run.moved, self.hardware)
+        timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(made, run.moved, self.hardware)
         del made, memory, run
         spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
         return replace(timed, peak_bytes={tier: count + spent.get(tier, 0) for tier, count in peak.items()})
@@ -130,18 +131,21 @@ class _Run:
         inputs = self._inputs()
         fitted = apply_choice(model, optimizer, plan, memory, rehearsal.partition, rehearsal.weights, inputs)
         # Two of many micro-batches have the peaks of all: the first adds up gradients, the last lets them go.
-        count = min(2, -(-rehearsal.batch // choice.micro_batch))
+        count = min(2, -(-rehearsal.batch // choice.micro_batch)) if rehearsal.inputs is not None else 0
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / count) for _ in range(count)]
 
         def step() -> None:
             before = dict(memory.recorder.copied_bytes)
-            fitted.step(micros, clip_norm=rehearsal.clip_norm)
+            if micros:
+                fitted.step(micros, clip_norm=rehearsal.clip_norm)
             after = memory.recorder.copied_bytes
             self.moved = {way: bytes - before.get(way, 0) for way, bytes in after.items()}
 
         return step
 
     def _inputs(self) -> Any:
+        if self._rehearsal.inputs is None:
+            return None
         made = self._rehearsal.inputs(self._choice.micro_batch)
         return tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), made)
 

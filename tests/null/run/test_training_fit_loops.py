@@ -146,7 +146,7 @@ def closing(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         loss.backward()
         return loss
 
-    return [float(optimizer.step(closure)) for _ in range(STEPS)]  # type: ignore[arg-type]
+    return [optimizer.step(closure).item() for _ in range(STEPS)]  # type: ignore[union-attr]
 
 
 def changing_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -185,7 +185,7 @@ REFUSED |= {(loop, name): "clip_grad_norm_" for name in AWAY for loop in ("clipp
 
 def fitted(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Fitted]:
     model, optimizer = make()
-    handle = brim.fit(model, optimizer, example=(torch.zeros(4, WIDTH),), **BUDGETS[name])
+    handle = brim.fit(model, optimizer, activations=64 * KIB, **BUDGETS[name])
     choice = handle.choice
     assert (choice.gradients != "keep") == (name in AWAY), choice
     assert choice.streams == ("weights" in name), choice
@@ -242,6 +242,25 @@ def test_clipping_by_the_handle_where_gradients_are_away() -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("name", ["weights from disk", "weights from RAM"])
+def test_streamed_weights_take_what_was_promised(name: str) -> None:
+    """An example makes the promise a prediction: no plan is refused that would fit, and no pool is overrun."""
+    twin, plain = make()
+    torch.manual_seed(1)
+    wanted = evaluating(twin, plain)
+    model, optimizer = make()
+    handle = brim.fit(model, optimizer, example=(torch.zeros(4, WIDTH),), **BUDGETS[name])
+    assert handle.choice.streams
+    torch.manual_seed(1)
+    assert evaluating(model, optimizer) == wanted
+    promised = handle.plan.promise.peak_bytes
+    assert promised["disk"] == handle.memory.scratch().peak_bytes
+    if handle.memory.host is not None:
+        assert promised["ram"] == handle.memory.host.peak_bytes
+    assert handle.memory.compute.peak_bytes <= promised[handle.memory.compute.tier]
+    handle.remove()
+
+
 def test_a_scheduler_that_was_there_before() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
         torch.manual_seed(1)
@@ -264,7 +283,7 @@ def test_a_scheduler_that_was_there_before() -> None:
         model, optimizer, scheduler = scheduled()
         stepped: list[int] = []
         optimizer.register_step_post_hook(lambda *_, stepped=stepped: stepped.append(1))
-        handle = brim.fit(model, optimizer, example=(torch.zeros(4, WIDTH),), **BUDGETS[name])
+        handle = brim.fit(model, optimizer, activations=64 * KIB, **BUDGETS[name])
         assert not stepped, "planning stepped the user's own optimizer"
         assert loop(model, optimizer, scheduler) == wanted
         assert len(stepped) == STEPS
