@@ -1,8 +1,8 @@
 """How far a process grows for tensors on the CPU: page by page where they have mappings, with holes in the heap.
 
-glibc's malloc (malloc/malloc.c), as ``heap.return_freed_memory`` sets it: what is smaller than its threshold comes out
-of one heap by best fit, free neighbours are merged, the heap grows at its top and shrinks when enough of the top is
-free. Holes stay resident. What is larger has pages of its own and gives them back at once.
+glibc's malloc (malloc/malloc.c), as ``heap.return_freed_memory`` sets it: what is smaller than its threshold comes
+out of one heap by best fit, free neighbours are merged, the heap grows at its top and shrinks when enough of the top
+is free. Holes stay resident. What is larger has pages of its own and gives them back at once.
 """
 
 from __future__ import annotations

@@ -54,32 +54,32 @@ def test_a_large_tensor_has_pages_of_its_own_and_gives_them_back() -> None:
 def test_a_hole_stays_until_something_fits_into_it() -> None:
     heap = HeapGrowth()
     for name in range(3):
-        heap.alloc(name, 100 * KIB)
+        heap.alloc(name, 40 * KIB)
     first = heap.peak_bytes
     heap.free(1)
-    heap.alloc(3, 99 * KIB)  # into the hole
+    heap.alloc(3, 39 * KIB)  # into the hole
     assert heap.peak_bytes == first
     heap.free(3)
-    heap.alloc(4, 101 * KIB)  # it does not fit there
-    assert heap.peak_bytes > first + 100 * KIB
+    heap.alloc(4, 41 * KIB)  # it does not fit there
+    assert heap.peak_bytes > first + 40 * KIB
 
 
 def test_neighbours_that_are_free_are_one_hole() -> None:
     heap = HeapGrowth()
     for name in range(4):
-        heap.alloc(name, 60 * KIB)
+        heap.alloc(name, 30 * KIB)
     before = heap.peak_bytes
     heap.free(1)
     heap.free(2)
-    heap.alloc(5, 119 * KIB)
+    heap.alloc(5, 59 * KIB)
     assert heap.peak_bytes == before
 
 
 def test_the_top_shrinks_once_enough_of_it_is_free() -> None:
     heap = HeapGrowth()
-    count = KEPT_BYTES // (100 * KIB) + 2
+    count = KEPT_BYTES // (40 * KIB) + 2
     for name in range(count):
-        heap.alloc(name, 100 * KIB)
+        heap.alloc(name, 40 * KIB)
     before = heap.peak_bytes
     for name in reversed(range(1, count)):
         heap.free(name)
@@ -92,14 +92,14 @@ def lives(seed: int) -> list[list[int]]:
     dice, script, kept, name = random.Random(seed), [], [], 0
     for _ in range(200):
         for _ in range(4):
-            script.append([name, dice.choice([4, 40, 120, 200, 300, 700]) * KIB + dice.randrange(4096)])
+            script.append([name, dice.choice([1, 4, 16, 40, 60, 100, 300]) * KIB + dice.randrange(4096)])
             if dice.random() < 0.4:
                 kept.append(name)
             else:
                 script.append([name])
             name += 1
     for old in reversed(kept):
-        script.append([name, dice.choice([40, 120, 200, 300]) * KIB])
+        script.append([name, dice.choice([4, 16, 40, 100]) * KIB])
         script += [[old], [name]]
         name += 1
     return script

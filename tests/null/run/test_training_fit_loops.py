@@ -1,4 +1,4 @@
-"""Loops of all kinds around a model and an optimizer that brim has fitted: the numbers of plain PyTorch, or one error."""
+"""Loops of all kinds around what ``brim.fit`` has fitted: the numbers of plain PyTorch, or one clear error."""
 
 from __future__ import annotations
 
@@ -129,9 +129,7 @@ def loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         if step == 0:
             kept = {name: value.clone() for name, value in model.state_dict().items()}
             states = optimizer.state_dict()
-            states["state"] = {
-                k: {key: v.clone() for key, v in one.items()} for k, one in states["state"].items()
-            }
+            states["state"] = {k: {key: v.clone() for key, v in one.items()} for k, one in states["state"].items()}
         else:
             model.load_state_dict(kept)
             optimizer.load_state_dict(states)
