@@ -54,7 +54,9 @@ def predicted(hardware: Hardware, in_place: bool) -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_rung_between_is_taken_predicted_and_kept(known_machine: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rung_between_is_taken_predicted_and_kept(
+    known_machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fitting_door, "machine", lambda device: known_machine)
     plain, in_place = predicted(known_machine, False), predicted(known_machine, True)
     assert works_in_place(make()[0], example())

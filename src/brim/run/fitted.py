@@ -133,7 +133,8 @@ class Fitted:
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         if clip_norm is not None:
-            self._clip(clip_norm)
+            self.precision.unscale(self.optimizer)
+            self.clip_grad_norm_(clip_norm)
         self._stepping = True
         self.precision.step(self.optimizer)
         self._stepping = False
@@ -154,13 +155,15 @@ class Fitted:
             return self.offload.final()
         return contextlib.nullcontext()
 
-    def _clip(self, norm: float) -> None:
-        self.precision.unscale(self.optimizer)
-        if self.offload is not None:
-            self.offload.clip_grad_norm_(norm)
-            return
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of all that the optimizer has, wherever the gradients are. Exact.
+
+        Returns the norm before clipping. PyTorch's own function works as well while gradients stay in memory.
+        """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, norm)
+        if self.offload is not None:
+            return self.offload.clip_grad_norm_(max_norm, norm_type, parameters=parameters)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # -- what a checkpoint holds
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map_only
 from brim.core import Hardware, Promise, Timeline, Trace
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
-from brim.estimation.simulation import simulate
+from brim.estimation.simulation import lives, simulate
+from brim.memory.heap_growth import HeapGrowth
 from brim.memory.pool import Pool, TorchSource
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
@@ -29,9 +30,6 @@ from brim.techniques.blocks import Partition
 from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.weight_streaming import RESIDENT, Weights
 
-# What lies between and around tensors in a process: the heap's holes, autograd's own objects, pages half used. In
-# steps of a 135 M model, what was measured was 0.7 to 2.6 % above what tensors and the program before them took.
-_AROUND_TENSORS = 0.03
 _ENDLESS_BYTES = 1 << 60
 _CPU = torch.device("cpu")
 
@@ -55,7 +53,8 @@ class Prediction:
 class Rehearsal:
     """A training to be predicted. ``model`` is never run, only its shape is used; it may have no values.
 
-    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come;
+    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come (None:
+    it is not known what a step does, and what is predicted is what the plan holds before one);
     ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
     Parameters with a source in ``weights`` hold nothing until their block is placed.
     """
@@ -65,7 +64,7 @@ class Rehearsal:
     partition: Partition
     weights: Weights
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    inputs: Callable[[int], dict[str, torch.Tensor]]
+    inputs: Callable[[int], Any] | None
     batch: int
     hardware: Hardware
     device: Device = "auto"
@@ -86,16 +85,14 @@ class Rehearsal:
         run = _Run(self, choice, ram_bytes)
         made = trace(run.build, steps=1, target="cuda" if run.on_cuda else "cpu", model=self.name)
         memory, compute = run.memory, self.hardware.compute
-        peak = {compute: simulate(made).peak_bytes.reserved}
+        peak = {compute: _resident_bytes(made) if compute == RAM else simulate(made).peak_bytes.reserved}
         if memory.host is not None:
             peak[RAM] = memory.host.peak_bytes
         peak[DISK] = memory.scratch().peak_bytes
         memory.close()
-        timed = _timed(made, run.moved, self.hardware)
+        timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(made, run.moved, self.hardware)
         del made, memory, run
         spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
-        if compute == RAM and spent:
-            peak[RAM] += int(peak[RAM] * _AROUND_TENSORS)
         return replace(timed, peak_bytes={tier: count + spent.get(tier, 0) for tier, count in peak.items()})
 
 
@@ -134,18 +131,21 @@ class _Run:
         inputs = self._inputs()
         fitted = apply_choice(model, optimizer, plan, memory, rehearsal.partition, rehearsal.weights, inputs)
         # Two of many micro-batches have the peaks of all: the first adds up gradients, the last lets them go.
-        count = min(2, -(-rehearsal.batch // choice.micro_batch))
+        count = min(2, -(-rehearsal.batch // choice.micro_batch)) if rehearsal.inputs is not None else 0
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / count) for _ in range(count)]
 
         def step() -> None:
             before = dict(memory.recorder.copied_bytes)
-            fitted.step(micros, clip_norm=rehearsal.clip_norm)
+            if micros:
+                fitted.step(micros, clip_norm=rehearsal.clip_norm)
             after = memory.recorder.copied_bytes
             self.moved = {way: bytes - before.get(way, 0) for way, bytes in after.items()}
 
         return step
 
     def _inputs(self) -> Any:
+        if self._rehearsal.inputs is None:
+            return None
         made = self._rehearsal.inputs(self._choice.micro_batch)
         return tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), made)
 
@@ -165,6 +165,17 @@ def works_in_place(model: nn.Module, example: Any) -> bool:
         return bool(inplace_activations.options(model, example))
     except UnsupportedError:  # it cannot be tried without bytes
         return False
+
+
+def _resident_bytes(made: Trace) -> int:
+    """What a process grows by for the tensors of a step on the CPU."""
+    heap = HeapGrowth()
+    for storage, born, _ in lives(made):
+        if born:
+            heap.alloc(storage.id, storage.bytes)
+        else:
+            heap.free(storage.id)
+    return heap.peak_bytes
 
 
 def _timed(made: Trace, moved: Mapping[tuple[str, str], int], hardware: Hardware) -> Prediction:

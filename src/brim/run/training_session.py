@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
-from brim.core.hardware import DISK
+from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError
 from brim.memory import heap
 from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device, Need, make_memory, make_plan
-from brim.run.inference import spent, warm_up
+from brim.run.inference import resident_bytes, warm_up
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
@@ -25,6 +25,9 @@ from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import NAME as STREAMING
 
+# What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
+# steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
+_BESIDE_BYTES = {RAM: 8 << 20, VRAM: 64 << 20}
 _PROOFS = 4  # how often a streaming plan is tightened before it is given up
 
 
@@ -116,7 +119,7 @@ class _Search:
             device=terms.device,
             budget_bytes=terms.budget_bytes,
             clip_norm=terms.clip_norm,
-            spent_bytes=lambda: spent(terms.start_bytes),
+            spent_bytes=lambda: _program_bytes(terms.start_bytes),
         )
 
     def inputs(self, count: int) -> dict[str, torch.Tensor]:
@@ -168,7 +171,7 @@ class _Search:
     def _streamed(self, base: Found) -> tuple[Partition, Choice, Prediction]:
         """Weight streaming on top of ``base``: planned, predicted, and tightened until it is proved to fit."""
         terms, compute, rung = self._terms, self._terms.hardware.compute, base.choice
-        program = spent(terms.start_bytes)
+        program = _program_bytes(terms.start_bytes)
         step_bytes = max(0, base.prediction.peak_bytes[compute] - program[compute] - self._partition.bytes)
         for _ in range(_PROOFS):
             need = Need(
@@ -186,6 +189,14 @@ class _Search:
                 return partition, choice, found
             step_bytes += found.peak_bytes[compute] - terms.budget_bytes[compute] + (1 << 20)
         raise too_small(found.peak_bytes, terms.budget_bytes)
+
+
+def _program_bytes(start_bytes: int) -> dict[str, int]:
+    """What the program has grown by until now, and will need beside tensors, per tier."""
+    heap.trim()
+    return {
+        tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in _BESIDE_BYTES.items()
+    }
 
 
 def _chunkable(model: nn.Module) -> bool:

@@ -37,8 +37,10 @@ def run(llama: Path, data: Path, output: Path, **options: Any) -> Training:
     return train(Request(model=llama, data=data, output=output, **{**settings, **options}))
 
 
-@pytest.mark.parametrize("offload", [None, "disk"], ids=["in memory", "on disk"])
-@pytest.mark.parametrize("name", ["adafactor", "lion", "sgd", "sgd-momentum"])
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [("adafactor", None), ("adafactor", "disk"), ("lion", "disk"), ("sgd", None), ("sgd-momentum", "disk")],
+)
 def test_an_optimizer_that_takes_less_learns_and_is_counted(
     name: str, offload: Any, llama: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -46,9 +48,10 @@ def test_an_optimizer_that_takes_less_learns_and_is_counted(
     assert len(result.losses) == 3
     assert result.losses[-1] < result.losses[0]
     if offload == "disk":
-        shapes = [p for p in _parameters(tmp_path)]
-        counters = 4 * len(shapes) * (name == "adafactor")  # single numbers stay in memory
-        assert result.measured_bytes["disk"] >= sum(optimizers.state_bytes(name, shapes)) - counters
+        parameters = _parameters(tmp_path)
+        counters = 4 * len(parameters) * (name == "adafactor")  # single numbers stay in memory
+        states = sum(optimizers.state_bytes(name, parameters)) - counters
+        assert states <= result.measured_bytes["disk"] <= states + 4096 * 3 * len(parameters)  # pages
         assert result.measured_bytes["disk"] == result.promised_bytes["disk"]
 
 
@@ -70,13 +73,22 @@ def test_adamw_of_8_bits_names_what_is_missing(llama: Path, text: Path, tmp_path
         run(llama, text, tmp_path, optimizer="adamw8bit")
 
 
+@pytest.fixture(scope="module")
+def losses(llama: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """In plain float32."""
+    return run(llama, text, tmp_path_factory.mktemp("plain")).losses
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "bf16-stochastic", "bf16-master"])
-def test_a_precision_trains_and_its_promise_is_kept(precision: str, llama: Path, text: Path, tmp_path: Path) -> None:
+def test_a_precision_trains_as_float32_does_but_for_its_rounding(
+    precision: str, losses: list[float], llama: Path, text: Path, tmp_path: Path
+) -> None:
     result = run(llama, text, tmp_path, precision=precision)
-    assert result.losses[-1] < result.losses[0]
+    assert result.losses == pytest.approx(losses, rel=0.02)
+    assert result.losses != losses
     assert result.plan.choices("precision")[""] == precision
     saved = {value.dtype for value in _parameters(tmp_path)}
-    assert saved == {torch.bfloat16 if precision in ("bf16-stochastic", "bf16-master") else torch.float32}
+    assert saved == {torch.float32 if "mixed" in precision else torch.bfloat16}
 
 
 def test_fp8_is_refused_where_the_device_has_none(llama: Path, text: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_halving_finds_what_a_climb_over_every_rung_finds(make: Any, emulated: b
     rungs = ladder(subject, Orders())
     peaks = {index: rehearsal.predict(choice) for index, choice in enumerate(rungs)}
     sizes = sorted({peak.peak_bytes[compute] for peak in peaks.values()})
-    for size in [*sizes, *(low + (high - low) // 2 for low, high in zip(sizes, sizes[1:], strict=False)), 1]:
+    for size in [*sizes, *(low + (high - low) // 2 for low, high in itertools.pairwise(sizes)), 1]:
         for ram in (GIB, 4 << 20):
             budget = {compute: size} if compute == RAM else {VRAM: size, RAM: ram}
             asked: list[Choice] = []

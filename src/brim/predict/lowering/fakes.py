@@ -58,7 +58,15 @@ def _histc(source: torch.Tensor, bins: int = 100, *args: object, **kwargs: objec
     return torch.empty(bins, dtype=source.dtype)
 
 
+def _fused(*args: object, **kwargs: object) -> None:
+    """A fused optimizer step writes over what it is given and makes nothing."""
+
+
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten._fused_sgd_.default: _fused,
+    _aten._fused_sgd_.tensor_lr: _fused,
+    _aten._fused_adagrad_.default: _fused,
+    _aten._fused_adagrad_.tensor_lr: _fused,
     _aten.histc.default: _histc,
     _aten._grouped_mm.default: _grouped_mm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
