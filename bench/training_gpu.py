@@ -112,7 +112,7 @@ def full(options: argparse.Namespace) -> tuple[dict[str, Any], list[Claim]]:
 
 def lora(options: argparse.Namespace) -> tuple[dict[str, Any], list[Claim]]:
     """7 B in 8 GiB, and with everything resident."""
-    budget_bytes, batch = (100 << 20, 2) if options.tiny else (8 * GIB, 32)
+    budget_bytes, batch = (110 << 20, 2) if options.tiny else (8 * GIB, 32)
     rows = {
         "streamed": _train(options, "7B", budget_bytes, method="lora", batch=batch),
         "resident": _train(options, "7B", None, method="lora", batch=batch),
