@@ -19,7 +19,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.memory.tiers import cpu_memory
-from brim.techniques.optimizer_offload import apply
+from brim.techniques.optimizer_offload import BLOCK_BYTES, apply
 
 MIB = 1 << 20
 _CHUNK_BYTES = 16 * MIB
@@ -37,7 +37,14 @@ class Size:
 FULL, TINY = Size(layers=48, width=1024), Size(layers=8, width=256)
 
 
-def measure(size: Size, directory: Path, *, rounds: int, buffer_bytes: int | None = None) -> dict[str, Any]:
+def measure(
+    size: Size,
+    directory: Path,
+    *,
+    rounds: int,
+    block_bytes: int = BLOCK_BYTES,
+    buffer_bytes: int | None = None,
+) -> dict[str, Any]:
     """Medians over interleaved rounds: seconds of a step whose states are on disk, and of the raw transfer.
 
     The raw transfer reads and writes as many bytes by O_DIRECT, in turn or both at once, with one or two requests in
@@ -50,7 +57,7 @@ def measure(size: Size, directory: Path, *, rounds: int, buffer_bytes: int | Non
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     twin = _resident(size)
-    handle = apply(model, optimizer, memory, states="disk", buffer_bytes=buffer_bytes)
+    handle = apply(model, optimizer, memory, states="disk", block_bytes=block_bytes, buffer_bytes=buffer_bytes)
     records = handle._places.states.records
     try:
         optimizer.step()  # makes the states
