@@ -111,8 +111,9 @@ class watch:
             finally:
                 self._recorder = None
                 _open.release()
-        if error is not None and (self.written or self.failure):
-            error.add_note(self._note())
+        if error is not None:
+            if self.failure is not None or (self.written and _wants_memory(error)):
+                error.add_note(self._note())
         elif self.failure is not None:
             raise UsageError(self._asked, f"It could not be written: {self.failure}.") from self.failure
 

@@ -250,6 +250,11 @@ def test_memory_of_the_host_is_a_timeline_of_its_own(read):
     assert found.host.peak_bytes("ram") == 12288
 
 
+def test_a_device_event_without_arguments_is_its_process(device):
+    bare = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 3, "dur": 4}
+    assert us(device([bare]).busy_s) == 4
+
+
 def test_the_longest_gaps_come_first_and_json_is_plain(read):
     found = read([kernel(at * 100, at, name="k") for at in range(1, 40)])
     (one,) = found.devices
