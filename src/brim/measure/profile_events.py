@@ -85,7 +85,7 @@ class Events:
         time(start)
         took(seconds)
         what(kind)
-        device(args["device"] if "device" in args else event["pid"])  # its process is the device there
+        device(args["device"] if "device" in args else int(event["pid"]))  # its process is the device there
         stream(args.get("stream", 0))
         key(args.get("correlation", -1))
         size(args.get("bytes", 0))
