@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from brim.cli import explain_source
+from brim.cli.explain_text import short
 from brim.cli.explained import Explained, Rows, of_profile
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -120,7 +121,7 @@ def _lines(body: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {key.replace('_', ' ')}:")
         for one in body[key][:MOST_LINES]:
             state = " new" if not one["before_count"] else " gone" if not one["after_count"] else ""
-            name = one["name"].split("\n")[0] or "(not known)"
+            name = short(one["name"].split("\n")[0]) or "(not known)"
             lines.append(f"    {_change(one['before_bytes'], one['after_bytes'])}{state}  {name}")
     return lines
 

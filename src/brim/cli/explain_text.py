@@ -58,13 +58,21 @@ def _device(device: Mapping[str, Any]) -> _Lines:
     ]
     if replay["ooms"]:
         lines.append(f"  out of memory: {replay['ooms']} times")
-    shown = [one for one in device["moments"] if one["what"] != "end"] or list(device["moments"])
-    for moment in shown[:2]:
+    for moment in _shown(device["moments"]):
         lines += [f"  {line}" for line in _moment(moment)]
     lines += [f"  {line}" for line in of_peak(device["peak"], "by category, inferred from stacks")]
     for run in device["what_if"]:
         lines.append(f"  {_what_if_line(run, replay['peak_reserved_measured_bytes'])}")
     return lines + [f"  {line}" for line in _advice(device["advice"])]
+
+
+def _shown(moments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first failure, and the peak if it was another moment; where neither is, the end."""
+    failed = [one for one in moments if one["what"] == "oom"][:1]
+    peak = [one for one in moments if one["what"] == "peak"]
+    if failed and peak and failed[0]["reserved_bytes"] == peak[0]["reserved_bytes"]:
+        peak = []
+    return failed + peak or list(moments)
 
 
 def _moment(moment: Mapping[str, Any]) -> _Lines:
@@ -84,15 +92,28 @@ def _moment(moment: Mapping[str, Any]) -> _Lines:
     for one in moment["segments"][:4]:
         lines.append(
             f"  {format_bytes(one['free_bytes'])} of {format_bytes(one['bytes'])} at {one['address']:#x} pinned by "
-            f"{one['blocks_in_use']:,} blocks: {pins(one)}"
+            f"{_blocks(one['blocks_in_use'])}: {pins(one)}"
         )
     return lines
 
 
 def pins(segment: Mapping[str, Any]) -> str:
     """What keeps a segment: the largest blocks in use with the code that asked for them."""
-    named = [f"{format_bytes(one['bytes'])} {one['label'] or '(stack not recorded)'}" for one in segment["pins"]]
+    named = [
+        f"{format_bytes(one['bytes'])} {short(one['label']) or '(stack not recorded)'}" for one in segment["pins"]
+    ]
     return "; ".join(named)
+
+
+def short(frame: str) -> str:
+    """A frame with the end of its path."""
+    what, at, where = frame.rpartition(" at ")
+    parts = where.split("/")
+    return f"{what}{at}{'/'.join(parts[-3:])}" if len(parts) > 3 else frame[:160]
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count:,} blocks"
 
 
 def size_name(limit: int) -> str:
@@ -100,7 +121,11 @@ def size_name(limit: int) -> str:
 
 
 def _what_if_line(run: Mapping[str, Any], measured_bytes: int) -> str:
-    fits = {None: "", True: ", would have fit: yes", False: ", would have fit: no"}[run["would_fit"]]
+    fits = {
+        None: "",
+        True: ", would have fit: yes",
+        False: f", would have fit: no ({format_bytes(run['failed_bytes'])} not served)",
+    }[run["would_fit"]]
     change = run["peak_reserved_bytes"] - measured_bytes
     return (
         f"with {run['settings'] or 'default settings'}: {format_bytes(measured_bytes)} -> "
@@ -115,13 +140,15 @@ def of_peak(peak: Mapping[str, Any], title: str = "by category") -> _Lines:
         return ["nothing was allocated"]
     lines = [f"in use at the peak of {peak['tier']}, {format_bytes(peak['allocated_bytes'])}, {title}:"]
     lines += [
-        f"  {format_bytes(one['bytes']):>10}  {one['name'] or '(not known)'} ({one['count']:,} blocks)"
+        f"  {format_bytes(one['bytes']):>10}  {one['name'] or '(not known)'} ({_blocks(one['count'])})"
         for one in peak["by_category"]
     ]
     named = [one for one in peak["by_label"] if one["name"]][:MOST_LINES]
     if named:
         lines.append("by who asked for it:")
-        lines += [f"  {format_bytes(one['bytes']):>10}  {one['name']} ({one['count']:,} blocks)" for one in named]
+        lines += [
+            f"  {format_bytes(one['bytes']):>10}  {short(one['name'])} ({_blocks(one['count'])})" for one in named
+        ]
     return lines
 
 

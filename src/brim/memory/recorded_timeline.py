@@ -28,6 +28,7 @@ _SEGMENTS = {
     "segment_unmap": EventKind.SEGMENT_FREE,
 }
 _PYTHON = re.compile(r"\.py:\d+$")
+_OPERATOR = re.compile(r"at::(?:native|_ops)::|torch::autograd::generated::")
 _INSIDE_TORCH = re.compile(r"/torch/(?!\w*_user)|<frozen |/_inductor/|generated_cases|/contextlib\.py")
 
 
@@ -76,16 +77,17 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
 
 
 def telling_frames(frames: Sequence[str]) -> list[str]:
-    """The frames of Python code if there are any; of a stack that has none, all."""
-    return [frame for frame in frames if _PYTHON.search(frame)] or list(frames)
+    """The frames of Python code if there are any; of a stack that has none, those from the operator outwards."""
+    python = [frame for frame in frames if _PYTHON.search(frame)]
+    first = next((index for index, frame in enumerate(frames) if _OPERATOR.match(frame)), 0)
+    return python or list(frames[first:])
 
 
 def label_of(frames: Sequence[str]) -> str:
     """The innermost frame of the user's code, else of any Python code, else of an operator."""
     python = [frame for frame in frames if _PYTHON.search(frame)]
     users = (frame for frame in python if not _INSIDE_TORCH.search(frame))
-    operators = (frame for frame in frames if frame.startswith("at::"))
-    return next(users, "") or next(iter(python), "") or next(operators, "") or next(iter(frames), "")
+    return next(users, "") or next(iter(python or telling_frames(frames)), "")
 
 
 class _Writing(Run):
