@@ -110,6 +110,8 @@ class _Writing(Run):
         self.moments: list[Moment] = []
         self.peak = _peak_event(history, start)
         self._write_start(start)
+        if self.peak < 0:
+            self.keep_moment("peak", 0)
 
     def _write_start(self, start: State) -> None:
         for address in sorted(start.ranges):
@@ -185,23 +187,21 @@ class _Writing(Run):
 
 
 def _peak_event(history: History, start: State) -> int:
-    """The allocation for which most was reserved; if nothing was taken from the device, that with most in use."""
+    """The allocation for which most was reserved, the busiest of those; -1: before the first event."""
     held = peak = start.reserved_bytes
     used = most = 0
-    grown = busiest = -1
+    found, wanted = -1, False
     for index, (action, size) in enumerate(zip(history.actions, history.sizes, strict=True)):
         if action in ("segment_alloc", "segment_map"):
             held += size
             if held > peak:
-                peak, grown = held, index
+                peak, wanted = held, True
         elif action in RELEASES:
             held -= size
         elif action == "alloc":
             used += size
-            if used > most:
-                most, busiest = used, index
+            if wanted or (held == peak and used > most):
+                found, most, wanted = index, used, False
         elif action == "free_completed":
             used -= size
-    if grown < 0:
-        return busiest
-    return next((i for i in range(grown, len(history.actions)) if history.actions[i] == "alloc"), -1)
+    return found

@@ -95,12 +95,9 @@ def best(history: History, candidates: Iterable[str] = CANDIDATES) -> list[WhatI
     if len(history.actions) <= MOST_SEARCHED_EVENTS:
         for text in _limits(history):
             found.setdefault(text, what_if(history, AllocatorConfig.parse(text)))
-        rounding = min(
-            (text for text in found if text.startswith("roundup")), key=lambda t: _rank(found[t]), default=""
-        )
-        other = min(
-            (text for text in found if not text.startswith("roundup")), key=lambda t: _rank(found[t]), default=""
-        )
+        ranked = sorted(found, key=lambda text: _rank(found[text]))
+        rounding = next((text for text in ranked if text.startswith("roundup")), "")
+        other = next((text for text in ranked if not text.startswith("roundup")), "")
         both = ",".join(text for text in (other, rounding) if text)
         if both and both not in found:
             found[both] = what_if(history, AllocatorConfig.parse(both))
