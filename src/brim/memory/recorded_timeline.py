@@ -98,7 +98,7 @@ class _Writing(Run):
         self.timeline = timeline
         self.labels = [label_of(frames) for frames in stacks]
         self.stacks = ["\n".join(telling_frames(frames)[:MOST_FRAMES]) for frames in stacks]
-        self.phases = [categories.phase_of(frames) for frames in stacks]
+        self.phases = categories.phases_of(stacks)
         self.categories = categories.infer(history, self.phases)
         kept = {block.address: block for segment in history.segments for block in segment.blocks}
         self.born: dict[int, tuple[int, int]] = {}  # address -> event and stack

@@ -13,9 +13,9 @@ from brim.report.oom import Cause, read_oom
 from brim.units import GIB, MIB
 
 FULL = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 23.65 GiB of "
-    "which 100.00 MiB is free. Including non-PyTorch memory, this process has 23.50 GiB memory in use. Of the allocated "
-    "memory 15.00 GiB is allocated by PyTorch, and 8.00 GiB is reserved by PyTorch but unallocated."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 23.65 GiB "
+    "of which 100.00 MiB is free. Including non-PyTorch memory, this process has 23.50 GiB memory in use. Of the "
+    "allocated memory 15.00 GiB is allocated by PyTorch, and 8.00 GiB is reserved by PyTorch but unallocated."
 )
 
 
