@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -113,67 +114,56 @@ def test_a_stack_tells_the_phase(frames, phase):
     assert phase_of(frames) is phase
 
 
-def training() -> tuple[dict[str, Any], list[str]]:
-    """One step as a snapshot, and what each allocation is."""
+ALLOC, FREE = ("alloc",), ("free_requested", "free_completed")
+ZERO, OTHER = ["zero_grad at train.py:13"], ["main at train.py:20"]
+# One step: what happens, to which block, from where, and what the block is if it is allocated.
+TRAINING = (
+    (ALLOC, 0, BUILD, "parameter"),
+    (ALLOC, 1, FORWARD, "activation"),
+    (ALLOC, 2, FORWARD, "temporary"),
+    (FREE, 2, FORWARD, ""),
+    (ALLOC, 3, BACKWARD, "gradient"),
+    (ALLOC, 4, BACKWARD, "temporary"),
+    (FREE, 1, BACKWARD, ""),
+    (FREE, 4, BACKWARD, ""),
+    (ALLOC, 5, STEP, "optimizer_state"),
+    (ALLOC, 6, STEP, "temporary"),
+    (FREE, 6, STEP, ""),
+    (FREE, 3, ZERO, ""),
+    (ALLOC, 7, OTHER, ""),
+)
+START, SIZE = 1 << 40, MIB // 2
+
+
+def frame(text: str) -> dict[str, Any]:
+    name, _, where = text.partition(" at ")
+    file, _, line = where.rpartition(":")
+    return {"name": name, "filename": file or "??", "line": int(line) if line else 0}
+
+
+def training() -> dict[str, Any]:
+    """``TRAINING`` as a snapshot: each block lies in a segment of its own."""
     trace: list[dict[str, Any]] = []
-    kinds: list[str] = []
-
-    def event(action: str, number: int, frames: list[str], kind: str = "") -> None:
-        found = []
-        for frame in frames:
-            name, _, where = frame.partition(" at ")
-            file, _, line = where.rpartition(":")
-            found.append({"name": name, "filename": file or "??", "line": int(line) if line else 0})
-        row = {"addr": (1 << 40) + number * 2 * MIB, "size": MIB // 2, "stream": 0, "time_us": len(trace)}
-        trace.append({"action": action, "frames": found} | row)
-        if action == "alloc":
-            kinds.append(kind)
-
-    def free(number: int, frames: list[str]) -> None:
-        event("free_requested", number, frames)
-        event("free_completed", number, frames)
-
-    event("alloc", 0, BUILD, "parameter")
-    event("alloc", 1, FORWARD, "activation")
-    event("alloc", 2, FORWARD, "temporary")
-    free(2, FORWARD)
-    event("alloc", 3, BACKWARD, "gradient")
-    event("alloc", 4, BACKWARD, "temporary")
-    free(1, BACKWARD)
-    free(4, BACKWARD)
-    event("alloc", 5, STEP, "optimizer_state")
-    event("alloc", 6, STEP, "temporary")
-    free(6, STEP)
-    free(3, ["zero_grad at train.py:13"])
-    event("alloc", 7, ["main at train.py:20"], "")
-    live = {0, 5, 7}
-    segments = [
-        {
-            "device": 0,
-            "address": (1 << 40) + number * 2 * MIB,
-            "total_size": 2 * MIB,
-            "stream": 0,
-            "segment_type": "small",
-            "blocks": [
-                {"size": MIB // 2, "requested_size": MIB // 2, "state": "active_allocated"},
-                {"size": 2 * MIB - MIB // 2, "requested_size": 0, "state": "inactive"},
-            ]
-            if number in live
-            else [{"size": 2 * MIB, "requested_size": 0, "state": "inactive"}],
-        }
-        for number in range(8)
-    ]
-    return {"segments": segments, "device_traces": [trace]}, kinds
+    live = set()
+    for actions, number, frames, _ in TRAINING:
+        live ^= {number}
+        for action in actions:
+            row = {"addr": START + number * 2 * MIB, "size": SIZE, "stream": 0, "time_us": len(trace)}
+            trace.append({"action": action, "frames": [frame(text) for text in frames]} | row)
+    segments = []
+    for number in range(8):
+        used = {"size": SIZE, "requested_size": SIZE, "state": "active_allocated"}
+        rest = {"size": 2 * MIB - SIZE * (number in live), "requested_size": 0, "state": "inactive"}
+        row = {"device": 0, "address": START + number * 2 * MIB, "total_size": 2 * MIB, "stream": 0}
+        segments.append(row | {"segment_type": "small", "blocks": [used, rest] if number in live else [rest]})
+    return {"segments": segments, "device_traces": [trace]}
 
 
 def test_stacks_and_lifetimes_tell_what_blocks_were():
-    import pickle
-
-    document, kinds = training()
-    found = snapshot.parse(pickle.dumps(document))
+    found = snapshot.parse(pickle.dumps(training()))
     run = recorded_run(found.devices[0], "run", stacks=found.stacks)
     allocated = [event for event in run.timeline if event.kind is EventKind.ALLOC]
-    assert [event.category for event in allocated] == kinds
+    assert [event.category for event in allocated] == [kind for actions, _, _, kind in TRAINING if actions == ALLOC]
     assert run.timeline.facts["categories_inferred"] == 1
     assert allocated[1].stack.split("\n")[0] == "forward at model.py:3"
     assert allocated[1].label == "forward at model.py:3"
@@ -186,3 +176,13 @@ def test_frames_of_python_are_what_people_read():
     assert label_of(frames) == "<module> at train.py:12"
     assert telling_frames(frames[:2]) == ["at::native::empty()"]
     assert label_of([]) == ""
+
+
+def test_segments_without_events_are_described_too():
+    segment = {"device": 0, "address": 0, "total_size": 20 * MIB, "stream": 0, "segment_type": "large"}
+    blocks = [{"size": 2 * MIB, "state": "active_allocated"}, {"size": 18 * MIB, "state": "inactive"}]
+    (history,) = snapshot.parse(pickle.dumps([segment | {"blocks": blocks}])).devices
+    run = recorded_run(history, "old")
+    assert [one.what for one in run.moments] == ["peak", "end"]
+    assert {(one.allocated_bytes, one.largest_free_bytes) for one in run.moments} == {(2 * MIB, 18 * MIB)}
+    assert run.timeline.peak_bytes("vram") == 2 * MIB

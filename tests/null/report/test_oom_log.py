@@ -131,8 +131,8 @@ def test_old_versions_are_not_told_to_set_what_they_do_not_know():
 
 
 OLD = (
-    "RuntimeError: CUDA out of memory. Tried to allocate 130.00 MiB (GPU 1; 7.80 GiB total capacity; 5.91 GiB already "
-    "allocated; 33.56 MiB free; 6.09 GiB reserved in total by PyTorch)"
+    "RuntimeError: CUDA out of memory. Tried to allocate 130.00 MiB (GPU 1; 7.80 GiB total capacity; 5.91 GiB "
+    "already allocated; 33.56 MiB free; 6.09 GiB reserved in total by PyTorch)"
 )
 JAX = "RESOURCE_EXHAUSTED: Failed to allocate request for 2.00GiB (2147483648B) on device ordinal 0"
 

@@ -356,22 +356,18 @@ DEVICES = {
     "impossible": "cuda",
     "hip of old": "hip:2",
     "a hip fraction": "hip:1",
-    "hip runtime": "hip",
     "npu": "npu:1",
     "npu workspace": "npu:7",
     "xpu of old": "xpu:0",
-    "xpu runtime": "xpu",
-    "directml": "gpu",
-    "jax": "gpu",
     "jax with a device": "gpu:0",
-    "tensorflow": "gpu",
     "tensorflow's shape": "gpu:1",
-    "tpu": "tpu",
     "address space": "cuda:2",
     "llama.cpp": "cuda:1",
     "llama.cpp's cache": "cuda:0",
     "vllm beside another": "cuda:0",
 } | dict.fromkeys(("mps in old units", "mps in one buffer"), "mps")
+DEVICES |= {"hip runtime": "hip", "xpu runtime": "xpu", "tpu": "tpu"}
+DEVICES |= dict.fromkeys(("jax", "tensorflow", "directml"), "gpu")
 DEVICES |= dict.fromkeys(("cpu on linux", "cpu of old", "shared memory", "mapping", "numpy", "linux"), "cpu")
 ADVICE = {  # in the first advice
     Cause.FRAGMENTATION: "expandable_segments:True",
