@@ -18,6 +18,7 @@ TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": f"{COMMON}, greenContextId INTEGER, {ASKED}, demangledName INTEGER NOT NULL, "
     "shortName INTEGER NOT NULL, mangledName INTEGER, launchType INTEGER, cacheConfig INTEGER, "
     + ", ".join(f"{name} INTEGER" for name in SHAPES),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": f"{COMMON}, greenContextId INTEGER, {ASKED}, graphId INTEGER",
     "CUPTI_ACTIVITY_KIND_MEMCPY": f"{COMMON}, greenContextId INTEGER, {ASKED}, bytes INTEGER NOT NULL, "
     "copyKind INTEGER NOT NULL, srcKind INTEGER, dstKind INTEGER, migrationCause INTEGER, virtualAddress INTEGER",
     "CUPTI_ACTIVITY_KIND_MEMSET": f"{COMMON}, {ASKED}, value INTEGER, bytes INTEGER NOT NULL, memKind INTEGER",

@@ -74,11 +74,12 @@ class _Export:
         self.activity = Activity()
         self.count = 0
         self.tables: dict[str, set[str]] = {}
+        self.texts: dict[Any, str] = {}
 
     def profile(self, source: str) -> Profile:
         try:
             self.look()
-            rows = Rows(self.activity, self.texts())
+            rows = Rows(self.activity, self.text)
             self.facts()
             for table, columns, take in rows.wanted():
                 for row in self.rows(table, columns):
@@ -108,7 +109,7 @@ class _Export:
             raise FormatError(self.asked, f"It has other tables: {found_names[:200] or 'none'}.")
 
     def rows(self, table: str, columns: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-        """The rows of a table, if it is there; a column that is not has its default. None stands for the default."""
+        """The rows of a table, if it is there. What has no value, or no column, has the default given."""
         known = self.tables.get(table)
         if known is None:
             return
@@ -124,10 +125,15 @@ class _Export:
             self.count += 1
             yield row
 
-    def texts(self) -> dict[int, str]:
-        texts: dict[int, str] = dict(self.rows("StringIds", {"id": None, "value": ""}))
-        self.count = 0
-        return texts
+    def text(self, number: Any) -> str:
+        """A text by its number. They are looked up one by one: most texts in a report are of no use here."""
+        found = self.texts.get(number)
+        if found is None:
+            row = None
+            if "StringIds" in self.tables and isinstance(number, int):
+                row = self.database.execute("SELECT value FROM StringIds WHERE id = ?", (number,)).fetchone()
+            found = self.texts[number] = str(row[0]) if row else ""
+        return found
 
     def facts(self) -> None:
         facts = self.activity.facts

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from brim.measure.profile_activity import (
+    COMPUTE,
     D2D,
     D2H,
     H2D,
@@ -53,8 +54,9 @@ Row = tuple[str, dict[str, Any], Take]
 class Rows:
     """Takes rows into an Activity. Raises TypeError, ValueError or OverflowError for odd ones."""
 
-    def __init__(self, activity: Activity, texts: dict[int, str]) -> None:
-        self.activity, self.texts = activity, texts
+    def __init__(self, activity: Activity, text: Callable[[Any], str]) -> None:
+        """``text`` gives the text of a number."""
+        self.activity, self.text = activity, text
         self.zero_ns: int | None = None
         self.numbers: dict[Any, tuple[int, int]] = {}
         self.threads: dict[int, int] = {}
@@ -67,6 +69,7 @@ class Rows:
         copy = {"bytes": 0, "copyKind": 0, "srcKind": 7, "dstKind": 7, "migrationCause": 0}
         named = {"demangledName": None, "shortName": None}
         yield "CUPTI_ACTIVITY_KIND_KERNEL", when | where | named, self.kernel
+        yield "CUPTI_ACTIVITY_KIND_GRAPH_TRACE", when | where, self.graph
         yield "CUPTI_ACTIVITY_KIND_MEMCPY", when | where | copy, self.copy
         yield "CUPTI_ACTIVITY_KIND_MEMSET", when | where | {"bytes": 0, "memKind": 7}, self.memset
         call = {"globalTid": 0, "correlationId": -1, "nameId": None}
@@ -91,7 +94,7 @@ class Rows:
         """A text's number among ours, and what it is the name of."""
         found = self.numbers.get((kind_of, number))
         if found is None:
-            text = self.texts.get(number, "") if isinstance(number, int) else str(number or "")
+            text = self.text(number)
             found = self.numbers[kind_of, number] = (self.activity.texts.number(text), kind_of(text))
         return found
 
@@ -99,6 +102,11 @@ class Rows:
         number, kind = self.name(next((name for name in names if name is not None), None), kernel_kind)
         key = self.key(correlation, pid)
         self.activity.device.add(*self.span(start, end), kind, device, stream, key, 0, number, 0, 0)
+
+    def graph(self, start: int, end: int, device: int, stream: int, correlation: int, pid: int) -> None:
+        """A CUDA graph that ran as a whole: its kernels are not in their table then."""
+        number, key = self.activity.texts.number("CUDA graph"), self.key(correlation, pid)
+        self.activity.device.add(*self.span(start, end), COMPUTE, device, stream, key, 0, number, 0, 0)
 
     def copy(
         self, start: int, end: int, device: int, stream: int, correlation: int, pid: int, size: int, *kinds: int
@@ -138,7 +146,7 @@ class Rows:
         """A range of the program's own. Torch's ``emit_nvtx`` names operators so."""
         if end is None:  # a mark, not a range
             return
-        name = text if text is not None else self.texts.get(number or 0, "")
+        name = self.text(number) if text is None else text
         span = self.span(start, end)
         if name.startswith(_LOADERS):
             self.activity.loads.add(*span)

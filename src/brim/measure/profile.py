@@ -16,6 +16,7 @@ from brim.measure.profile_figures import Profile
 from brim.measure.profile_stream import JsonStream
 
 _NAMES = "deviceProperties"
+_KEYS = (b'"traceEvents"', b'"deviceProperties"', b'"displayTimeUnit"')  # of them one is near the beginning
 
 
 def is_trace(data: bytes) -> bool:
@@ -25,7 +26,7 @@ def is_trace(data: bytes) -> bool:
     begin = data.lstrip()[:1]
     if begin == b"[":
         return b'"ph"' in data
-    return begin == b"{" and any(word in data for word in (b'"traceEvents"', b'"deviceProperties"'))
+    return begin == b"{" and any(word in data for word in _KEYS)
 
 
 def read(path: str | Path) -> Profile:

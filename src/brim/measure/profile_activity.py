@@ -32,7 +32,9 @@ COPY_NAMES = {
 LAUNCH, SYNCHRONIZE, ALLOCATE = 0, 1, 2
 
 _COLLECTIVE = re.compile(r"nccl|rccl|oneccl", re.IGNORECASE)
-_SYNCHRONIZE = re.compile(r"(cuda|cu|hip)(Device|Stream|Event|Ctx)?Synchronize|(cuda|hip)Memcpy(2D|3D|Peer)?")
+_SYNCHRONIZE = re.compile(
+    r"(cuda|cu|hip)(Device|Stream|Event|Ctx)?Synchronize|(cuda|hip)Memcpy(2D|3D|Peer|WithStream)?"
+)
 _SYNCHRONIZE_DRIVER = re.compile(r"cuMemcpy(HtoD|DtoH|DtoD|2D|3D|Peer)?")
 _ALLOCATE = re.compile(
     r"(cuda|hip)(Malloc|Free|HostAlloc|HostRegister|HostUnregister|HostMalloc|HostFree)\w*"

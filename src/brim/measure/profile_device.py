@@ -31,6 +31,7 @@ from brim.measure.profile_idle import Host, Idle, Spans, idle_of, spans_of
 from brim.measure.profile_labels import labels_of
 from brim.measure.profile_timeline import device_timeline, host_timeline
 
+HOST = -1  # in place of a device
 MOST_DEVICES = 1024
 LONGEST_S = 1e9  # thirty years: what is beyond is no time
 MOST_BYTES = 1 << 50
@@ -42,7 +43,8 @@ def profile_of(activity: Activity, *, source: str, kind: str, events: int, asked
     """Figures and Timelines of everything recorded. Raises FormatError for times, sizes or devices that cannot be."""
     _check(activity, asked)
     host = Host(activity)
-    numbers = sorted({int(number) for number in np.unique(activity.device["device"])})
+    told = np.union1d(activity.device["device"], activity.memory["device"])  # one that only held memory counts too
+    numbers = [int(number) for number in told if number != HOST]
     return Profile(
         source=source,
         kind=kind,
@@ -69,7 +71,7 @@ def _check(activity: Activity, asked: str) -> None:
             raise FormatError(asked, "An event's size is no size.")
     if len(activity.device) and (activity.device["bytes"] < 0).any():
         raise FormatError(asked, "A copy has a negative size.")
-    if len(np.unique(activity.device["device"])) > MOST_DEVICES:
+    if any(len(np.unique(rows["device"])) > MOST_DEVICES for rows in (activity.device, activity.memory)):
         raise FormatError(asked, f"It has more than {MOST_DEVICES} devices.")
 
 
@@ -127,7 +129,9 @@ def _device(activity: Activity, host: Host, device: int, source: str) -> DeviceP
 
 
 def _wall(activity: Activity, rows: _Rows) -> tuple[float, float]:
-    """From the first step, or the first thing that the device did, to the last of either."""
+    """From the first step, or the first thing that the device did, to the last of either; none if it did nothing."""
+    if not len(rows.start):
+        return 0.0, 0.0
     steps = activity.steps
     begins = np.r_[rows.start, steps["start"]]
     ends = begins + np.r_[rows.duration, steps["duration"]]

@@ -79,13 +79,13 @@ class Events:
         return (start_us - self.zero_us) * 1e-6, took_us * 1e-6
 
     def on_device(self, event: Event, kind: int, name: str) -> None:
-        args = event["args"]
+        args = event.get("args") or {}
         time, took, what, device, stream, key, size, text, unified, cause = self.device_columns
         start, seconds = self.span(event)
         time(start)
         took(seconds)
         what(kind)
-        device(args["device"])
+        device(args["device"] if "device" in args else int(event["pid"]))  # its process is the device there
         stream(args.get("stream", 0))
         key(args.get("correlation", -1))
         size(args.get("bytes", 0))

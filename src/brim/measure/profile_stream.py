@@ -21,7 +21,8 @@ CHUNK = 1 << 18  # characters that are read at once
 LIMIT = 1 << 20  # the most that one value may take: an event with a deep Python stack takes a tenth
 EXPANSION = 200  # a gzip file that grows by more is not a trace (they grow 10 to 40 times) but an attack
 _GZIP = b"\x1f\x8b"
-_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
+# Not strict: control characters in names were written as they are.
+_scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
 _space = re.compile(r"[ \t\n\r]*").match
 _between = re.compile(r"[ \t\n\r,]*").match
 _token = re.compile(r'[^"{}\[\]]+|"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL).match

@@ -1,7 +1,8 @@
 """Timelines as a trace that Perfetto and chrome://tracing open: lanes of work, counters of memory, side by side.
 
 Format: "Trace Event Format" (the JSON that ``chrome://tracing`` and ui.perfetto.dev read). Times are microseconds.
-Each Timeline is a process: a predicted one lies beside a measured one on the same axis.
+Each Timeline is a process: a predicted one lies beside a measured one on the same axis. Where no event has a time (a
+prediction of memory alone), each is put a microsecond after the one before.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def write(path: str | Path, timelines: Sequence[Timeline]) -> None:
         ):
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
             for number, event in enumerate(trace_events(timelines)):
-                file.write((",\n" if number else "\n") + json.dumps(event))
+                file.write((",\n" if number else "\n") + json.dumps(event, allow_nan=False))
             file.write("\n]}\n")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a time that is infinite
         raise UsageError(f"A trace was to be written to {path}.", f"{error}.") from error
 
 
@@ -55,6 +56,7 @@ class _Process:
         self.number, self.timeline = number, timeline
         self.lanes: dict[str, list[tuple[int, float]]] = {}  # name -> (thread, free from), one for each row
         self.threads = 0
+        self.at_us = 0.0  # where we are
         self.held: dict[str, dict[str, int]] = {}  # counter -> series -> bytes
         self.owners: dict[tuple[str, int, int], list[str]] = {}  # what was allocated where -> its category
 
@@ -63,10 +65,12 @@ class _Process:
         yield self.about("process_name", 0, name=f"{kind}: {self.timeline.name}")
         yield self.about("process_sort_index", 0, sort_index=self.number)
         times = self.timeline.column("time_s")
-        in_order = all(
-            before <= after for before, after in pairwise(times)
-        )  # as objects, events take four times more
-        for event in self.timeline if in_order else sorted(self.timeline, key=lambda event: event.time_s):
+        # Sorting makes objects of all events, which take four times the memory.
+        in_order = all(before <= after for before, after in pairwise(times))
+        timed = any(times)
+        events = self.timeline if in_order else sorted(self.timeline, key=lambda event: event.time_s)
+        for number, event in enumerate(events):
+            self.at_us = event.time_s * 1e6 if timed else float(number)
             if event.kind in _LANES:
                 yield from self.slice(event)
             elif event.kind is EventKind.OOM:
@@ -85,9 +89,9 @@ class _Process:
         elif event.kind is EventKind.COMPUTE:
             lane += f" {event.tier} stream {event.stream}"
         rows = self.lanes.setdefault(lane, [])
-        end = event.time_s + event.duration_s
+        end = self.at_us + event.duration_s * 1e6
         for index, (thread, free) in enumerate(rows):
-            if free <= event.time_s:
+            if free <= self.at_us:
                 rows[index] = (thread, end)
                 break
         else:
@@ -100,14 +104,14 @@ class _Process:
         if event.category:
             args["why" if event.kind is EventKind.IDLE else "category"] = event.category
         name = event.label or event.category or lane
-        yield self.made("X", name, thread, event) | {
+        yield self.made("X", name, thread) | {
             "dur": event.duration_s * 1e6,
             "cat": _LANES[event.kind],
             "args": args,
         }
 
-    def made(self, phase: str, name: str, thread: int, event: Event) -> dict[str, Any]:
-        return {"ph": phase, "name": name, "pid": self.number, "tid": thread, "ts": event.time_s * 1e6}
+    def made(self, phase: str, name: str, thread: int) -> dict[str, Any]:
+        return {"ph": phase, "name": name, "pid": self.number, "tid": thread, "ts": self.at_us}
 
     def counter(self, event: Event) -> dict[str, Any]:
         """Bytes that are held, stacked by category; or reserved. A free goes by what the allocation was."""
@@ -118,7 +122,7 @@ class _Process:
             series = self.category(event)
         values = self.held.setdefault(name, {})
         values[series] = values.get(series, 0) + sign * event.bytes
-        return self.made("C", name, 0, event) | {"args": dict(values)}
+        return self.made("C", name, 0) | {"args": dict(values)}
 
     def category(self, event: Event) -> str:
         key = (event.tier, event.storage, event.address)
@@ -132,4 +136,4 @@ class _Process:
 
     def out_of_memory(self, event: Event) -> dict[str, Any]:
         name = f"out of memory: {event.label or event.tier}"
-        return self.made("i", name, 0, event) | {"s": "p", "args": {"bytes": event.bytes}}
+        return self.made("i", name, 0) | {"s": "p", "args": {"bytes": event.bytes}}

@@ -168,3 +168,14 @@ def test_timeline_columns_are_checked(damage):
 def test_plan_choices_by_technique():
     assert plan().choices("weight_streaming") == {"layers.0": "resident"}
     assert plan().choices("checkpointing") == {}
+
+
+def test_events_added_as_columns_are_those_added_one_by_one():
+    one_by_one, at_once = timeline(), timeline()
+    for size in (1, 2):
+        one_by_one.add(EventKind.ALLOC, "ram", size, time_s=0.5, label="new" if size == 2 else "")
+    numbers = {"bytes": [1, 2], "time_s": [0.5, 0.5]}
+    at_once.extend([0, 0], numbers, {"tier": ([0, 0], ["ram"]), "label": ([0, 1], ["", "new"])})
+    assert list(at_once) == list(one_by_one)
+    with pytest.raises(ValueError, match="lengths"):
+        at_once.extend([0, 0], {"bytes": [1]}, {})

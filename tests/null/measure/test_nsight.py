@@ -98,6 +98,13 @@ def test_synchronizations_collectives_and_ranges_count(path):
         assert one.idle_by_cause[cause] == pytest.approx(seconds + extra), cause
 
 
+def test_a_graph_that_was_recorded_as_a_whole_is_computing(path):
+    body = rows() | {"CUPTI_ACTIVITY_KIND_GRAPH_TRACE": [on_device(170 * US, 270 * US, 7, graphId=1)]}
+    (one,) = nsight.read(write(path, body)).devices
+    assert one.busy_s == pytest.approx(120e-6)
+    assert one.kernels[0].name == "CUDA graph"
+
+
 def test_memory_that_cuda_gave_is_in_the_timeline(path):
     event = {"globalPid": PROCESS, "deviceId": 0, "address": 8192, "memKind": 2}
     body = rows() | {

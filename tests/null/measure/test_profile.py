@@ -244,10 +244,21 @@ def test_old_traces_without_totals_never_fall_below_nothing(device):
     assert found.timeline.peak_bytes.allocated == 5 * MIB
 
 
+def test_a_device_of_which_only_memory_was_recorded_has_a_timeline(device):
+    found = device([memory(1, 4096), memory(2, 4096), operation("aten::empty", 0, 5)])
+    assert found.timeline.peak_bytes.allocated == 8192
+    assert (found.wall_s, found.gaps) == (0.0, ())
+
+
 def test_memory_of_the_host_is_a_timeline_of_its_own(read):
     found = read([memory(1, 4096, kind=0), memory(2, 8192, kind=0)])
     assert found.devices == ()
     assert found.host.peak_bytes("ram") == 12288
+
+
+def test_a_device_event_without_arguments_is_its_process(device):
+    bare = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 3, "dur": 4}
+    assert us(device([bare]).busy_s) == 4
 
 
 def test_the_longest_gaps_come_first_and_json_is_plain(read):

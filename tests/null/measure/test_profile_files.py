@@ -62,6 +62,7 @@ REFUSED = {
     "size is negative": b'[{"cat": "gpu_memcpy", "name": "a", "ts": 1, "args": {"device": 0, "bytes": -1}}]',
     "device is a text": b'[{"cat": "kernel", "name": "a", "ts": 1, "args": {"device": "0"}}]',
     "device beyond 64 bits": b'[{"cat": "kernel", "name": "a", "ts": 1, "args": {"device": 1%s}}]' % ZEROS,
+    "process is a text": b'[{"cat": "kernel", "name": "a", "ts": 1, "pid": "GPU"}]',
     "nested": b"[" * 100_000,
     "nested objects": b'{"a":' * 100_000,
     "something behind": b"[] []",

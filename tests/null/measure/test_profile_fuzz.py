@@ -61,32 +61,15 @@ values = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
     max_leaves=5,
 )
+# fmt: off
 kinds = [
-    "kernel",
-    "gpu_memcpy",
-    "gpu_memset",
-    "cuda_runtime",
-    "cpu_op",
-    "user_annotation",
-    "Trace",
-    "Kernel",
-    "python_function",
+    "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cpu_op", "user_annotation", "Trace", "Kernel", "python",
 ]
-words = st.sampled_from(
-    [
-        "gemm",
-        "ncclKernel",
-        "Memcpy HtoD (Pinned -> Device)",
-        "cudaStreamSynchronize",
-        "cudaMalloc",
-        "cudaLaunchKernel",
-        "aten::item",
-        "enumerate(DataLoader)#x",
-        "ProfilerStep#1",
-        "[memory]",
-        "�",
-    ]
-)
+words = st.sampled_from([
+    "gemm", "ncclKernel", "Memcpy HtoD (Pinned -> Device)", "cudaStreamSynchronize", "cudaMalloc", "cudaLaunchKernel",
+    "aten::item", "enumerate(DataLoader)#x", "ProfilerStep#1", "[memory]", "\ud800",
+])
+# fmt: on
 arguments = st.fixed_dictionaries(
     {},
     optional={

@@ -95,6 +95,15 @@ def test_predicted_lies_beside_measured(tmp_path):
     assert names == {1: "predicted: plan", 2: "measured: run"}
 
 
+def test_events_without_times_keep_their_order(tmp_path):
+    timeline = Timeline("plan", measured=False)
+    for size in (100, 50):
+        timeline.add(EventKind.ALLOC, "vram", size)
+    timeline.add(EventKind.FREE, "vram", 100)
+    counters = [event for event in written(tmp_path / "trace.json", timeline) if event["ph"] == "C"]
+    assert [(event["ts"], event["args"]["other"]) for event in counters] == [(0, 100), (1, 150), (2, 50)]
+
+
 def test_an_oom_and_what_was_waited_for_are_told(tmp_path):
     events = written(tmp_path / "trace.json", run())
     (failed,) = [event for event in events if event["ph"] == "i"]
@@ -109,6 +118,13 @@ def test_odd_names_stay_text(tmp_path):
     timeline.add(EventKind.COMPUTE, "vram", 0, label='"}]{\u2028')
     names = {event["name"] for event in written(tmp_path / "trace.json", timeline)}
     assert '"}]{\u2028' in names
+
+
+def test_a_time_that_is_no_time_is_an_error(tmp_path):
+    timeline = Timeline("odd", measured=True)
+    timeline.add(EventKind.COMPUTE, "vram", 0, time_s=float("inf"))
+    with pytest.raises(UsageError, match="not JSON compliant"):
+        perfetto.write(tmp_path / "trace.json", [timeline])
 
 
 def test_nothing_to_write_and_nowhere_to_write_it_are_errors(tmp_path):
