@@ -107,6 +107,23 @@ def test_the_address_map_adds_up_to_what_is_reserved(opened: Open, gpt2: tuple[P
     assert page.find_element(By.CSS_SELECTOR, ".piece").text.startswith("hole: bytes ")
 
 
+def test_blocks_across_mapped_ranges_make_them_one_segment(opened: Open, tmp_path: Path) -> None:
+    timeline = Timeline("expandable", measured=True)
+    for number in range(4):
+        timeline.add(EventKind.SEGMENT_ALLOC, "vram", 100, address=1000 + 100 * number, stream=3)
+    timeline.add(EventKind.SEGMENT_ALLOC, "vram", 50, address=5000)
+    timeline.add(EventKind.ALLOC, "vram", 250, address=1020, storage=1, label="wide")
+    timeline.add(EventKind.SEGMENT_FREE, "vram", 60, address=1340, stream=3)
+    write(tmp_path / "report.html", [View(timeline=timeline)], title="t")
+    page = opened(tmp_path / "report.html")
+    page.find_element(By.CSS_SELECTOR, "canvas.chart").send_keys(Keys.END)
+    found = [
+        (s["address"], s["bytes"], [(p["bytes"], p["owner"]) for p in s["pieces"]])
+        for s in figures(page, "segments()")
+    ]
+    assert found == [(1000, 340, [(20, -1), (250, 0), (70, -1)]), (5000, 50, [(50, -1)])]
+
+
 def test_wheel_drag_and_buttons_zoom(opened: Open, gpt2: tuple[Path, dict[str, Any]]) -> None:
     page = opened(gpt2[0])
     full = figures(page, "range()")

@@ -93,9 +93,10 @@ class Card {
     const fold = folded(modules);
     const folds = fold.length < modules.length;
     const shown = folds && this.folds ? fold : modules;
-    parts.push(breakdownTable("By module", parts.length ? null : near, shown, total, null, folds ? this.foldBox() : null));
+    const who = modules.some(([name]) => FRAME.test(name)) ? "By who asked" : "By module";
+    parts.push(breakdownTable(who, parts.length ? null : near, shown, total, null, folds ? this.foldBox() : null));
     const frames = [...panel.breakdown(held, "frame")];
-    const inside = frames.every(([name]) => !/[\s:/]/.test(name));
+    const inside = !frames.some(([name]) => /[\s:/]/.test(name));
     const title = inside ? "By module, with all inside it" : "By stack frame, with all it calls";
     if (frames.length) parts.push(breakdownTable(title, null, frames, total, null));
     this.parts.replaceChildren(...parts);
@@ -135,7 +136,7 @@ class Card {
       const blocks = segment.pieces.filter((piece) => piece.owner >= 0);
       const hole = segment.pieces.reduce((sum, piece) => sum + (piece.owner < 0 ? piece.bytes : 0), 0);
       const largest = blocks.reduce((most, piece) => (!most || piece.bytes > most.bytes ? piece : most), null);
-      const who = largest ? `${several(blocks.length, "block")}, the largest ${this.map.nameOf(largest)}` : "nobody: cached";
+      const who = largest ? `${several(blocks.length, "block")}, the largest ${words(this.map.nameOf(largest))}` : "nobody: cached";
       return [`${formatBytes(segment.bytes)} at 0x${segment.address.toString(16)}: ${who}`, { bytes: hole, count: blocks.length }];
     }).filter(([, entry]) => entry.bytes > 0).sort((a, b) => b[1].bytes - a[1].bytes);
     return breakdownTable("Free in segments, and who holds them", null, rows, free, null);
@@ -144,7 +145,7 @@ class Card {
   showPiece(piece) {
     const rows = this.map.rowsOf(piece).map(([name, value]) => (value ? `${name} ${value}` : name)).join(", ");
     const frames = piece.owner >= 0 ? this.panel.framesOf(piece.owner).join(" ← ") : "";
-    this.piece.textContent = `${this.map.nameOf(piece)}: ${rows}.${frames ? ` ${frames}` : ""}`;
+    this.piece.textContent = `${words(this.map.nameOf(piece))}: ${rows}.${frames ? ` ${frames}` : ""}`;
   }
 
   // The picture in words, for those who do not see it.

@@ -39,9 +39,12 @@ function formatShare(share) {
   return `${(share * 100).toFixed(1)} %`;
 }
 
-// "optimizer_state" -> "optimizer state"; paths keep their underscores
+const FRAME = /^(.+ at )\S*?((?:[^/\s]+\/)?[^/\s]+:\d+)$/;
+
+// "optimizer_state" -> "optimizer state"; of a stack frame, the function and the end of the path
 function words(name) {
-  return /^[a-z]+(_[a-z]+)+$/.test(name) ? name.replaceAll("_", " ") : name;
+  if (/^[a-z]+(_[a-z]+)+$/.test(name)) return name.replaceAll("_", " ");
+  return name.replace(FRAME, "$1$2");
 }
 
 // Round positions on an axis: about `wanted` multiples of 1, 2 or 5 times a power of ten of `unit`.

@@ -20,7 +20,8 @@ function themeButton(redraw) {
 // Peaks side by side; differences to the first of the same tier.
 function comparison(panels) {
   if (panels.length < 2) return null;
-  const names = [...new Set(panels.flatMap((panel) => panel.groups))];
+  const alike = panels.every((panel) => panel.grouped_by === "category");
+  const names = alike ? [...new Set(panels.flatMap((panel) => panel.groups))] : [];
   const tierOf = (panel) => panels.find((other) => other.tier === panel.tier);
   const rows = panels.map((panel) => {
     const first = tierOf(panel);
@@ -32,12 +33,12 @@ function comparison(panels) {
   return givenTable({ title: "Peaks beside each other", note: "The change is to the first run of the same tier.", columns, rows });
 }
 
-function viewCards(view, most, tooltip, cards, drawn) {
+function viewCards(view, scaleOf, tooltip, cards, drawn) {
   const events = view.axis === "event";
   const panels = view.panels;
   const range = new Range(0, events ? Math.max(view.events - 1, 1) : view.end_ns);
   const made = panels.map((panel) => {
-    const card = new Card(panel, range, most[panel.tier], tooltip, cards.length < 2);
+    const card = new Card(panel, range, scaleOf(panel), tooltip, cards.length < 2);
     cards.push(card);
     drawn.push(() => card.chart.draw(), () => card.details.open && card.map.segments.length && card.map.draw());
     return card.root;
@@ -64,8 +65,11 @@ async function main() {
   const most = {};
   for (const panel of panels) {
     const near = panel.lines.map((line) => line.bytes).filter((bytes) => bytes <= panel.most * 1.6);
-    most[panel.tier] = Math.max(most[panel.tier] || 0, panel.most, ...near);
+    panel.most = Math.max(panel.most, ...near);
+    most[panel.tier] = Math.max(most[panel.tier] || 0, panel.most);
   }
+  // One scale, so that runs can be compared; but not where one of them would be too flat to be read.
+  const scaleOf = (panel) => (panel.most >= most[panel.tier] * 0.2 ? most[panel.tier] : panel.most);
   const redraw = () => {
     drawn.forEach((draw) => draw());
     cards.forEach((card) => card.sample && card.pick(card.sample.event));
@@ -77,7 +81,7 @@ async function main() {
     ...(panels.length ? [element("p", { class: "help", text: help })] : []));
   const compared = comparison(panels);
   if (compared) root.append(compared);
-  for (const view of data.views) root.append(...viewCards(view, most, tooltip, cards, drawn));
+  for (const view of data.views) root.append(...viewCards(view, scaleOf, tooltip, cards, drawn));
   const tables = data.tables.map(givenTable);
   if (tables.length) root.append(element("div", { class: "tables" }, ...tables));
   cards.forEach((card) => card.pick(card.panel.peak.event));

@@ -93,7 +93,7 @@ class AddressMap {
   hover(event) {
     const piece = this.flat[this.find(event)];
     if (!piece) this.tooltip.hide();
-    else this.tooltip.show(event, this.nameOf(piece), this.rowsOf(piece));
+    else this.tooltip.show(event, words(this.nameOf(piece)), this.rowsOf(piece));
   }
 
   nameOf(piece) {
@@ -106,7 +106,7 @@ class AddressMap {
     if (piece.owner >= 0) {
       const group = panel.owners.group[piece.owner];
       if (panel.grouped_by === "category") rows.push([words(panel.groups[group]), "", swatch(panel, group)]);
-      if (panel.owners.label[piece.owner]) rows.push(["asked by", panel.owners.label[piece.owner]]);
+      if (panel.owners.label[piece.owner]) rows.push(["asked by", words(panel.owners.label[piece.owner])]);
     }
     rows.push(["in a segment of", formatBytes(piece.segment.bytes)]);
     if (piece.segment.stream) rows.push(["stream", String(piece.segment.stream)]);

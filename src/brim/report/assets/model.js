@@ -38,6 +38,23 @@ class Segments {
   }
 }
 
+// Expandable segments are mapped piece by piece and blocks lie across the pieces: then neighbours are one segment.
+function joined(segments, blocks) {
+  const starts = Float64Array.from(segments, ([address]) => address);
+  const across = blocks.some(([address, block]) => {
+    const at = upTo(starts, address) - 1;
+    return at >= 0 && address < starts[at] + segments[at][1].bytes && address + block.bytes > starts[at] + segments[at][1].bytes;
+  });
+  if (!across) return segments;
+  const made = [];
+  for (const [address, segment] of segments) {
+    const last = made[made.length - 1];
+    if (last && last[0] + last[1].bytes === address && last[1].stream === segment.stream) last[1].bytes += segment.bytes;
+    else made.push([address, { ...segment }]);
+  }
+  return made;
+}
+
 class Panel {
   constructor(view, data) {
     Object.assign(this, data);
@@ -188,7 +205,7 @@ class Panel {
   // Segments by address, each cut into pieces: blocks (owner >= 0) and holes (owner -1).
   pieces(held) {
     const blocks = [...held.blocks].sort((a, b) => a[0] - b[0]);
-    const segments = [...held.segments.found].sort((a, b) => a[0] - b[0]);
+    const segments = joined([...held.segments.found].sort((a, b) => a[0] - b[0]), blocks);
     let at = 0;
     return segments.map(([address, segment]) => {
       const end = address + segment.bytes;
