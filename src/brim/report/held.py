@@ -5,6 +5,7 @@ Five million events are never made into objects: a column is 40 MB, and there ar
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ UNKNOWN = "not known"
 _CATEGORY_ORDER = (
     "parameter", "buffer", "gradient", "optimizer_state", "kv_cache", "input", "activation", "workspace", "temporary",
 )  # fmt: skip
+_NUMBER = re.compile(r"(?<=[. ])\d+(?=\.|$)")  # of a layer, a ring's slot
 _MEMORY = (EventKind.ALLOC, EventKind.FREE, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE, EventKind.OOM)
 
 
@@ -179,6 +181,8 @@ def _groups(categories: list[str], modules: list[str], taken: NDArray[Any]) -> t
     """What a picture is stacked by: categories, or modules where no category is known."""
     grouped_by = "category" if any(categories) else "module"
     names = [name or UNKNOWN for name in (categories if any(categories) else modules)]
+    if grouped_by == "module" and len(set(names)) > MOST_GROUPS:
+        names = [_NUMBER.sub("*", name) for name in names]  # all layers are one group before most of them are others
     total: dict[str, float] = {}
     for name, size in zip(names, taken, strict=True):
         total[name] = total.get(name, 0.0) + float(size)

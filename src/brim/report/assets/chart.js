@@ -248,9 +248,8 @@ const LINE_DASHES = { promised: [], budget: [10, 4, 2, 4], device: [2, 3] };
 // Horizontal lines, each with its name on it; the names stand beside each other, so close lines do not hide them.
 function drawLines(chart) {
   const { context, width, panel } = chart;
-  let right = width - RIGHT - 12;
-  for (const line of panel.lines) {
-    if (line.bytes > chart.scale) continue;
+  const shown = panel.lines.filter((line) => line.bytes <= chart.scale);
+  for (const line of shown) {
     const y = Math.round(chart.y(line.bytes)) + 0.5;
     context.strokeStyle = css(line.name === "promised" ? "promise" : "limit");
     context.lineWidth = 2;
@@ -260,10 +259,13 @@ function drawLines(chart) {
     context.lineTo(width - RIGHT, y);
     context.stroke();
     context.setLineDash([]);
+  }
+  let right = width - RIGHT - 12;
+  for (const line of shown) {
     const text = `${line.name} ${formatBytes(line.bytes)}`;
     const half = context.measureText(text).width / 2 + 6;
     context.textAlign = "center";
-    pill(context, text, right - half, y);
+    pill(context, text, right - half, Math.round(chart.y(line.bytes)));
     right -= 2 * half + 10;
   }
 }

@@ -68,7 +68,7 @@ function breakdownTable(title, note, entries, total, mark, extra = null) {
 function folded(entries) {
   const found = new Map();
   for (const [name, entry] of entries) {
-    const key = name.replace(/\.\d+(?=\.|$)/g, ".*");
+    const key = name.replace(/(?<=[. ])\d+(?=\.|$)/g, "*");
     const sum = found.get(key) || { bytes: 0, count: 0, names: 0 };
     sum.bytes += entry.bytes;
     sum.count += entry.count;
