@@ -191,6 +191,25 @@ def test_dark_and_light_follow_the_system_and_the_button(opened: Open, gpt2: tup
     assert lightness() == light and picture() == drawn
 
 
+def test_lanes_alone_are_a_page_too(opened: Open, tmp_path: Path) -> None:
+    timeline = Timeline("a profile", measured=True)
+    for number in range(30_000):
+        timeline.add(EventKind.COMPUTE, "vram", 0, time_s=number * 2e-3, duration_s=1e-3, stream=7, label="gemm")
+        timeline.add(EventKind.IDLE, "vram", 0, time_s=number * 2e-3 + 1e-3, duration_s=5e-4, label="dataloader")
+    write(tmp_path / "report.html", [View(timeline=timeline)], title="A profile")
+    page = opened(tmp_path / "report.html")
+    lanes = page.execute_script("return window.brim.lanes")
+    assert lanes == [{"name": "compute vram, stream 7", "busy_s": 30.0}, {"name": "idle vram", "busy_s": 15.0}]
+    canvas = page.find_element(By.CSS_SELECTOR, "canvas.lanes")
+    before = page.execute_script("return arguments[0].toDataURL()", canvas)
+    canvas.send_keys("+" * 10)
+    assert page.execute_script("return arguments[0].toDataURL()", canvas) != before
+    canvas.send_keys(Keys.ESCAPE)
+    assert page.execute_script("return arguments[0].toDataURL()", canvas) == before
+    ActionChains(page).move_to_element(canvas).perform()
+    assert page.find_element(By.CSS_SELECTOR, ".tooltip").text.split("\n")[0] in ("gemm", "dataloader")
+
+
 def test_hostile_names_run_nothing_and_are_shown_as_they_are(opened: Open, tmp_path: Path) -> None:
     timeline = Timeline(HOSTILE, measured=True, facts={HOSTILE: 1.0})
     timeline.add(EventKind.SEGMENT_ALLOC, "vram", 1 << 30, address=0)

@@ -46,7 +46,7 @@ class Chart {
     this.picked = panel.peak.x;
     this.canvas = element("canvas", { class: "chart", tabindex: "0", role: "application", "aria-roledescription": "zoomable chart" });
     listenForMoves(this);
-    listenForKeys(this);
+    listenForKeys(this.canvas, chartKeys(this));
   }
 
   y(bytes) {
@@ -373,9 +373,9 @@ function momentText(panel, event, time_s) {
   return `${at}event ${formatCount(event)}`;
 }
 
-function listenForKeys(chart) {
-  const { canvas, range } = chart;
-  const keys = {
+function chartKeys(chart) {
+  const { range, panel } = chart;
+  return {
     ArrowLeft: (event) => (event.shiftKey ? range.pan(-0.1) : chart.step(-1)),
     ArrowRight: (event) => (event.shiftKey ? range.pan(0.1) : chart.step(1)),
     PageUp: () => range.pan(-0.5),
@@ -383,12 +383,15 @@ function listenForKeys(chart) {
     "+": () => range.zoom(0.5, chart.picked),
     "=": () => range.zoom(0.5, chart.picked),
     "-": () => range.zoom(2, chart.picked),
-    Home: () => chart.pickEvent(chart.panel.first_event),
-    End: () => chart.pickEvent(chart.panel.last_event),
-    Enter: () => chart.pickEvent(chart.panel.peak.event),
+    Home: () => chart.pickEvent(panel.first_event),
+    End: () => chart.pickEvent(panel.last_event),
+    Enter: () => chart.pickEvent(panel.peak.event),
     Escape: () => range.set(...range.full),
     0: () => range.set(...range.full),
   };
+}
+
+function listenForKeys(canvas, keys) {
   canvas.addEventListener("keydown", (event) => {
     if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();

@@ -5,7 +5,14 @@ const LANE_HEIGHT = 34;
 class Lanes {
   constructor(view, range, tooltip) {
     Object.assign(this, { lanes: view.lanes, range, tooltip });
-    this.canvas = element("canvas", { class: "lanes", role: "img" });
+    this.canvas = element("canvas", { class: "lanes", tabindex: "0", role: "application", "aria-roledescription": "zoomable lanes" });
+    listenForKeys(this.canvas, {
+      ArrowLeft: () => range.pan(-0.1),
+      ArrowRight: () => range.pan(0.1),
+      "+": () => range.zoom(0.5, (range.low + range.high) / 2),
+      "-": () => range.zoom(2, (range.low + range.high) / 2),
+      Escape: () => range.set(...range.full),
+    });
     this.canvas.setAttribute("aria-label", view.lanes.map((lane) => `${lane.name}: busy ${formatSeconds(laneBusy(lane) / 1e9)}`).join("; "));
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => tooltip.hide());
@@ -52,7 +59,7 @@ class Lanes {
     }
     covered.forEach((share, pixel) => {
       if (!share) return;
-      context.globalAlpha = Math.min(0.25 + share, 1);
+      context.globalAlpha = Math.min(Math.max(share, 0.12), 1); // the share of the pixel that is busy
       context.fillRect(pixel, top + 16, 1, 14);
     });
     context.globalAlpha = 1;

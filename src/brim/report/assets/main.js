@@ -78,7 +78,7 @@ async function main() {
   root.replaceChildren(
     element("header", {}, element("h1", { text: data.title }), themeButton(redraw)),
     ...data.notes.map((note) => element("p", { class: "lead", text: note })),
-    ...(panels.length ? [element("p", { class: "help", text: help })] : []));
+    ...(data.views.length ? [element("p", { class: "help", text: help })] : []));
   const compared = comparison(panels);
   if (compared) root.append(compared);
   for (const view of data.views) root.append(...viewCards(view, scaleOf, tooltip, cards, drawn));
@@ -87,7 +87,8 @@ async function main() {
   cards.forEach((card) => card.pick(card.panel.peak.event));
   redraw();
   window.addEventListener("resize", redraw);
-  window.brim = { title: data.title, tables: data.tables, panels: cards.map((card) => card.figures()) };
+  const lanes = data.views.flatMap((view) => view.lanes.map((lane) => ({ name: lane.name, busy_s: laneBusy(lane) / 1e9 })));
+  window.brim = { title: data.title, lanes, tables: data.tables, panels: cards.map((card) => card.figures()) };
   document.documentElement.dataset.ready = "yes";
 }
 

@@ -11,7 +11,7 @@ class AddressMap {
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => tooltip.hide());
     this.canvas.addEventListener("click", (event) => this.choose(this.find(event)));
-    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    listenForKeys(this.canvas, this.keys());
   }
 
   set(segments) {
@@ -120,16 +120,20 @@ class AddressMap {
     this.onPiece(this.flat[index]);
   }
 
-  key(event) {
-    const last = this.flat.length - 1;
+  keys() {
+    const last = () => this.flat.length - 1;
     const byHole = () => {
       const order = [...this.holes].sort((a, b) => b.bytes - a.bytes);
       const now = order.indexOf(this.flat[this.chosen]);
-      return this.flat.indexOf(order[(now + 1) % order.length]);
+      if (order.length) this.choose(this.flat.indexOf(order[(now + 1) % order.length]));
     };
-    const moves = { ArrowRight: () => Math.min(this.chosen + 1, last), ArrowLeft: () => Math.max(this.chosen - 1, 0), Home: () => 0, End: () => last, h: byHole, H: byHole };
-    if (!moves[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    this.choose(moves[event.key]());
+    return {
+      ArrowRight: () => this.choose(Math.min(this.chosen + 1, last())),
+      ArrowLeft: () => this.choose(Math.max(this.chosen - 1, 0)),
+      Home: () => this.choose(0),
+      End: () => this.choose(last()),
+      h: byHole,
+      H: byHole,
+    };
   }
 }
