@@ -20,9 +20,10 @@ MOST_BYTES = 10_000_000  # of a page: what people can still send by mail
 Cell = str | int | float | bool | None
 
 _SCRIPTS = (
-    "format.js", "unpack.js", "model.js", "theme.js", "chart.js", "lanes.js", "map.js", "tables.js", "card.js",
-    "main.js",
+    "format.js", "unpack.js", "model.js", "theme.js", "chart.js", "chart_draw.js", "lanes.js", "map.js", "tables.js",
+    "card.js", "main.js",
 )  # fmt: skip
+_STYLES = ("theme.css", "page.css")
 _MOST_DECISIONS = 2_000
 
 
@@ -95,7 +96,7 @@ def _title(view: View) -> str:
 
 def _document(title: str, data: str) -> str:
     """Style and script are allowed by their digests; everything else that could load or run is forbidden."""
-    style = _asset("page.css")
+    style = "\n".join(_asset(name) for name in _STYLES)
     script = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();\n"
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "

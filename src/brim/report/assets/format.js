@@ -54,7 +54,8 @@ function ticks(low, high, wanted, unit) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
   const at = [];
-  for (let k = Math.ceil(low / unit / step - 1e-9); k * step * unit <= high * (1 + 1e-12); k += 1) at.push(k * step * unit + 0); // no -0
+  for (let k = Math.ceil(low / unit / step - 1e-9); k * step * unit <= high * (1 + 1e-12); k += 1)
+    at.push(k * step * unit + 0); // no -0
   return { at, step };
 }
 
@@ -68,10 +69,15 @@ function byteTicks(most, wanted) {
 }
 
 function timeTicks(low, high, wanted) {
-  const [unit, name] = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]].find(([size]) => high >= 2 * size) || [1, "ns"];
+  const [unit, name] = [
+    [1e9, "s"],
+    [1e6, "ms"],
+    [1e3, "µs"],
+  ].find(([size]) => high >= 2 * size) || [1, "ns"];
   const { at, step } = ticks(low, high, wanted, unit);
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-  const text = (value) => (value / unit).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const text = (value) =>
+    (value / unit).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   return at.map((value) => ({ value, text: `${text(value)} ${name}` }));
 }
 

@@ -1,8 +1,15 @@
 // Puts the page together.
 
 function themeButton(redraw) {
-  const dark = () => document.documentElement.dataset.theme === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-  const button = element("button", { type: "button", class: "theme", "aria-label": "Dark or light", title: "Dark or light" });
+  const dark = () =>
+    document.documentElement.dataset.theme === "dark" ||
+    (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
+  const button = element("button", {
+    type: "button",
+    class: "theme",
+    "aria-label": "Dark or light",
+    title: "Dark or light",
+  });
   const name = () => (button.textContent = dark() ? "☀ Light" : "☾ Dark");
   button.addEventListener("click", () => {
     document.documentElement.dataset.theme = dark() ? "light" : "dark";
@@ -27,10 +34,29 @@ function comparison(panels) {
     const first = tierOf(panel);
     const change = first === panel ? null : panel.peak.allocated_bytes - first.peak.allocated_bytes;
     const sample = panel.sample(panel.peak.event);
-    return [panel.view.title, panel.tier.toUpperCase(), panel.peak.allocated_bytes, panel.reserved_peak_bytes || null, change, ...names.map((name) => (panel.groups.includes(name) ? sample.groups[panel.groups.indexOf(name)] : null))];
+    return [
+      panel.view.title,
+      panel.tier.toUpperCase(),
+      panel.peak.allocated_bytes,
+      panel.reserved_peak_bytes || null,
+      change,
+      ...names.map((name) => (panel.groups.includes(name) ? sample.groups[panel.groups.indexOf(name)] : null)),
+    ];
   });
-  const columns = ["run", "tier", "allocated_bytes", "reserved_bytes", "change_bytes", ...names.map((name) => `${name}_bytes`)];
-  return givenTable({ title: "Peaks beside each other", note: "The change is to the first run of the same tier.", columns, rows });
+  const columns = [
+    "run",
+    "tier",
+    "allocated_bytes",
+    "reserved_bytes",
+    "change_bytes",
+    ...names.map((name) => `${name}_bytes`),
+  ];
+  return givenTable({
+    title: "Peaks beside each other",
+    note: "The change is to the first run of the same tier.",
+    columns,
+    rows,
+  });
 }
 
 function viewCards(view, scaleOf, tooltip, cards, drawn) {
@@ -40,16 +66,32 @@ function viewCards(view, scaleOf, tooltip, cards, drawn) {
   const made = panels.map((panel) => {
     const card = new Card(panel, range, scaleOf(panel), tooltip, cards.length < 2);
     cards.push(card);
-    drawn.push(() => card.chart.draw(), () => card.details.open && card.map.segments.length && card.map.draw());
+    drawn.push(
+      () => card.chart.draw(),
+      () => card.details.open && card.map.segments.length && card.map.draw(),
+    );
     return card.root;
   });
   if (view.lanes.length) {
     const lanes = new Lanes(view, range, tooltip);
     range.listeners.push(() => lanes.draw());
     drawn.push(() => lanes.draw());
-    const part = element("div", { class: "lane-part" }, element("h3", { text: "Computing, copying, waiting" }), element("div", { class: "plot" }, lanes.canvas));
+    const part = element(
+      "div",
+      { class: "lane-part" },
+      element("h3", { text: "Computing, copying, waiting" }),
+      element("div", { class: "plot" }, lanes.canvas),
+    );
     if (made.length) cards[cards.length - panels.length].moment.after(part);
-    else made.push(element("section", { class: "card", "aria-label": view.title }, element("div", { class: "head" }, element("h2", { text: view.title })), part));
+    else
+      made.push(
+        element(
+          "section",
+          { class: "card", "aria-label": view.title },
+          element("div", { class: "head" }, element("h2", { text: view.title })),
+          part,
+        ),
+      );
   }
   return made;
 }
@@ -74,11 +116,15 @@ async function main() {
     drawn.forEach((draw) => draw());
     cards.forEach((card) => card.sample && card.pick(card.sample.event));
   };
-  const help = "Wheel or drag to zoom, shift and drag to move, click to pick a moment, double click to show all. By keyboard: Tab to a picture, arrows to pick, + and − to zoom, shift and arrows to move, Home, End, Enter for the peak, Escape for all.";
+  const help =
+    "Wheel or drag to zoom, shift and drag to move, click to pick a moment, double click to show all. By keyboard: " +
+    "Tab to a picture, arrows to pick, + and − to zoom, shift and arrows to move, Home, End, Enter for the peak, " +
+    "Escape for all.";
   root.replaceChildren(
     element("header", {}, element("h1", { text: data.title }), themeButton(redraw)),
     ...data.notes.map((note) => element("p", { class: "lead", text: note })),
-    ...(data.views.length ? [element("p", { class: "help", text: help })] : []));
+    ...(data.views.length ? [element("p", { class: "help", text: help })] : []),
+  );
   const compared = comparison(panels);
   if (compared) root.append(compared);
   for (const view of data.views) root.append(...viewCards(view, scaleOf, tooltip, cards, drawn));
@@ -87,13 +133,16 @@ async function main() {
   cards.forEach((card) => card.pick(card.panel.peak.event));
   redraw();
   window.addEventListener("resize", redraw);
-  const lanes = data.views.flatMap((view) => view.lanes.map((lane) => ({ name: lane.name, busy_s: laneBusy(lane) / 1e9 })));
+  const lanes = data.views.flatMap((view) =>
+    view.lanes.map((lane) => ({ name: lane.name, busy_s: laneBusy(lane) / 1e9 })),
+  );
   window.brim = { title: data.title, lanes, tables: data.tables, panels: cards.map((card) => card.figures()) };
   document.documentElement.dataset.ready = "yes";
 }
 
 if (typeof DecompressionStream === "undefined") {
-  document.getElementById("page").textContent = "This browser is too old for this report: it cannot unpack deflated data.";
+  document.getElementById("page").textContent =
+    "This browser is too old for this report: it cannot unpack deflated data.";
 } else {
   main().catch((error) => {
     document.getElementById("page").textContent = `This report is damaged: ${error}`;

@@ -7,7 +7,12 @@ const MAP_ROWS = 14;
 class AddressMap {
   constructor(panel, tooltip, onPiece) {
     Object.assign(this, { panel, tooltip, onPiece, segments: [], flat: [], chosen: -1 });
-    this.canvas = element("canvas", { class: "map", tabindex: "0", role: "application", "aria-roledescription": "address map" });
+    this.canvas = element("canvas", {
+      class: "map",
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "address map",
+    });
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => tooltip.hide());
     this.canvas.addEventListener("click", (event) => this.choose(this.find(event)));
@@ -21,7 +26,8 @@ class AddressMap {
     this.flat = [];
     let at = 0;
     for (const segment of segments) {
-      for (const piece of segment.pieces) this.flat.push({ ...piece, segment, at: at + (piece.address - segment.address) });
+      for (const piece of segment.pieces)
+        this.flat.push({ ...piece, segment, at: at + (piece.address - segment.address) });
       segment.at = at;
       at += segment.bytes;
     }
@@ -37,14 +43,17 @@ class AddressMap {
     this.perRow = this.total / this.rows || 1;
     context.textAlign = "right";
     context.fillStyle = css("soft");
-    for (let row = 0; row < this.rows; row += 1) context.fillText(formatBytes(row * this.perRow), LEFT - 8, row * (MAP_ROW + MAP_GAP) + MAP_ROW / 2);
-    for (const segment of this.segments) this.box(segment.at, segment.bytes, (x, y, w) => {
-      context.fillStyle = css("hole");
-      context.fillRect(x, y, w, MAP_ROW);
-    });
+    for (let row = 0; row < this.rows; row += 1)
+      context.fillText(formatBytes(row * this.perRow), LEFT - 8, row * (MAP_ROW + MAP_GAP) + MAP_ROW / 2);
+    for (const segment of this.segments)
+      this.box(segment.at, segment.bytes, (x, y, w) => {
+        context.fillStyle = css("hole");
+        context.fillRect(x, y, w, MAP_ROW);
+      });
     for (const piece of this.flat) if (piece.owner >= 0) this.paint(piece);
     context.fillStyle = css("text");
-    for (const segment of this.segments) this.box(segment.at, 0, (x, y) => context.fillRect(x - 0.5, y - 2, 1, MAP_ROW + 4));
+    for (const segment of this.segments)
+      this.box(segment.at, 0, (x, y) => context.fillRect(x - 0.5, y - 2, 1, MAP_ROW + 4));
     if (this.chosen >= 0) {
       context.strokeStyle = css("accent");
       context.lineWidth = 3;
@@ -52,7 +61,12 @@ class AddressMap {
       this.box(at, bytes, (x, y, w) => context.strokeRect(x - 1, y - 1, Math.max(w, 2) + 2, MAP_ROW + 2));
     }
     const held = this.flat.length - this.holes.length;
-    this.canvas.setAttribute("aria-label", `Address map: ${several(this.segments.length, "segment")} of ${formatBytes(this.total)}, ${several(held, "block")}, ${several(this.holes.length, "hole")}. Arrows go from piece to piece, H to the next largest hole.`);
+    this.canvas.setAttribute(
+      "aria-label",
+      `Address map: ${several(this.segments.length, "segment")} of ${formatBytes(this.total)}, ` +
+        `${several(held, "block")}, ${several(this.holes.length, "hole")}. ` +
+        "Arrows go from piece to piece, H to the next largest hole.",
+    );
   }
 
   paint(piece) {
@@ -76,7 +90,11 @@ class AddressMap {
     let from = at;
     do {
       const end = Math.min(at + bytes, (row + 1) * this.perRow);
-      draw(LEFT + (from - row * this.perRow) * scale, row * (MAP_ROW + MAP_GAP) + 2, Math.max((end - from) * scale, 0));
+      draw(
+        LEFT + (from - row * this.perRow) * scale,
+        row * (MAP_ROW + MAP_GAP) + 2,
+        Math.max((end - from) * scale, 0),
+      );
       from = end;
       row += 1;
     } while (from < at + bytes - 0.5 && row < this.rows);
@@ -97,12 +115,17 @@ class AddressMap {
   }
 
   nameOf(piece) {
-    return piece.owner < 0 ? "hole" : this.panel.owners.module[piece.owner] || this.panel.owners.label[piece.owner] || "block";
+    return piece.owner < 0
+      ? "hole"
+      : this.panel.owners.module[piece.owner] || this.panel.owners.label[piece.owner] || "block";
   }
 
   rowsOf(piece) {
     const { panel } = this;
-    const rows = [["bytes", formatBytes(piece.bytes)], ["address", `0x${piece.address.toString(16)}`]];
+    const rows = [
+      ["bytes", formatBytes(piece.bytes)],
+      ["address", `0x${piece.address.toString(16)}`],
+    ];
     if (piece.owner >= 0) {
       const group = panel.owners.group[piece.owner];
       if (panel.grouped_by === "category") rows.push([words(panel.groups[group]), "", swatch(panel, group)]);
