@@ -107,6 +107,23 @@ def test_the_address_map_adds_up_to_what_is_reserved(opened: Open, gpt2: tuple[P
     assert page.find_element(By.CSS_SELECTOR, ".piece").text.startswith("hole: bytes ")
 
 
+def test_blocks_across_mapped_ranges_make_them_one_segment(opened: Open, tmp_path: Path) -> None:
+    timeline = Timeline("expandable", measured=True)
+    for number in range(4):
+        timeline.add(EventKind.SEGMENT_ALLOC, "vram", 100, address=1000 + 100 * number, stream=3)
+    timeline.add(EventKind.SEGMENT_ALLOC, "vram", 50, address=5000)
+    timeline.add(EventKind.ALLOC, "vram", 250, address=1020, storage=1, label="wide")
+    timeline.add(EventKind.SEGMENT_FREE, "vram", 60, address=1340, stream=3)
+    write(tmp_path / "report.html", [View(timeline=timeline)], title="t")
+    page = opened(tmp_path / "report.html")
+    page.find_element(By.CSS_SELECTOR, "canvas.chart").send_keys(Keys.END)
+    found = [
+        (s["address"], s["bytes"], [(p["bytes"], p["owner"]) for p in s["pieces"]])
+        for s in figures(page, "segments()")
+    ]
+    assert found == [(1000, 340, [(20, -1), (250, 0), (70, -1)]), (5000, 50, [(50, -1)])]
+
+
 def test_wheel_drag_and_buttons_zoom(opened: Open, gpt2: tuple[Path, dict[str, Any]]) -> None:
     page = opened(gpt2[0])
     full = figures(page, "range()")
@@ -172,6 +189,25 @@ def test_dark_and_light_follow_the_system_and_the_button(opened: Open, gpt2: tup
     assert light > 600 and picture() != drawn
     page.find_element(By.CSS_SELECTOR, "button.theme").click()
     assert lightness() == light and picture() == drawn
+
+
+def test_lanes_alone_are_a_page_too(opened: Open, tmp_path: Path) -> None:
+    timeline = Timeline("a profile", measured=True)
+    for number in range(30_000):
+        timeline.add(EventKind.COMPUTE, "vram", 0, time_s=number * 2e-3, duration_s=1e-3, stream=7, label="gemm")
+        timeline.add(EventKind.IDLE, "vram", 0, time_s=number * 2e-3 + 1e-3, duration_s=5e-4, label="dataloader")
+    write(tmp_path / "report.html", [View(timeline=timeline)], title="A profile")
+    page = opened(tmp_path / "report.html")
+    lanes = page.execute_script("return window.brim.lanes")
+    assert lanes == [{"name": "compute vram, stream 7", "busy_s": 30.0}, {"name": "idle vram", "busy_s": 15.0}]
+    canvas = page.find_element(By.CSS_SELECTOR, "canvas.lanes")
+    before = page.execute_script("return arguments[0].toDataURL()", canvas)
+    canvas.send_keys("+" * 10)
+    assert page.execute_script("return arguments[0].toDataURL()", canvas) != before
+    canvas.send_keys(Keys.ESCAPE)
+    assert page.execute_script("return arguments[0].toDataURL()", canvas) == before
+    ActionChains(page).move_to_element(canvas).perform()
+    assert page.find_element(By.CSS_SELECTOR, ".tooltip").text.split("\n")[0] in ("gemm", "dataloader")
 
 
 def test_hostile_names_run_nothing_and_are_shown_as_they_are(opened: Open, tmp_path: Path) -> None:

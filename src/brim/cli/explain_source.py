@@ -74,9 +74,18 @@ def kind_of(head: bytes, name: str) -> str:
 def timeline_of(source: Source) -> Timeline:
     """The Timeline in a file."""
     try:
-        document = json.loads(source.path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        data = source.path.read_bytes()
+    except OSError as error:
         raise FormatError(f"{source.name} was to be read as a Timeline.", f"{error}.") from error
+    return parsed_timeline(data, source.name)
+
+
+def parsed_timeline(data: bytes, name: str) -> Timeline:
+    """The Timeline that a JSON document is. Raises FormatError for anything else."""
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{name} was to be read as a Timeline.", f"{error}.") from error
     return Timeline.from_json(document)
 
 

@@ -34,7 +34,7 @@ class _Page(click.Path):
     """A file in a folder that exists: said at once, not after a run of hours."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = super().convert(value, param, ctx)
+        path: Any = super().convert(value, param, ctx)
         if not Path(path).parent.is_dir():
             self.fail(f"'{Path(path).parent}' is not a folder.", param, ctx)
         return path

@@ -27,19 +27,19 @@ class Phase(IntEnum):
     WORKSPACE = 7
 
 
-# The first that is in a stack's frames wins.
+# Of what the frames of a stack tell, the first here wins.
 _PATTERNS = tuple(
     (phase, re.compile(pattern))
     for phase, pattern in (
         (Phase.WORKSPACE, r"[wW]orkspace\w*\(|getNewWorkspace|ncclMem|cudnn\w*[wW]orkspace"),
-        (Phase.OPTIMIZER, r"torch/optim/|(?:^|\n)step at \S*(?:optim|adam|sgd|lion|muon|adafactor)\w*\.py"),
-        (Phase.BACKWARD, r"autograd::Engine|_engine_run_backward|torch/autograd/__init__\.py|(?:^|\n)backward at "),
+        (Phase.OPTIMIZER, r"torch/optim/|^step at \S*(?:optim|adam|sgd|lion|muon|adafactor)\w*\.py"),
+        (Phase.BACKWARD, r"autograd::Engine|_engine_run_backward|torch/autograd/__init__\.py|^backward at "),
         (Phase.CACHE, r"cache_utils\.py|kv_?cache|KVCache"),
-        (Phase.FORWARD, r"_call_impl at |(?:^|\n)forward at "),
+        (Phase.FORWARD, r"_call_impl at |^forward at "),
         (Phase.INPUT, r"dataloader\.py|collate|pin_memory|data_loader\.py|_prepare_inputs?\b|get_batch at "),
         (
             Phase.BUILD,
-            r"_apply at |load_state_dict|from_pretrained|(?:^|\n)__init__ at |reset_parameters|safetensors",
+            r"_apply at |load_state_dict|from_pretrained|^__init__ at |reset_parameters|safetensors",
         ),
     )
 )
@@ -54,8 +54,22 @@ _OF_THE_START = {
 
 def phase_of(frames: Iterable[str]) -> Phase:
     """The phase that a stack tells."""
-    text = "\n".join(frames)
-    return next((phase for phase, pattern in _PATTERNS if pattern.search(text)), Phase.UNKNOWN)
+    return phases_of([tuple(frames)])[0]
+
+
+def phases_of(stacks: Iterable[Sequence[str]]) -> list[Phase]:
+    """The phase that each stack tells. Every frame is looked at once, however many stacks share it."""
+    known: dict[str, int] = {}
+    made = []
+    for frames in stacks:
+        for frame in frames:
+            if frame not in known:
+                known[frame] = next(
+                    (i for i, (_, found) in enumerate(_PATTERNS) if found.search(frame)), len(_PATTERNS)
+                )
+        first = min((known[frame] for frame in frames), default=len(_PATTERNS))
+        made.append(_PATTERNS[first][0] if first < len(_PATTERNS) else Phase.UNKNOWN)
+    return made
 
 
 def of_the_start(phase: Phase) -> str:

@@ -28,6 +28,7 @@ _SEGMENTS = {
     "segment_unmap": EventKind.SEGMENT_FREE,
 }
 _PYTHON = re.compile(r"\.py:\d+$")
+_OPERATOR = re.compile(r"at::(?:native|_ops)::|torch::autograd::generated::")
 _INSIDE_TORCH = re.compile(r"/torch/(?!\w*_user)|<frozen |/_inductor/|generated_cases|/contextlib\.py")
 
 
@@ -76,16 +77,17 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
 
 
 def telling_frames(frames: Sequence[str]) -> list[str]:
-    """The frames of Python code if there are any; of a stack that has none, all."""
-    return [frame for frame in frames if _PYTHON.search(frame)] or list(frames)
+    """The frames of Python code if there are any; of a stack that has none, those from the operator outwards."""
+    python = [frame for frame in frames if _PYTHON.search(frame)]
+    first = next((index for index, frame in enumerate(frames) if _OPERATOR.match(frame)), 0)
+    return python or list(frames[first:])
 
 
 def label_of(frames: Sequence[str]) -> str:
     """The innermost frame of the user's code, else of any Python code, else of an operator."""
     python = [frame for frame in frames if _PYTHON.search(frame)]
     users = (frame for frame in python if not _INSIDE_TORCH.search(frame))
-    operators = (frame for frame in frames if frame.startswith("at::"))
-    return next(users, "") or next(iter(python), "") or next(operators, "") or next(iter(frames), "")
+    return next(users, "") or next(iter(python or telling_frames(frames)), "")
 
 
 class _Writing(Run):
@@ -96,7 +98,7 @@ class _Writing(Run):
         self.timeline = timeline
         self.labels = [label_of(frames) for frames in stacks]
         self.stacks = ["\n".join(telling_frames(frames)[:MOST_FRAMES]) for frames in stacks]
-        self.phases = [categories.phase_of(frames) for frames in stacks]
+        self.phases = categories.phases_of(stacks)
         self.categories = categories.infer(history, self.phases)
         kept = {block.address: block for segment in history.segments for block in segment.blocks}
         self.born: dict[int, tuple[int, int]] = {}  # address -> event and stack
@@ -108,6 +110,8 @@ class _Writing(Run):
         self.moments: list[Moment] = []
         self.peak = _peak_event(history, start)
         self._write_start(start)
+        if self.peak < 0:
+            self.keep_moment("peak", 0)
 
     def _write_start(self, start: State) -> None:
         for address in sorted(start.ranges):
@@ -183,23 +187,21 @@ class _Writing(Run):
 
 
 def _peak_event(history: History, start: State) -> int:
-    """The allocation for which most was reserved; if nothing was taken from the device, that with most in use."""
+    """The allocation for which most was reserved, the busiest of those; -1: before the first event."""
     held = peak = start.reserved_bytes
     used = most = 0
-    grown = busiest = -1
+    found, wanted = -1, False
     for index, (action, size) in enumerate(zip(history.actions, history.sizes, strict=True)):
         if action in ("segment_alloc", "segment_map"):
             held += size
             if held > peak:
-                peak, grown = held, index
+                peak, wanted = held, True
         elif action in RELEASES:
             held -= size
         elif action == "alloc":
             used += size
-            if used > most:
-                most, busiest = used, index
+            if wanted or (held == peak and used > most):
+                found, most, wanted = index, used, False
         elif action == "free_completed":
             used -= size
-    if grown < 0:
-        return busiest
-    return next((i for i in range(grown, len(history.actions)) if history.actions[i] == "alloc"), -1)
+    return found

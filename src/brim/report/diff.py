@@ -8,6 +8,7 @@ from typing import Any
 
 from brim.core.timeline import EventKind, Timeline
 from brim.report.explain import PeakSummary, Share, summary
+from brim.units import MIB
 
 MOST_CHANGES = 20  # of one breakdown
 
@@ -139,4 +140,4 @@ def _segments(timeline: Timeline) -> tuple[Share, ...]:
     for kind, size in rows:
         if kind == EventKind.SEGMENT_ALLOC:
             found[size] = found.get(size, 0) + 1
-    return tuple(Share(name=f"{size} bytes", bytes=size * count, count=count) for size, count in found.items())
+    return tuple(Share(name=f"{size / MIB:g} MiB", bytes=size * count, count=count) for size, count in found.items())

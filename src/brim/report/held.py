@@ -5,6 +5,7 @@ Five million events are never made into objects: a column is 40 MB, and there ar
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ UNKNOWN = "not known"
 _CATEGORY_ORDER = (
     "parameter", "buffer", "gradient", "optimizer_state", "kv_cache", "input", "activation", "workspace", "temporary",
 )  # fmt: skip
+_LONGEST_S = 4e9  # in nanoseconds it is still a whole number of 64 bits
+_NUMBER = re.compile(r"(?<=[. ])\d+(?=\.|$)")  # of a layer, a ring's slot
 _MEMORY = (EventKind.ALLOC, EventKind.FREE, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE, EventKind.OOM)
 
 
@@ -91,7 +94,18 @@ def times_ns(timeline: Timeline) -> Numbers | None:
     seconds = np.asarray(timeline.column("time_s"))
     if not len(seconds) or not np.isfinite(seconds).all() or seconds.max() == seconds.min():
         return None
-    return np.asarray(np.rint((seconds - seconds.min()) * 1e9), np.int64)
+    first = seconds.min()
+    return _nanoseconds(np.minimum(seconds, first + _LONGEST_S) - first)
+
+
+def durations_ns(timeline: Timeline) -> Numbers:
+    """How long each event took; 0 for what is no length of time."""
+    seconds = np.asarray(timeline.column("duration_s"))
+    return _nanoseconds(np.where(np.isfinite(seconds), seconds, 0.0))
+
+
+def _nanoseconds(seconds: NDArray[np.float64]) -> Numbers:
+    return np.asarray(np.rint(np.clip(seconds, 0.0, _LONGEST_S) * 1e9), np.int64)
 
 
 def tiers_of(timeline: Timeline) -> list[str]:
@@ -179,6 +193,8 @@ def _groups(categories: list[str], modules: list[str], taken: NDArray[Any]) -> t
     """What a picture is stacked by: categories, or modules where no category is known."""
     grouped_by = "category" if any(categories) else "module"
     names = [name or UNKNOWN for name in (categories if any(categories) else modules)]
+    if grouped_by == "module" and len(set(names)) > MOST_GROUPS:
+        names = [_NUMBER.sub("*", name) for name in names]  # all layers are one group before most of them are others
     total: dict[str, float] = {}
     for name, size in zip(names, taken, strict=True):
         total[name] = total.get(name, 0.0) + float(size)

@@ -20,9 +20,10 @@ MOST_BYTES = 10_000_000  # of a page: what people can still send by mail
 Cell = str | int | float | bool | None
 
 _SCRIPTS = (
-    "format.js", "unpack.js", "model.js", "theme.js", "chart.js", "lanes.js", "map.js", "tables.js", "card.js",
-    "main.js",
+    "format.js", "unpack.js", "model.js", "theme.js", "chart.js", "chart_draw.js", "lanes.js", "map.js", "tables.js",
+    "card.js", "main.js",
 )  # fmt: skip
+_STYLES = ("theme.css", "page.css")
 _MOST_DECISIONS = 2_000
 
 
@@ -74,7 +75,7 @@ def write(
 
 def page(views: Sequence[View], *, title: str, tables: Sequence[Table] = (), notes: Sequence[str] = ()) -> str:
     """The page itself."""
-    listed = [*(table for view in views for table in _view_tables(view)), *tables]
+    listed = [*(table for view in views for table in _view_tables(view, several=len(views) > 1)), *tables]
     rest = {
         "title": plain(title),
         "notes": [plain(note) for note in notes],
@@ -95,7 +96,7 @@ def _title(view: View) -> str:
 
 def _document(title: str, data: str) -> str:
     """Style and script are allowed by their digests; everything else that could load or run is forbidden."""
-    style = _asset("page.css")
+    style = "\n".join(_asset(name) for name in _STYLES)
     script = '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "\n})();\n"
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; "
@@ -120,9 +121,9 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _view_tables(view: View) -> list[Table]:
+def _view_tables(view: View, *, several: bool) -> list[Table]:
     """The plan's decisions and settings, and the facts that the timeline carries."""
-    made, title = [], _title(view)
+    made, of = [], f": {_title(view)}" if several else ""
     if view.plan is not None:
         plan = view.plan
         rows = tuple((d.technique, d.block, d.choice, d.bytes) for d in plan.decisions[:_MOST_DECISIONS])
@@ -130,13 +131,13 @@ def _view_tables(view: View) -> list[Table]:
             columns = ("technique", "block", "choice", "held_bytes")
             more = f" The first {len(rows):,} of {len(plan.decisions):,}." if len(rows) < len(plan.decisions) else ""
             note = f"For {plan.task} on {plan.hardware}.{more}"
-            made.append(Table(title=f"Decisions: {title}", columns=columns, rows=rows, note=note))
+            made.append(Table(title=f"Decisions{of}", columns=columns, rows=rows, note=note))
         if plan.settings:
             settings = tuple(plan.settings.items())
-            made.append(Table(title=f"Settings: {title}", columns=("setting", "value"), rows=settings))
+            made.append(Table(title=f"Settings{of}", columns=("setting", "value"), rows=settings))
     facts = tuple(sorted(view.timeline.facts.items()))
     if facts:
-        made.append(Table(title=f"Facts: {title}", columns=("fact", "value"), rows=facts))
+        made.append(Table(title=f"Facts{of}", columns=("fact", "value"), rows=facts))
     return made
 
 

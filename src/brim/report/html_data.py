@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from brim.core import EventKind, Plan, Timeline
-from brim.report.held import Held, Numbers, frames_of, held, module_of, tiers_of, times_ns
+from brim.report.held import Held, Numbers, durations_ns, frames_of, held, module_of, tiers_of, times_ns
 from brim.report.lanes import lanes
 from brim.report.moments import moments, ranked
 from brim.report.packing import integers, plain, texts
@@ -46,7 +47,7 @@ class Detail:
 def view_data(timeline: Timeline, title: str, plan: Plan | None, detail: Detail) -> dict[str, Any]:
     """Everything that the page shows of one timeline."""
     times = times_ns(timeline)
-    ends = [0] if times is None else times + np.rint(np.asarray(timeline.column("duration_s")) * 1e9).astype(np.int64)
+    ends = [0] if times is None else times + durations_ns(timeline)
     return {
         "title": plain(title),
         "measured": timeline.measured,
@@ -193,4 +194,4 @@ def _lines(timeline: Timeline, tier: str, plan: Plan | None) -> list[dict[str, A
     budget = plan.budget_bytes.get(tier) if plan else facts.get(f"budget_bytes.{tier}")
     device = facts.get("total_bytes") if tier == timeline.peak_bytes.tier else None
     lines = (("promised", promised), ("budget", budget), ("device", device))
-    return [{"name": name, "bytes": int(count)} for name, count in lines if count]
+    return [{"name": name, "bytes": int(count)} for name, count in lines if count and math.isfinite(count)]

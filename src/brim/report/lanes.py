@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brim.core import EventKind, Timeline
-from brim.report.held import Numbers, times_ns
+from brim.report.held import Numbers, durations_ns, times_ns
 
 MOST_LANES = 24
 _KINDS = (EventKind.COMPUTE, EventKind.COPY, EventKind.IDLE)
@@ -35,7 +35,7 @@ def lanes(timeline: Timeline, most_spans: int) -> list[Lane]:
     events = np.flatnonzero(np.isin(kinds, _KINDS))
     if times is None or not len(events):
         return []
-    durations = np.rint(np.nan_to_num(np.asarray(timeline.column("duration_s"))[events]) * 1e9).astype(np.int64)
+    durations = durations_ns(timeline)[events]
     columns = (
         kinds[events].astype(np.int64),
         np.asarray(timeline.texts("tier")[0])[events].astype(np.int64),

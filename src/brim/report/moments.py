@@ -56,8 +56,10 @@ def moments(held: Held, positions: Sequence[int], most_blocks: int, rank: Number
     The ``most_blocks`` largest blocks are kept apart, the others are added up by owner. ``rank`` renumbers owners.
     """
     segments = _segments_at(held, positions)
+    unexplained = _unexplained_frees(held)
     return [
-        _moment(held, position, rows, most_blocks, rank) for position, rows in zip(positions, segments, strict=True)
+        _moment(held, position, rows, unexplained[unexplained <= position], most_blocks, rank)
+        for position, rows in zip(positions, segments, strict=True)
     ]
 
 
@@ -78,7 +80,7 @@ def _segments_at(held: Held, positions: Sequence[int]) -> Iterator[list[tuple[in
 
 
 def _moment(
-    held: Held, position: int, segments: list[tuple[int, int, int]], most_blocks: int, rank: Numbers
+    held: Held, position: int, segments: list[tuple[int, int, int]], frees: Numbers, most_blocks: int, rank: Numbers
 ) -> dict[str, Any]:
     live = held.live_at(position)
     apart = live[held.address[live] >= 0]
@@ -86,7 +88,6 @@ def _moment(
         apart = apart[np.argsort(-held.delta[apart], kind="stable")[:most_blocks]]
     apart = apart[np.argsort(held.address[apart], kind="stable")]
     loose = np.setdiff1d(live, apart)
-    frees = np.flatnonzero((held.kind[: position + 1] == EventKind.FREE) & _unexplained(held, position))
     owners, loose_bytes, counts = _added_up(held, np.concatenate([loose, frees]), rank)
     columns = list(zip(*segments, strict=True)) or [(), (), ()]
     return {
@@ -102,12 +103,11 @@ def _moment(
     }
 
 
-def _unexplained(held: Held, position: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _unexplained_frees(held: Held) -> Numbers:
     """Frees of what nobody was seen to take: they count, or the sum would not be what was allocated."""
-    joined = np.zeros(len(held), np.bool_)
-    freed = held.freed_at[held.freed_at < len(held)]
-    joined[freed] = True
-    return ~joined[: position + 1]
+    free = held.kind == EventKind.FREE
+    free[held.freed_at[held.freed_at < len(held)]] = False
+    return np.flatnonzero(free)
 
 
 def _added_up(held: Held, events: Numbers, rank: Numbers) -> tuple[Numbers, Numbers, Numbers]:

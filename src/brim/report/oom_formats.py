@@ -290,7 +290,7 @@ _DEVICE = re.compile(
     r"\bGPU[ :]([0-9]+)|\b[NX]PU ([0-9]+)|\bon device:? ?(?:cuda:|ordinal )?([0-9]+)"
     r"|\b(?:CUDA|ROCm|Vulkan)([0-9]+) buffer"
 )
-_TENSOR = re.compile(r"tensor with shape ?\[([0-9, ]{1,80})\] and type (\w+)")
+_TENSOR = re.compile(r"tensor with shape ?\[([0-9]{1,12}(?:, ?[0-9]{1,12}){0,15})\] and type (\w+)")
 _TYPE_BYTES = {"float": 4, "float32": 4, "int32": 4, "half": 2, "bfloat16": 2, "float16": 2, "double": 8, "int64": 8}
 _TYPE_BYTES |= {"int8": 1, "uint8": 1, "bool": 1, "int16": 2, "complex64": 8}
 PROCESS = re.compile(r"Process ([0-9]+) has " + SIZE + r" memory in use")
@@ -301,7 +301,7 @@ def tensor_bytes(text: str) -> int | None:
     match = _TENSOR.search(text)
     if match is None or match[2] not in _TYPE_BYTES:
         return None
-    return math.prod(int(part) for part in match[1].split(",") if part.strip()) * _TYPE_BYTES[match[2]]
+    return math.prod(int(part) for part in match[1].split(",")) * _TYPE_BYTES[match[2]]
 
 
 def to_bytes(number: str, unit: str) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from _simulated_recording import Recording
+from brim.cli.explain_source import parsed_timeline
 from brim.core import EventKind, Timeline
 from brim.errors import BrimError
 from brim.measure import snapshot
@@ -106,24 +107,24 @@ def read_snapshot(data: bytes) -> None:
 
 
 def read_timeline(data: bytes) -> None:
-    summary(Timeline.from_json(json.loads(data)))
+    summary(parsed_timeline(data, "fuzzed"))
 
 
 def read_log(data: bytes) -> None:
     assert read_oom(io.BytesIO(data))
 
 
-READERS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]], tuple[type[Exception], ...]]] = {
-    "snapshot": (read_snapshot, recordings, (BrimError,)),
-    "timeline": (read_timeline, timelines, (BrimError, json.JSONDecodeError, UnicodeDecodeError)),
-    "message": (read_log, lambda: MESSAGES, (BrimError,)),
+READERS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = {
+    "snapshot": (read_snapshot, recordings),
+    "timeline": (read_timeline, timelines),
+    "message": (read_log, lambda: MESSAGES),
 }
 
 
 @pytest.mark.timeout(SECONDS * 2 + 120)
 @pytest.mark.parametrize("kind", READERS)
 def test_damaged_files_give_a_result_or_one_typed_error_within_bounds(kind):
-    read, seeds_of, expected = READERS[kind]
+    read, seeds_of = READERS[kind]
     seeds = seeds_of()
     seed = int(os.environ.get("BRIM_FUZZ_SEED", "0"))
     results: dict[str, int] = {"read": 0, "refused": 0}
@@ -135,7 +136,7 @@ def test_damaged_files_give_a_result_or_one_typed_error_within_bounds(kind):
         try:
             read(data)
             results["read"] += 1
-        except expected:
+        except BrimError:
             results["refused"] += 1
         except BaseException as error:
             raise AssertionError(f"{kind}, seed {seed}: {type(error).__name__}: {error}") from error

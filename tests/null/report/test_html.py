@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from brim.core import EventKind, Plan, Timeline
 from brim.core.plan import Decision, Promise
@@ -128,6 +130,14 @@ def test_without_a_plan_the_facts_give_the_lines() -> None:
     ]
 
 
+def test_facts_that_are_no_numbers_draw_no_lines() -> None:
+    timeline = run(1000)
+    timeline.facts |= {"promised_bytes.vram": float("nan"), "total_bytes": float("inf")}
+    timeline.add(EventKind.OOM, "vram", 1, time_s=-1.7e308)
+    timeline.add(EventKind.OOM, "vram", 1, time_s=1.7e308)
+    assert data_of(page([View(timeline=timeline)], title="t"))["views"][0]["panels"][0]["lines"] == []
+
+
 def test_cells_that_json_cannot_hold_are_texts() -> None:
     table = Table(title="t", columns=("a",), rows=((float("inf"),), (float("nan"),), (None,), (True,), (0.5,)))
     assert data_of(page([], title="t", tables=[table]))["tables"][0]["rows"] == [
@@ -153,3 +163,40 @@ def test_a_page_that_grows_too_large_keeps_less_detail(monkeypatch: pytest.Monke
     assert len(less) <= len(whole) // 2
     peaks = [data_of(document)["views"][0]["panels"][0]["peak"] for document in (whole, less)]
     assert peaks[0] == peaks[1]
+
+
+_WHOLE = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-1, 5)
+_EVENTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "kind": st.sampled_from(EventKind),
+            "tier": st.sampled_from(["vram", "ram", "", "\ud800"]),
+            "bytes": _WHOLE,
+            "time_s": st.floats(),
+            "duration_s": st.floats(),
+            "address": _WHOLE,
+            "storage": _WHOLE,
+            "stream": _WHOLE,
+            "label": st.text(),
+            "category": st.sampled_from(["", "parameter", "<b>"]),
+            "stack": st.text(),
+        }
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=_EVENTS, timed=st.booleans())
+def test_no_event_whatever_it_says_breaks_the_page(events: list[dict], timed: bool) -> None:
+    timeline = Timeline("any", measured=True)
+    for number, event in enumerate(events):
+        if timed:  # or hardly any run would have lanes
+            event = event | {"time_s": float(number)}
+        timeline.add(**event)
+    document = page([View(timeline=timeline)], title="t")
+    document.encode()
+    (view,) = data_of(document)["views"]
+    assert view["events"] == len(events)
+    for panel in view["panels"]:
+        assert panel["events"] == len(unpacked(panel["exact"]["event"]))

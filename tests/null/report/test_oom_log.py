@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import re
 import tracemalloc
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from brim.errors import FormatError
 from brim.report.oom import Cause, read_oom
 from brim.units import GIB, MIB
 
 FULL = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 23.65 GiB of "
-    "which 100.00 MiB is free. Including non-PyTorch memory, this process has 23.50 GiB memory in use. Of the allocated "
-    "memory 15.00 GiB is allocated by PyTorch, and 8.00 GiB is reserved by PyTorch but unallocated."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 23.65 GiB "
+    "of which 100.00 MiB is free. Including non-PyTorch memory, this process has 23.50 GiB memory in use. Of the "
+    "allocated memory 15.00 GiB is allocated by PyTorch, and 8.00 GiB is reserved by PyTorch but unallocated."
 )
 
 
@@ -124,3 +128,22 @@ def test_old_versions_are_not_told_to_set_what_they_do_not_know():
     assert message.cause is Cause.FRAGMENTATION
     assert "PyTorch 2.1" in message.advice[0].text
     assert "max_split_size_mb" in message.advice[1].paste
+
+
+OLD = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 130.00 MiB (GPU 1; 7.80 GiB total capacity; 5.91 GiB "
+    "already allocated; 33.56 MiB free; 6.09 GiB reserved in total by PyTorch)"
+)
+JAX = "RESOURCE_EXHAUSTED: Failed to allocate request for 2.00GiB (2147483648B) on device ordinal 0"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_cut_and_mixed_messages_give_a_result_or_one_kind_of_error(data):
+    texts = [FULL, OLD, JAX, FULL.replace("\n", "\r\n"), "RuntimeError: CUDA error: out of memory"]
+    parts = data.draw(st.lists(st.sampled_from(texts) | st.text(max_size=30), min_size=1, max_size=4))
+    text = " ".join(part[: data.draw(st.integers(0, len(part)))] for part in parts)
+    with suppress(FormatError):
+        for message in read_oom(text):
+            assert message.advice
+            assert all(count >= 0 for count in message.numbers_bytes.values())

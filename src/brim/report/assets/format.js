@@ -39,9 +39,12 @@ function formatShare(share) {
   return `${(share * 100).toFixed(1)} %`;
 }
 
-// "optimizer_state" -> "optimizer state"; paths keep their underscores
+const FRAME = /^(.+ at )\S*?((?:[^/\s]+\/)?[^/\s]+:\d+)$/;
+
+// "optimizer_state" -> "optimizer state"; of a stack frame, the function and the end of the path
 function words(name) {
-  return /^[a-z]+(_[a-z]+)+$/.test(name) ? name.replaceAll("_", " ") : name;
+  if (/^[a-z]+(_[a-z]+)+$/.test(name)) return name.replaceAll("_", " ");
+  return name.replace(FRAME, "$1$2");
 }
 
 // Round positions on an axis: about `wanted` multiples of 1, 2 or 5 times a power of ten of `unit`.
@@ -51,7 +54,8 @@ function ticks(low, high, wanted, unit) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
   const at = [];
-  for (let k = Math.ceil(low / unit / step - 1e-9); k * step * unit <= high * (1 + 1e-12); k += 1) at.push(k * step * unit + 0); // no -0
+  for (let k = Math.ceil(low / unit / step - 1e-9); k * step * unit <= high * (1 + 1e-12); k += 1)
+    at.push(k * step * unit + 0); // no -0
   return { at, step };
 }
 
@@ -65,10 +69,15 @@ function byteTicks(most, wanted) {
 }
 
 function timeTicks(low, high, wanted) {
-  const [unit, name] = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"]].find(([size]) => high >= 2 * size) || [1, "ns"];
+  const [unit, name] = [
+    [1e9, "s"],
+    [1e6, "ms"],
+    [1e3, "µs"],
+  ].find(([size]) => high >= 2 * size) || [1, "ns"];
   const { at, step } = ticks(low, high, wanted, unit);
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-  const text = (value) => (value / unit).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const text = (value) =>
+    (value / unit).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   return at.map((value) => ({ value, text: `${text(value)} ${name}` }));
 }
 

@@ -5,15 +5,34 @@ const LANE_HEIGHT = 34;
 class Lanes {
   constructor(view, range, tooltip) {
     Object.assign(this, { lanes: view.lanes, range, tooltip });
-    this.canvas = element("canvas", { class: "lanes", role: "img" });
-    this.canvas.setAttribute("aria-label", view.lanes.map((lane) => `${lane.name}: busy ${formatSeconds(laneBusy(lane) / 1e9)}`).join("; "));
+    this.canvas = element("canvas", {
+      class: "lanes",
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "zoomable lanes",
+    });
+    listenForKeys(this.canvas, {
+      ArrowLeft: () => range.pan(-0.1),
+      ArrowRight: () => range.pan(0.1),
+      "+": () => range.zoom(0.5, (range.low + range.high) / 2),
+      "-": () => range.zoom(2, (range.low + range.high) / 2),
+      Escape: () => range.set(...range.full),
+    });
+    this.canvas.setAttribute(
+      "aria-label",
+      view.lanes.map((lane) => `${lane.name}: busy ${formatSeconds(laneBusy(lane) / 1e9)}`).join("; "),
+    );
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => tooltip.hide());
-    this.canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      const at = event.clientX - this.canvas.getBoundingClientRect().left;
-      range.zoom(event.deltaY > 0 ? 1.25 : 0.8, range.toX(at, this.width));
-    }, { passive: false });
+    this.canvas.addEventListener(
+      "wheel",
+      (event) => {
+        event.preventDefault();
+        const at = event.clientX - this.canvas.getBoundingClientRect().left;
+        range.zoom(event.deltaY > 0 ? 1.25 : 0.8, range.toX(at, this.width));
+      },
+      { passive: false },
+    );
     for (const lane of this.lanes) {
       lane.latest = new Float64Array(lane.start_ns.length); // the latest end so far: spans of a lane may overlap
       let latest = -Infinity;
@@ -52,7 +71,7 @@ class Lanes {
     }
     covered.forEach((share, pixel) => {
       if (!share) return;
-      context.globalAlpha = Math.min(0.25 + share, 1);
+      context.globalAlpha = Math.min(Math.max(share, 0.12), 1); // the share of the pixel that is busy
       context.fillRect(pixel, top + 16, 1, 14);
     });
     context.globalAlpha = 1;
@@ -68,7 +87,10 @@ class Lanes {
       this.tooltip.hide();
       return;
     }
-    const rows = [["begins", formatSeconds(lane.start_ns[at] / 1e9)], ["takes", formatSeconds(lane.duration_ns[at] / 1e9)]];
+    const rows = [
+      ["begins", formatSeconds(lane.start_ns[at] / 1e9)],
+      ["takes", formatSeconds(lane.duration_ns[at] / 1e9)],
+    ];
     if (lane.bytes[at]) {
       rows.push(["bytes", formatBytes(lane.bytes[at])]);
       if (lane.busy_ns[at]) rows.push(["rate", `${formatBytes(lane.bytes[at] / (lane.busy_ns[at] / 1e9))}/s`]);

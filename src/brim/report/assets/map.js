@@ -7,11 +7,16 @@ const MAP_ROWS = 14;
 class AddressMap {
   constructor(panel, tooltip, onPiece) {
     Object.assign(this, { panel, tooltip, onPiece, segments: [], flat: [], chosen: -1 });
-    this.canvas = element("canvas", { class: "map", tabindex: "0", role: "application", "aria-roledescription": "address map" });
+    this.canvas = element("canvas", {
+      class: "map",
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "address map",
+    });
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => tooltip.hide());
     this.canvas.addEventListener("click", (event) => this.choose(this.find(event)));
-    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    listenForKeys(this.canvas, this.keys());
   }
 
   set(segments) {
@@ -21,7 +26,8 @@ class AddressMap {
     this.flat = [];
     let at = 0;
     for (const segment of segments) {
-      for (const piece of segment.pieces) this.flat.push({ ...piece, segment, at: at + (piece.address - segment.address) });
+      for (const piece of segment.pieces)
+        this.flat.push({ ...piece, segment, at: at + (piece.address - segment.address) });
       segment.at = at;
       at += segment.bytes;
     }
@@ -37,14 +43,17 @@ class AddressMap {
     this.perRow = this.total / this.rows || 1;
     context.textAlign = "right";
     context.fillStyle = css("soft");
-    for (let row = 0; row < this.rows; row += 1) context.fillText(formatBytes(row * this.perRow), LEFT - 8, row * (MAP_ROW + MAP_GAP) + MAP_ROW / 2);
-    for (const segment of this.segments) this.box(segment.at, segment.bytes, (x, y, w) => {
-      context.fillStyle = css("hole");
-      context.fillRect(x, y, w, MAP_ROW);
-    });
+    for (let row = 0; row < this.rows; row += 1)
+      context.fillText(formatBytes(row * this.perRow), LEFT - 8, row * (MAP_ROW + MAP_GAP) + MAP_ROW / 2);
+    for (const segment of this.segments)
+      this.box(segment.at, segment.bytes, (x, y, w) => {
+        context.fillStyle = css("hole");
+        context.fillRect(x, y, w, MAP_ROW);
+      });
     for (const piece of this.flat) if (piece.owner >= 0) this.paint(piece);
     context.fillStyle = css("text");
-    for (const segment of this.segments) this.box(segment.at, 0, (x, y) => context.fillRect(x - 0.5, y - 2, 1, MAP_ROW + 4));
+    for (const segment of this.segments)
+      this.box(segment.at, 0, (x, y) => context.fillRect(x - 0.5, y - 2, 1, MAP_ROW + 4));
     if (this.chosen >= 0) {
       context.strokeStyle = css("accent");
       context.lineWidth = 3;
@@ -52,7 +61,12 @@ class AddressMap {
       this.box(at, bytes, (x, y, w) => context.strokeRect(x - 1, y - 1, Math.max(w, 2) + 2, MAP_ROW + 2));
     }
     const held = this.flat.length - this.holes.length;
-    this.canvas.setAttribute("aria-label", `Address map: ${several(this.segments.length, "segment")} of ${formatBytes(this.total)}, ${several(held, "block")}, ${several(this.holes.length, "hole")}. Arrows go from piece to piece, H to the next largest hole.`);
+    this.canvas.setAttribute(
+      "aria-label",
+      `Address map: ${several(this.segments.length, "segment")} of ${formatBytes(this.total)}, ` +
+        `${several(held, "block")}, ${several(this.holes.length, "hole")}. ` +
+        "Arrows go from piece to piece, H to the next largest hole.",
+    );
   }
 
   paint(piece) {
@@ -76,7 +90,11 @@ class AddressMap {
     let from = at;
     do {
       const end = Math.min(at + bytes, (row + 1) * this.perRow);
-      draw(LEFT + (from - row * this.perRow) * scale, row * (MAP_ROW + MAP_GAP) + 2, Math.max((end - from) * scale, 0));
+      draw(
+        LEFT + (from - row * this.perRow) * scale,
+        row * (MAP_ROW + MAP_GAP) + 2,
+        Math.max((end - from) * scale, 0),
+      );
       from = end;
       row += 1;
     } while (from < at + bytes - 0.5 && row < this.rows);
@@ -93,20 +111,25 @@ class AddressMap {
   hover(event) {
     const piece = this.flat[this.find(event)];
     if (!piece) this.tooltip.hide();
-    else this.tooltip.show(event, this.nameOf(piece), this.rowsOf(piece));
+    else this.tooltip.show(event, words(this.nameOf(piece)), this.rowsOf(piece));
   }
 
   nameOf(piece) {
-    return piece.owner < 0 ? "hole" : this.panel.owners.module[piece.owner] || this.panel.owners.label[piece.owner] || "block";
+    return piece.owner < 0
+      ? "hole"
+      : this.panel.owners.module[piece.owner] || this.panel.owners.label[piece.owner] || "block";
   }
 
   rowsOf(piece) {
     const { panel } = this;
-    const rows = [["bytes", formatBytes(piece.bytes)], ["address", `0x${piece.address.toString(16)}`]];
+    const rows = [
+      ["bytes", formatBytes(piece.bytes)],
+      ["address", `0x${piece.address.toString(16)}`],
+    ];
     if (piece.owner >= 0) {
       const group = panel.owners.group[piece.owner];
       if (panel.grouped_by === "category") rows.push([words(panel.groups[group]), "", swatch(panel, group)]);
-      if (panel.owners.label[piece.owner]) rows.push(["asked by", panel.owners.label[piece.owner]]);
+      if (panel.owners.label[piece.owner]) rows.push(["asked by", words(panel.owners.label[piece.owner])]);
     }
     rows.push(["in a segment of", formatBytes(piece.segment.bytes)]);
     if (piece.segment.stream) rows.push(["stream", String(piece.segment.stream)]);
@@ -120,16 +143,20 @@ class AddressMap {
     this.onPiece(this.flat[index]);
   }
 
-  key(event) {
-    const last = this.flat.length - 1;
+  keys() {
+    const last = () => this.flat.length - 1;
     const byHole = () => {
       const order = [...this.holes].sort((a, b) => b.bytes - a.bytes);
       const now = order.indexOf(this.flat[this.chosen]);
-      return this.flat.indexOf(order[(now + 1) % order.length]);
+      if (order.length) this.choose(this.flat.indexOf(order[(now + 1) % order.length]));
     };
-    const moves = { ArrowRight: () => Math.min(this.chosen + 1, last), ArrowLeft: () => Math.max(this.chosen - 1, 0), Home: () => 0, End: () => last, h: byHole, H: byHole };
-    if (!moves[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    this.choose(moves[event.key]());
+    return {
+      ArrowRight: () => this.choose(Math.min(this.chosen + 1, last())),
+      ArrowLeft: () => this.choose(Math.max(this.chosen - 1, 0)),
+      Home: () => this.choose(0),
+      End: () => this.choose(last()),
+      h: byHole,
+      H: byHole,
+    };
   }
 }

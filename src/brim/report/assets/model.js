@@ -38,6 +38,28 @@ class Segments {
   }
 }
 
+// Expandable segments are mapped piece by piece and blocks lie across the pieces: then neighbours are one segment.
+function joined(segments, blocks) {
+  const starts = Float64Array.from(segments, ([address]) => address);
+  const across = blocks.some(([address, block]) => {
+    const at = upTo(starts, address) - 1;
+    return (
+      at >= 0 &&
+      address < starts[at] + segments[at][1].bytes &&
+      address + block.bytes > starts[at] + segments[at][1].bytes
+    );
+  });
+  if (!across) return segments;
+  const made = [];
+  for (const [address, segment] of segments) {
+    const last = made[made.length - 1];
+    if (last && last[0] + last[1].bytes === address && last[1].stream === segment.stream)
+      last[1].bytes += segment.bytes;
+    else made.push([address, { ...segment }]);
+  }
+  return made;
+}
+
 class Panel {
   constructor(view, data) {
     Object.assign(this, data);
@@ -68,7 +90,8 @@ class Panel {
     const { exact, owners, groups } = this;
     const base = this.moments.find((moment) => moment.position === exact.first - 1);
     const sums = new Float64Array(groups.length);
-    for (const rows of [base.blocks, base.loose]) rows.owner.forEach((owner, i) => (sums[owners.group[owner]] += rows.bytes[i]));
+    for (const rows of [base.blocks, base.loose])
+      rows.owner.forEach((owner, i) => (sums[owners.group[owner]] += rows.bytes[i]));
     let reserved = base.segments.bytes.reduce((sum, bytes) => sum + bytes, 0);
     const count = exact.event.length;
     const level = {
@@ -122,10 +145,22 @@ class Panel {
     const count = exact.event.length;
     const inside = this.whole || (event >= exact.event[0] && event <= exact.event[count - 1]);
     const near = (best, moment) => (Math.abs(moment.event - event) < Math.abs(best.event - event) ? moment : best);
-    const start = inside ? this.moments.find((moment) => moment.position === exact.first - 1) : this.moments.reduce(near);
-    const held = { event: start.event, exact: inside, blocks: new Map(), loose: new Map(), segments: new Segments(start.segments) };
-    start.blocks.address.forEach((address, i) => held.blocks.set(address, { bytes: start.blocks.bytes[i], owner: start.blocks.owner[i] }));
-    start.loose.owner.forEach((owner, i) => held.loose.set(owner, { bytes: start.loose.bytes[i], count: start.loose.count[i] }));
+    const start = inside
+      ? this.moments.find((moment) => moment.position === exact.first - 1)
+      : this.moments.reduce(near);
+    const held = {
+      event: start.event,
+      exact: inside,
+      blocks: new Map(),
+      loose: new Map(),
+      segments: new Segments(start.segments),
+    };
+    start.blocks.address.forEach((address, i) =>
+      held.blocks.set(address, { bytes: start.blocks.bytes[i], owner: start.blocks.owner[i] }),
+    );
+    start.loose.owner.forEach((owner, i) =>
+      held.loose.set(owner, { bytes: start.loose.bytes[i], count: start.loose.count[i] }),
+    );
     if (inside) {
       const last = upTo(exact.event, event);
       for (let i = 0; i < last; i += 1) this.apply(held, i);
@@ -137,7 +172,8 @@ class Panel {
   apply(held, i) {
     const { kind, bytes, address, owner, stream } = this.exact;
     const at = address[i];
-    if (kind[i] === KIND.SEGMENT_ALLOC && at >= 0) held.segments.found.set(at, { bytes: bytes[i], stream: stream[i] });
+    if (kind[i] === KIND.SEGMENT_ALLOC && at >= 0)
+      held.segments.found.set(at, { bytes: bytes[i], stream: stream[i] });
     else if (kind[i] === KIND.SEGMENT_FREE && at >= 0) held.segments.giveBack(at, -bytes[i]);
     else if (kind[i] === KIND.ALLOC && at >= 0) held.blocks.set(at, { bytes: bytes[i], owner: owner[i] });
     else if (kind[i] === KIND.FREE && at >= 0 && held.blocks.has(at)) held.blocks.delete(at);
@@ -188,7 +224,10 @@ class Panel {
   // Segments by address, each cut into pieces: blocks (owner >= 0) and holes (owner -1).
   pieces(held) {
     const blocks = [...held.blocks].sort((a, b) => a[0] - b[0]);
-    const segments = [...held.segments.found].sort((a, b) => a[0] - b[0]);
+    const segments = joined(
+      [...held.segments.found].sort((a, b) => a[0] - b[0]),
+      blocks,
+    );
     let at = 0;
     return segments.map(([address, segment]) => {
       const end = address + segment.bytes;

@@ -1,13 +1,42 @@
 // Colours (Okabe and Ito: told apart by colour-blind people) and, for those who see none, a pattern for each.
 
 const COLOURS = {
-  parameter: "#0072B2", buffer: "#7f7f7f", gradient: "#E69F00", optimizer_state: "#009E73", kv_cache: "#D55E00",
-  input: "#F0E442", activation: "#56B4E9", workspace: "#8c6d4f", temporary: "#CC79A7", others: "#a6a6a6",
+  parameter: "#0072B2",
+  buffer: "#7f7f7f",
+  gradient: "#E69F00",
+  optimizer_state: "#009E73",
+  kv_cache: "#D55E00",
+  input: "#F0E442",
+  activation: "#56B4E9",
+  workspace: "#8c6d4f",
+  temporary: "#CC79A7",
+  others: "#a6a6a6",
+  "not known": "#9aa3ad",
 };
-const CYCLE = ["#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#D55E00", "#F0E442", "#8c6d4f", "#7f7f7f", "#a6a6a6"];
+const CYCLE = [
+  "#0072B2",
+  "#E69F00",
+  "#009E73",
+  "#56B4E9",
+  "#CC79A7",
+  "#D55E00",
+  "#F0E442",
+  "#8c6d4f",
+  "#7f7f7f",
+  "#a6a6a6",
+];
 const PATTERNS = {
-  parameter: "none", buffer: "grid", gradient: "up", optimizer_state: "dots", kv_cache: "down", input: "level",
-  activation: "upright", workspace: "cross", temporary: "wide", others: "grid",
+  parameter: "none",
+  buffer: "grid",
+  gradient: "up",
+  optimizer_state: "dots",
+  kv_cache: "down",
+  input: "level",
+  activation: "upright",
+  workspace: "cross",
+  temporary: "wide",
+  others: "grid",
+  "not known": "level",
 };
 const PATTERN_CYCLE = ["none", "up", "dots", "upright", "wide", "down", "level", "cross", "grid", "none"];
 
@@ -16,7 +45,9 @@ function colourOf(panel, group) {
 }
 
 function patternOf(panel, group) {
-  return (panel.grouped_by === "category" && PATTERNS[panel.groups[group]]) || PATTERN_CYCLE[group % PATTERN_CYCLE.length];
+  return (
+    (panel.grouped_by === "category" && PATTERNS[panel.groups[group]]) || PATTERN_CYCLE[group % PATTERN_CYCLE.length]
+  );
 }
 
 function css(name) {
@@ -24,8 +55,20 @@ function css(name) {
 }
 
 const STROKES = {
-  up: [[0, 8, 8, 0]], down: [[0, 0, 8, 8]], level: [[0, 4, 8, 4]], upright: [[4, 0, 4, 8]],
-  cross: [[0, 8, 8, 0], [0, 0, 8, 8]], grid: [[0, 4, 8, 4], [4, 0, 4, 8]], wide: [[0, 8, 8, 0]], dots: [],
+  up: [[0, 8, 8, 0]],
+  down: [[0, 0, 8, 8]],
+  level: [[0, 4, 8, 4]],
+  upright: [[4, 0, 4, 8]],
+  cross: [
+    [0, 8, 8, 0],
+    [0, 0, 8, 8],
+  ],
+  grid: [
+    [0, 4, 8, 4],
+    [4, 0, 4, 8],
+  ],
+  wide: [[0, 8, 8, 0]],
+  dots: [],
 };
 const fillCache = new Map();
 
@@ -50,7 +93,12 @@ function fillOf(context, colour, pattern) {
         draw.stroke();
       }
     }
-    if (pattern === "dots") for (const [x, y] of [[2, 2], [6, 6]]) draw.fillRect(x - 0.75, y - 0.75, 1.5, 1.5);
+    if (pattern === "dots")
+      for (const [x, y] of [
+        [2, 2],
+        [6, 6],
+      ])
+        draw.fillRect(x - 0.75, y - 0.75, 1.5, 1.5);
     const made = context.createPattern(tile, "repeat");
     made.setTransform(new DOMMatrix().scale(0.5));
     fillCache.set(key, made);
@@ -92,11 +140,20 @@ class Tooltip {
   show(event, head, rows) {
     this.box.replaceChildren(element("strong", { text: head }));
     for (const [name, value, mark] of rows) {
-      this.box.append(element("div", {}, mark || element("span", { class: "swatch" }), element("span", { text: name }), element("b", { text: value })));
+      this.box.append(
+        element(
+          "div",
+          {},
+          mark || element("span", { class: "swatch" }),
+          element("span", { text: name }),
+          element("b", { text: value }),
+        ),
+      );
     }
     this.box.hidden = false;
     const { clientWidth, clientHeight } = this.box;
-    const left = event.clientX + 16 + clientWidth > window.innerWidth ? event.clientX - clientWidth - 12 : event.clientX + 16;
+    const left =
+      event.clientX + 16 + clientWidth > window.innerWidth ? event.clientX - clientWidth - 12 : event.clientX + 16;
     this.box.style.left = `${Math.max(left, 4)}px`;
     this.box.style.top = `${Math.max(Math.min(event.clientY + 12, window.innerHeight - clientHeight - 8), 4)}px`;
   }

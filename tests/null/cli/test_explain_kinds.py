@@ -1,0 +1,193 @@
+"""``brim explain`` tells by its content what a file is, compares two of a kind, and writes reports and traces."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import _synthetic_trace
+from _simulated_recording import Recording
+from brim.cli import main
+from brim.core import EventKind, Timeline
+from brim.memory.out_of_memory import OutOfMemory
+from brim.units import MIB
+
+ROOT = Path(__file__).parents[3]
+TRUTH = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth"))
+MESSAGE = "RuntimeError: CUDA error: out of memory\n"
+
+
+def recording(path: Path, rounds: int = 4) -> Path:
+    """In each round a block of 61 MiB takes the place of one of 100 MiB; then 200 MiB do not fit into 500."""
+    made = Recording("", 500 * MIB)
+    for _ in range(rounds):
+        made.free(made.malloc(100 * MIB))
+        made.malloc(61 * MIB)
+    with pytest.raises(OutOfMemory):
+        made.malloc(200 * MIB)
+    path.write_bytes(made.dump())
+    return path
+
+
+def timeline(path: Path, size: int, *, failed: bool = False) -> Path:
+    made = Timeline("step", measured=False, facts={"context_bytes": 5.0})
+    made.add(EventKind.ALLOC, "vram", size, storage=0, category="activation", stack="model.layers.0", label="mm")
+    made.add(EventKind.COMPUTE, "vram", 0, time_s=0.0, duration_s=1.0, label="mm")
+    made.add(EventKind.COMPUTE, "vram", 0, time_s=3.0, duration_s=1.0, label="mm")
+    if failed:
+        made.add(EventKind.OOM, "vram", 7 * MIB, label="bmm")
+    path.write_text(json.dumps(made.to_json()))
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+    assert main(["explain", *map(str, arguments), "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """One file of each kind, under names that tell nothing."""
+    log = tmp_path / "a"
+    log.write_text(MESSAGE)
+    trace = tmp_path / "b.json"
+    _synthetic_trace.write(trace, 400)
+    return {
+        "oom": log,
+        "profile": trace.rename(tmp_path / "b"),
+        "snapshot": recording(tmp_path / "c"),
+        "timeline": timeline(tmp_path / "d", 9 * MIB),
+    }
+
+
+@pytest.mark.parametrize("kind", ["oom", "profile", "snapshot", "timeline"])
+@pytest.mark.parametrize("stdin", [False, True], ids=["file", "standard input"])
+def test_the_content_tells_the_kind(files, kind, stdin, capsys, monkeypatch):
+    source: object = files[kind]
+    if stdin:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(files[kind].read_bytes())))
+        source = "-"
+    assert answer(capsys, source)["kind"] == kind
+
+
+@pytest.mark.parametrize("kind", ["oom", "profile", "snapshot", "timeline"])
+def test_every_kind_has_a_report(files, kind, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["explain", str(files[kind]), "--html", str(page)]) == 0
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("kind", ["profile", "snapshot", "timeline"])
+def test_runs_become_traces(files, kind, tmp_path):
+    path = tmp_path / "trace.json"
+    assert main(["explain", str(files[kind]), "--perfetto", str(path)]) == 0
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_a_snapshot_is_explained_by_its_cause_first(files, capsys):
+    assert main(["explain", str(files["snapshot"])]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("device 0: Out of memory")
+    for part in ("when it failed", "largest free block", "pinned by", "would have fit:", "replayed"):
+        assert part in text
+
+
+def test_a_snapshot_in_json_holds_the_fragmentation_and_the_proof(files, capsys):
+    (device,) = answer(capsys, files["snapshot"])["devices"]
+    failed = next(one for one in device["moments"] if one["what"] == "oom")
+    assert failed["requested_bytes"] == 200 * MIB
+    assert failed["allocated_bytes"] == 244 * MIB
+    assert failed["free_bytes"] == failed["pinned_bytes"] == 156 * MIB
+    assert failed["largest_free_bytes"] == 39 * MIB
+    assert failed["segments_with_pins"] == len(failed["segments"]) == 4
+    assert {pin["bytes"] for one in failed["segments"] for pin in one["pins"]} == {61 * MIB}
+    assert device["cause"] == "fragmentation"
+    best = device["what_if"][0]
+    assert best["would_fit"]
+    assert f"With {best['settings']} it would have fitted" in device["headline"]
+    assert device["advice"][0]["helps"]
+    assert device["advice"][0]["paste"].endswith(best["settings"])
+    run = next(run for run in device["what_if"] if run["settings"] == "expandable_segments:True")
+    assert run["would_fit"]
+    assert run["peak_reserved_bytes"] <= 500 * MIB
+
+
+def test_a_failed_timeline_says_so(tmp_path, capsys):
+    path = timeline(tmp_path / "run", 9 * MIB, failed=True)
+    body = answer(capsys, path)
+    assert body["out_of_memory"] == {"bytes": 7 * MIB, "label": "bmm"}
+    assert "7 MiB were asked for by bmm" in body["headline"]
+    assert main(["explain", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "activation" in text
+    assert "idle 2 s" in text
+
+
+def test_two_runs_are_compared(tmp_path, capsys):
+    before, after = timeline(tmp_path / "a", 4 * MIB), timeline(tmp_path / "b", 9 * MIB)
+    (device,) = answer(capsys, "--diff", before, after)["devices"]
+    assert device["by_category"][0]["before_bytes"] == 4 * MIB
+    assert device["by_category"][0]["after_bytes"] == 9 * MIB
+    page = tmp_path / "page.html"
+    assert main(["explain", "--diff", str(before), str(after), "--html", str(page)]) == 0
+    assert "activation: 4 MiB -> 9 MiB (+5 MiB)" in capsys.readouterr().out
+    assert page.stat().st_size > 10_000
+
+
+def test_two_snapshots_and_two_profiles_are_compared(files, tmp_path, capsys):
+    other = recording(tmp_path / "other", 5)
+    (device,) = answer(capsys, "--diff", files["snapshot"], other)["devices"]
+    names = {one["name"] for one in device["figures"]}
+    assert {"pinned_at_the_peak_bytes", "reserved_peak_bytes", "unused_at_the_peaks_share"} <= names
+    assert main(["explain", "--diff", str(files["snapshot"]), str(other)]) == 0
+    assert "by segment size" in capsys.readouterr().out
+    trace = tmp_path / "trace.json"
+    _synthetic_trace.write(trace, 900)
+    (device,) = answer(capsys, "--diff", files["profile"], trace)["devices"]
+    assert any(one["name"] == "busy_s" and one["before"] != one["after"] for one in device["figures"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "0 files"),
+        (["snapshot", "timeline"], "--diff"),
+        (["--diff", "snapshot"], "Give two"),
+        (["--diff", "snapshot", "profile"], "of the kind"),
+        (["--diff", "oom", "oom"], "no runs"),
+        (["--diff", "snapshot", "snapshot", "--what-if", "best"], "--what-if"),
+        (["timeline", "--what-if", "best"], "no run that could be replayed"),
+        (["profile", "--what-if", "best"], "no run that could be replayed"),
+        (["oom", "--perfetto", "{folder}/x.json"], "only a message"),
+        (["--diff", "-", "-"], "itself"),
+    ],
+)
+def test_what_does_not_go_together_is_a_usage_error(files, arguments, told, tmp_path, capsys):
+    given = [str(files.get(one, one)).format(folder=tmp_path) for one in arguments]
+    assert main(["explain", *given]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_other_artefacts_of_brim_are_named(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text('{\n "kind": "Plan",\n "version": 1}')
+    assert main(["explain", str(path)]) == 2
+    assert "It is a Plan" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not TRUTH.exists(), reason=f"{TRUTH} is not at hand")
+@pytest.mark.parametrize("path", sorted((TRUTH / "snapshots").glob("*.pickle")), ids=lambda path: path.stem)
+def test_recorded_snapshots_are_explained(path, capsys):
+    devices = answer(capsys, path)["devices"]
+    assert devices
+    for device in devices:
+        assert device["replay"]["exact"]
+        assert device["headline"]
+        held = sum(one["bytes"] for one in device["peak"]["by_category"])
+        assert held == device["peak"]["allocated_bytes"] == device["replay"]["peak_allocated_replayed_bytes"]
