@@ -1,4 +1,7 @@
-"""``brim.fit`` of a network with ReLUs: activations in place, found, predicted and put into force in one way."""
+"""``brim.fit`` of a convolutional network: activations in place, found, predicted and put into force in one way.
+
+A ReLU keeps its result, which the next layer keeps as well; a leaky one keeps its input, and in place it does not.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,20 @@ from brim.run.training_prediction import Rehearsal, works_in_place
 from brim.techniques.blocks import find_blocks
 from brim.techniques.weight_streaming import Weights
 from cpu_truth import measured_peak_bytes
-from trained import ResNet
 
 pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, 12, 3, padding=1)]
+        for kind in (nn.LeakyReLU(0.1), nn.ReLU6(), nn.ReLU(), nn.LeakyReLU(0.2)):
+            layers += [kind, nn.Conv2d(12, 12, 3, padding=1)]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(12, 7)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(pixel_values).mean((2, 3))), labels)
 
 
 def example() -> dict[str, torch.Tensor]:
@@ -30,12 +44,12 @@ def example() -> dict[str, torch.Tensor]:
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = ResNet().train()
+    model = Convolutional().train()
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, torch.Tensor]) -> float:
-    loss: torch.Tensor = model(**inputs).loss
+    loss: torch.Tensor = model(**inputs)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -45,7 +59,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, t
 def predicted(hardware: Hardware, in_place: bool) -> int:
     model, _ = make()
     rehearsal = Rehearsal(
-        name="resnet", model=model, partition=find_blocks(model), weights=Weights(), batch=1, hardware=hardware,
+        name="net", model=model, partition=find_blocks(model), weights=Weights(), batch=1, hardware=hardware,
         optimizer=lambda twin: torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9),
         inputs=lambda count: {name: torch.empty_like(value) for name, value in inputs.items()},
     )  # fmt: skip

@@ -48,9 +48,9 @@ def _auto_choice(*values: str) -> click.Choice:  # type: ignore[type-arg]
     return click.Choice(["auto", *values])
 
 
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Everything but MODEL, in the order of the help."""
-    options = [
+def _what() -> list[Callable[..., Any]]:
+    """The data, the budget and the course of the training."""
+    return [
         click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL or plain text."),
         click.option(
             "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the model goes."
@@ -73,6 +73,12 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--clip-norm", type=click.FloatRange(min=0, min_open=True), help="Largest norm of all gradients."
         ),
+    ]
+
+
+def _how() -> list[Callable[..., Any]]:
+    """Techniques, which the planner chooses where they are not given, and what is kept."""
+    return [
         click.option("--optimizer", default="adamw", show_default=True),
         click.option("--precision", default="auto", show_default=True),
         click.option(
@@ -92,7 +98,11 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         html_option,
         json_option,
     ]
-    for option in reversed(options):
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Everything but MODEL, in the order of the help."""
+    for option in reversed([*_what(), *_how()]):
         command = option(command)
     return command
 

@@ -97,6 +97,8 @@ class Fitted:
             self._hold(inplace_activations.apply(model, example))
         self.streaming = weight_streaming.apply(model, partition, self.plan, memory, weights, training=True)
         self._hold(self.streaming)
+        if weights.sources and not memory.fake:  # until now parameters held nothing
+            self.precision.take_weights(self.streaming.value)
         if choice.activations:
             self._hold(activation_offload.apply(model, choice.activations, memory))
         if choice.offloads_optimizer or self._streams_trained(partition):

@@ -46,8 +46,8 @@ def train(
     heap.return_freed_memory()
     on_stage("measuring this machine (once)")
     setup = set_up(request, on_stage)
+    on_stage("opening the model and planning")
     with Monitor() as monitor:
-        on_stage("opening the model and planning")
         run = _Run(setup, on_note)
         try:
             on_stage("training")
@@ -56,14 +56,13 @@ def train(
             run.finish()
         finally:
             run.close()
-        usage = monitor.usage()
+    usage, promised = monitor.usage(), run.session_plan.promise.peak_bytes
     measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes, DISK: run.disk_bytes}
-    tiers = [tier for tier in measured if tier in run.session_plan.promise.peak_bytes]
     return Training(
         losses=run.losses,
         plan=run.session_plan,
-        promised_bytes={tier: run.session_plan.promise.peak_bytes[tier] for tier in tiers},
-        measured_bytes={tier: measured[tier] for tier in tiers},
+        promised_bytes={tier: promised[tier] for tier in measured if tier in promised},
+        measured_bytes={tier: count for tier, count in measured.items() if tier in promised},
         step_s=statistics.median(run.times_s) if run.times_s else 0.0,
         output=setup.output,
         notes=run.notes,

@@ -27,7 +27,7 @@ from brim.techniques.weight_streaming import NAME as STREAMING
 
 # What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
 # steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
-_BESIDE_BYTES = {RAM: 8 << 20, VRAM: 64 << 20}
+_BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
 _PROOFS = 4  # how often a streaming plan is tightened before it is given up
 
 
