@@ -54,3 +54,13 @@ def test_a_contender_that_cannot_run_here_says_why(document: dict[str, Any]) -> 
 
 def test_brim_is_compared_with_each_peer(document: dict[str, Any]) -> None:
     assert set(document["brim_against"]) == {"train_plain", "train_save_on_cpu", "train_torchao"}
+
+
+def test_the_gpu_benchmark_runs_its_logic_without_a_gpu(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    options = ["--device", "cpu", "--rounds", "1", "--steps", "2", "--cases", "adam", "--directory", str(tmp_path)]
+    done = run("training_gpu.py", *options, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert rows["brim batch 2"]["losses"] == rows["in_vram batch 2"]["losses"]
+    assert "torchao" in rows["torchao batch 2"]["problem"]
