@@ -95,14 +95,12 @@ def _how() -> list[Callable[..., Any]]:
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
-        html_option,
-        json_option,
     ]
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything but MODEL, in the order of the help."""
-    for option in reversed([*_what(), *_how()]):
+    for option in reversed([*_what(), *_how(), html_option, json_option]):
         command = option(command)
     return command
 
