@@ -7,6 +7,7 @@ import json
 import tracemalloc
 
 import pytest
+import torch
 
 import _synthetic_trace
 from brim.errors import FormatError
@@ -41,6 +42,19 @@ def test_events_across_pieces_of_the_file_are_whole(tmp_path, monkeypatch):
     found = profile.read(path)
     assert found.events == 200
     assert sum(figures.count for figures in found.devices[0].kernels) == 20
+
+
+def test_what_the_installed_pytorch_writes_is_read(tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        held = torch.empty(1 << 20)
+        torch.empty(1 << 18).add_(1)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json.gz"))
+    found = profile.read(tmp_path / "trace.json.gz")
+    before = next(iter(found.host))
+    ours = 4 * (held.numel() + (1 << 18))  # and the number 1, in as many tensors as PyTorch likes
+    assert 0 <= found.host.peak_bytes("ram") - (before.bytes if before.label else 0) - ours < 1024
+    assert found.facts["recorded_s"] > 0
+    assert found.devices == ()
 
 
 ZEROS = b"0" * 30
