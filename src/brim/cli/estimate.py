@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli.options import html_option, json_option, print_json, write_html
+from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -79,23 +80,24 @@ def estimate(
     from brim.estimation.workload import Workload
 
     workload = Workload(**options)
+    if explain_formula and html is not None:
+        raise UsageError("--html was given with --explain-formula.", "Nothing is traced, so there is no picture.")
     progress = Console(stderr=True)
-    with progress.status("Loading PyTorch"):
+    with progress.status("Loading PyTorch") as status:
         from brim.estimation.estimate import Study, hardware_of
         from brim.estimation.models import find_model
         from brim.estimation.simulation import place_of
 
         place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
-    if explain_formula:
-        _explain(source, workload, as_json)
-        return
-    with progress.status("Tracing one step on fake tensors") as status:
+        if explain_formula:
+            status.stop()
+            _explain(source, workload, as_json)
+            return
+        status.update("Tracing one step on fake tensors")
         study = Study(source, workload, place, hardware, alloc_conf)
         found = study.estimate()
-        growth = None
-        if not as_json:
-            status.update("Solving for other sizes")
-            growth = study.growth()
+        status.update("Solving for other sizes")
+        growth = None if as_json else study.growth()
     if html is not None:
         _write_html(html, study, found)
     if growth is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -29,19 +29,7 @@ if TYPE_CHECKING:
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
 @html_option
 @json_option
-def generate(
-    model: str,
-    prompt: str,
-    vram: int | None,
-    ram: int | None,
-    device: str,
-    max_new_tokens: int,
-    chat: bool | None,
-    verify: bool,
-    trust_remote_code: bool,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+def generate(model: str, html: Path | None, as_json: bool, **options: Any) -> None:
     """Generate text with a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
@@ -49,17 +37,7 @@ def generate(
     from brim.run.generation import Request
     from brim.run.generation import generate as run
 
-    request = Request(
-        model=model,
-        prompt=prompt,
-        vram=vram,
-        ram=ram,
-        device=device,  # type: ignore[arg-type]  # click's choice has checked it
-        max_new_tokens=max_new_tokens,
-        chat=chat,
-        verify=verify,
-        trust_remote_code=trust_remote_code,
-    )
+    request = Request(model=model, **options)
     progress = Console(stderr=True)
     with progress.status("starting", spinner="dots") as status:
 

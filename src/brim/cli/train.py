@@ -50,7 +50,13 @@ def _auto_choice(*values: str) -> click.Choice:  # type: ignore[type-arg]
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything but MODEL, in the order of the help."""
-    options = [
+    for option in reversed([*_what_and_where(), *_how(), html_option, json_option]):
+        command = option(command)
+    return command
+
+
+def _what_and_where() -> list[Callable[..., Any]]:
+    return [
         click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL or plain text."),
         click.option(
             "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the model goes."
@@ -65,6 +71,11 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--seq", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens a sequence."),
         click.option("--steps", type=click.IntRange(min=1), help="How many steps; default: as --epochs says."),
         click.option("--epochs", type=click.IntRange(min=1), help="How often through the data.  [default: 1]"),
+    ]
+
+
+def _how() -> list[Callable[..., Any]]:
+    return [
         click.option("--lr", type=click.FloatRange(min=0), default=2e-5, show_default=True),
         click.option(
             "--warmup", type=click.IntRange(min=0), default=0, help="Steps over which lr grows to its value."
@@ -89,12 +100,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
-        html_option,
-        json_option,
     ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @click.command()

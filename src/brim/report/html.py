@@ -25,6 +25,8 @@ _SCRIPTS = (
 )  # fmt: skip
 _STYLES = ("theme.css", "page.css")
 _MOST_DECISIONS = 2_000
+_LARGE_EVENTS = 1_000_000  # a run as long as this fills most of a page
+_LEAST_EVENTS = 1_000  # less detail than that around a peak is no use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +84,13 @@ def page(views: Sequence[View], *, title: str, tables: Sequence[Table] = (), not
         "tables": [_table_data(table) for table in listed],
     }
     detail = Detail()
+    large = sum(len(view.timeline) > _LARGE_EVENTS for view in views)
+    for _ in range(max(large - 1, 0).bit_length()):  # several would not fit, and trying takes as long as writing
+        detail = detail.less()
     while True:
         data = script_json(rest | {"views": [view_data(v.timeline, _title(v), v.plan, detail) for v in views]})
         document = _document(plain(title), data)
-        if len(document) <= MOST_BYTES or detail.moments <= 2:  # all ASCII but the title
+        if len(document.encode()) <= MOST_BYTES or detail.exact_events < _LEAST_EVENTS:
             return document
         detail = detail.less()
 
