@@ -128,31 +128,31 @@ def _headline(run: RecordedRun, oom: Moment | None, runs: list[WhatIf]) -> str:
 
 def _advice(run: RecordedRun, oom: Moment | None, runs: list[WhatIf], recorded: str) -> list[dict[str, Any]]:
     """What to do, each proven by a replay where it is a setting, the best first."""
-    made: list[dict[str, Any]] = []
     measured = run.replay.peak_reserved_measured_bytes
+    made = []
     for one in runs:
-        if one.settings == recorded or (one.would_fit is None and one.peak_reserved_bytes >= measured):
+        if one.settings == recorded or one.would_fit is False:
             continue
-        helps = one.would_fit if one.would_fit is not None else True
-        text = {
-            True: f"it would have fitted: {format_bytes(one.peak_reserved_bytes)} at the peak",
-            False: "it would not have fitted either",
-            None: f"{format_bytes(one.peak_reserved_bytes)} instead of {format_bytes(measured)} at the peak",
-        }[one.would_fit]
-        setting = one.settings or "default settings"
-        made.append(
-            {
-                "text": f"With {setting} {text} (replayed).",
-                "paste": f"export PYTORCH_CUDA_ALLOC_CONF={one.settings}",
-                "helps": helps,
-            }
-        )
-    made.sort(key=lambda advice: not advice["helps"])
+        peak = format_bytes(one.peak_reserved_bytes)
+        fits = f"it would have fitted: {peak} at the peak"
+        less = f"{peak} instead of {format_bytes(measured)} at the peak"
+        if one.would_fit or one.peak_reserved_bytes < measured:
+            setting = one.settings or "default settings"
+            paste = (
+                f"export PYTORCH_CUDA_ALLOC_CONF={one.settings}" if one.settings else "unset PYTORCH_CUDA_ALLOC_CONF"
+            )
+            made.append(_told(f"With {setting} {fits if one.would_fit else less} (replayed).", paste))
     if oom is not None and not any(one.would_fit for one in runs):
         text = "Make the step smaller: batch size first, then sequence length; or recompute activations."
-        made.insert(0, {"text": text, "paste": "model.gradient_checkpointing_enable()", "helps": True})
-    peak = next((one for one in run.moments if one.what == "peak"), None)
-    if not runs and peak is not None and peak.free_bytes > MUCH_UNUSED * peak.reserved_bytes:
+        made.insert(0, _told(text, "model.gradient_checkpointing_enable()"))
+        tried = ", ".join(one.settings or "default settings" for one in runs)
+        made.append(_told(f"Allocator settings would not help: replayed, and none fits: {tried}.", helps=False))
+    peak_moment = next(one for one in run.moments if one.what == "peak")
+    if not runs and peak_moment.free_bytes > MUCH_UNUSED * peak_moment.reserved_bytes:
         text = "Replay the run under other settings: part of what is reserved lies unused."
-        made.append({"text": text, "paste": "brim explain SNAPSHOT --what-if best", "helps": True})
+        made.append(_told(text, "brim explain SNAPSHOT --what-if best"))
     return made
+
+
+def _told(text: str, paste: str = "", *, helps: bool = True) -> dict[str, Any]:
+    return {"text": text, "paste": paste, "helps": helps}

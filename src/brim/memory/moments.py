@@ -15,7 +15,7 @@ from brim.units import GIB, MIB
 
 # Free blocks are counted by size: up to each of these, and larger.
 SIZE_LIMITS = (512 << 10, MIB, 2 * MIB, 10 * MIB, 20 * MIB, 100 * MIB, 500 * MIB, GIB)
-MOST_SEGMENTS = 20  # those that pin most are listed
+MOST_SEGMENTS = 100  # those that pin most are listed
 MOST_PINS = 3  # blocks per segment
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import _synthetic_trace
+import brim
 from _simulated_recording import Recording
 from brim.cli import main
 from brim.core import EventKind, Timeline
@@ -191,3 +192,21 @@ def test_recorded_snapshots_are_explained(path, capsys):
         assert device["headline"]
         held = sum(one["bytes"] for one in device["peak"]["by_category"])
         assert held == device["peak"]["allocated_bytes"] == device["replay"]["peak_allocated_replayed_bytes"]
+
+
+@pytest.mark.skipif(not TRUTH.exists(), reason=f"{TRUTH} is not at hand")
+def test_a_recorded_nsight_report_is_told_by_its_content(capsys, monkeypatch):
+    (path,) = (TRUTH / "nsys").glob("*.sqlite")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    body = answer(capsys, "-")
+    assert (body["kind"], body["profiler"], body["source"]) == ("nsight", "nsight", "the standard input")
+
+
+def test_what_watch_writes_is_explained(tmp_path, capsys):
+    path = tmp_path / "run.brim"
+    with brim.watch(path, on_exit=True):
+        assert len(bytes(8 * MIB)) == 8 * MIB
+    body = answer(capsys, path)
+    assert body["kind"] == "timeline"
+    assert body["measured"]
+    assert body["peak"]["tier"] == "ram"
