@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from brim.cli import main
+from brim.run.checkpoint_reading import steps
 from tiny_model import held, save_tokenizer
 from trainings import course
 
@@ -77,6 +79,7 @@ def test_a_bad_line_is_named_by_its_number_before_anything_is_written(
     assert not output.exists() or list(output.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("always:.* is cut to:UserWarning")
 def test_a_line_of_more_tokens_than_a_sequence_is_cut_and_the_first_is_named(
     cli: Cli, tmp_path: Path, quick_trainings: None
 ) -> None:
@@ -136,7 +139,8 @@ def test_a_disk_that_is_no_folder_or_no_amount_is_refused(
 def test_a_disk_budget_that_is_too_small_says_what_would_do_and_that_does(
     cli: Cli, text: Path, tmp_path: Path, quick_trainings: None
 ) -> None:
-    orders = ["--offload-optimizer", "disk", "--stream-weights", "off"]
+    orders = ["--offload-optimizer", "disk", "--stream-weights", "off", "--micro-batch", "2"]
+    orders += ["--checkpointing", "none", "--offload-activations", "0", "--clip-norm", "1"]
     err = refused(cli(text, "--disk", f"{tmp_path}:16KiB", *orders), "16 KiB of DISK")
     least = re.search(r"--disk (\d+)MiB", err)
     assert least is not None, err
@@ -145,13 +149,20 @@ def test_a_disk_budget_that_is_too_small_says_what_would_do_and_that_does(
     assert 0 < json.loads(out)["measured_bytes"]["disk"] <= int(least[1]) << 20
 
 
-def test_a_loss_that_is_no_number_ends_it_and_the_last_checkpoint_is_from_before(
+def test_a_loss_that_is_no_number_ends_it_and_the_checkpoint_before_the_bad_weights_is_there(
     cli: Cli, text: Path, output: Path, quick_trainings: None
 ) -> None:
-    code, out, err = cli(text, "--lr", "1e30", "--save-every", "1")
-    assert (code, out) == (2, "")
-    assert "Its loss is nan" in err and "--resume" in err
-    assert [step for step, _ in course(output)] == [1, 2]
+    assert cli(text, "--steps", "2", "--save-every", "1")[0] == 0
+    options = ["--steps", "6", "--save-every", "1", "--resume"]
+    refused(cli(text, "--lr", "1e30", *options), "Its loss is nan", "--resume", "delete that one")
+    good, *spoilt = steps(output)  # the loss of a step shows what the steps before it have done
+    assert good == 2 and spoilt and course(output)[-1][0] == spoilt[-1] + 1
+    for bad in spoilt:
+        shutil.rmtree(output / f"step-{bad:06d}")
+    code, _, err = cli(text, *options)
+    assert code == 0, err
+    assert [step for step, _ in course(output)] == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(loss) for _, loss in course(output))
 
 
 def test_numbers_that_cannot_be_meant_are_refused(cli: Cli, text: Path) -> None:
