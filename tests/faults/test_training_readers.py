@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def test_tensorboard_shows_each_step_once_also_after_resuming(
 
     with pytest.raises(Interrupted):
         train(request(tiny, text, tmp_path, steps=4, save_every=2), on_step=on_step)
+    time.sleep(1.1)  # files are read in the order of their seconds, which two processes would not share
     train(request(tiny, text, tmp_path, steps=4, save_every=2, resume=True))
     assert held() == before
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True)
