@@ -14,17 +14,17 @@ from brim.memory.pool import Buffer, HostSource, Pool
 
 
 class Allocations:
-    """Counts what real pools are asked for; the ``bad``-th time, the pool has one byte too few."""
+    """Counts what real pools are asked for; from the ``bad``-th on, ``times`` of them find one byte too few."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = self.bad = 0
+        self.count, self.bad = 0, range(0)
         self.tiers: list[str] = []  # of each call since ``fail``
         self._enter = Pool._enter
         monkeypatch.setattr(Pool, "_enter", lambda pool, *args: self._entered(pool, *args))
 
-    def fail(self, bad: int) -> None:
-        """From now on, the ``bad``-th call fails; 0: none does."""
-        self.count, self.bad = 0, bad
+    def fail(self, bad: int, times: int = 1) -> None:
+        """From now on, the ``bad``-th call fails, and those that follow it; 0: none does."""
+        self.count, self.bad = 0, range(bad, bad + times if bad else 0)
         self.tiers.clear()
 
     def _entered(self, pool: Pool, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
@@ -32,7 +32,7 @@ class Allocations:
             return self._enter(pool, bytes, label, make)
         self.count += 1
         self.tiers.append(pool.tier)
-        if self.count != self.bad:
+        if self.count not in self.bad:
             return self._enter(pool, bytes, label, make)
         pool.settle()
         limit, pool.limit_bytes = pool.limit_bytes, pool.held_bytes + bytes - 1

@@ -81,8 +81,7 @@ class Memory:
         self.engine.close()
         self.files.close()
         if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = None
+            self._scratch.close()  # and it stays: who lets go of something in it later must not make a new one
         for file in self._mapped.values():
             file.close()
         self._mapped.clear()

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from brim.predict.values import UnknownNumber, carry_one_hot, known
 
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of C
 
 
 class ValueMode(TorchFunctionMode):

@@ -192,8 +192,8 @@ class _Run:
         raise ModelError(
             f"Step {report.step} was to be trained.",
             f"Its loss is {report.loss}.",
-            "Lower --lr, set --clip-norm 1.0, or look at the data of that step; --resume goes on from the last "
-            "checkpoint.",
+            "Lower --lr, set --clip-norm 1.0, or look at the data of that step. --resume goes on from the last "
+            "checkpoint; where its weights are spoilt already, delete that one.",
         )
 
     def finish(self) -> None:
