@@ -7,9 +7,9 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.errors import BrimError, ModelError, UsageError
-from brim.estimation.estimate import quiet
 from brim.estimation.models import Source, short
 from brim.estimation.quantization import SCHEMES
+from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 from brim.predict.formulas import Result, explain_generation, explain_training

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class Source:
     architecture: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
+    file: str = ""  # that the factory is in
 
 
 def find_model(model: str | Path | Callable[[], Any]) -> Source:
@@ -36,8 +38,11 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     UnsupportedError for a model that needs Python code of its own.
     """
     if callable(model):
-        return Source(name=getattr(model, "__name__", "build"), library="python", factory=model)
+        file = getattr(getattr(model, "__code__", None), "co_filename", "")
+        return Source(name=getattr(model, "__name__", "build"), library="python", factory=model, file=file)
     text = os.fspath(model)
+    if not text:
+        raise UsageError("An empty name was given as the model.", todo="Name a model, a folder or file.py:function.")
     file, colon, attribute = text.rpartition(":")
     if colon and file.endswith(".py"):
         return _of_python(Path(file), attribute)
@@ -144,8 +149,10 @@ def _of_python(path: Path, attribute: str) -> Source:
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ModelError(f"{path} was to be run for its {attribute}.", short(error), "Correct the file.") from error
+    except (Exception, SystemExit) as error:
+        where = place_in(error, str(module.__file__)).strip()
+        found = f"It fails {where}: {short(error)}" if where else short(error)
+        raise ModelError(f"{path} was to be run for its {attribute}.", found, "Correct the file.") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -154,7 +161,13 @@ def _of_python(path: Path, attribute: str) -> Source:
             f"The file has no function {attribute!r}.",
             f"It has {', '.join(functions) or 'none'}.",
         )
-    return Source(name=f"{path.stem}:{attribute}", library="python", factory=factory)
+    return Source(name=f"{path.stem}:{attribute}", library="python", factory=factory, file=str(module.__file__))
+
+
+def place_in(error: BaseException, file: str) -> str:
+    """`` at model.py:12``: the last line of that file in the error's traceback, if there is one."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
+    return f" at {file}:{lines[-1]}" if lines else ""
 
 
 def short(error: BaseException) -> str:
