@@ -1,11 +1,11 @@
-"""Every model of the catalog through ``brim.estimate``, in every setting by turns: what works, what is refused, how long.
+"""Every model of the catalog through ``brim.estimate``, in every setting by turns: what works, what is refused.
 
     python bench/catalog_walk.py                     all models: training, generating, and three more settings each
     python bench/catalog_walk.py --only llama --all  every setting for the models whose name matches
 
-Each result must add up: categories and modules to the same sum, with the rounding to the allocated peak, and allocated
-<= reserved < process <= upper bound. A refusal is one clear error (a BrimError); anything else is a defect and ends
-with exit code 1.
+Each result must add up: categories and modules to the same sum, with the rounding to the allocated peak, and
+allocated <= reserved < process <= upper bound. A refusal is one clear error (a BrimError); anything else is a defect
+and ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BY_TURNS: tuple[Settings, ...] = (
     {"task": "train", "checkpointing": "full"},
     {"task": "train", "checkpointing": "selective"},
     {"task": "train", "checkpointing": "full", "precision": "bf16-mixed", "optimizer": "adamw8bit", "batch": 4},
-    *({"task": "generate", "precision": precision, "batch": 2} for precision in ("fp32", "bf16", "fp8", "int8", "int4")),
+    *({"task": "generate", "precision": kind, "batch": 2} for kind in ("fp32", "bf16", "fp8", "int8", "int4")),
 )  # fmt: skip
 _EACH = 3  # of the settings that are tried by turns, for one model
 

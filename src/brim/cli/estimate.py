@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from brim.estimation.estimate import Estimate
     from brim.estimation.growth import Growth
-    from brim.estimation.models import Source
-    from brim.estimation.workload import Workload
 
 _MOST_MODULES = 12
 
@@ -65,14 +63,22 @@ def estimate(
     MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, or file.py:function. The
     function returns a step to trace, or a model and its inputs as a pair.
     """
+    settings: dict[str, Any] = {
+        "task": task, "batch": batch, "seq": seq, "precision": precision, "optimizer": optimizer, "method": method,
+        "checkpointing": checkpointing, "new_tokens": new_tokens,
+    }  # fmt: skip
+    if explain_formula:
+        _explain(model, settings, as_json)
+    else:
+        _report(model, settings, gpu, alloc_conf, as_json)
+
+
+def _report(model: str, settings: dict[str, Any], gpu: str | None, alloc_conf: str, as_json: bool) -> None:
     from rich.console import Console
 
     from brim.estimation.workload import Workload
 
-    workload = Workload(
-        task=task, batch=batch, seq=seq, precision=precision, optimizer=optimizer, method=method,
-        checkpointing=checkpointing, new_tokens=new_tokens,
-    )  # fmt: skip
+    workload = Workload(**settings)
     progress = Console(stderr=True)
     with progress.status("Loading PyTorch"):
         from brim.estimation.estimate import Study, hardware_of
@@ -80,9 +86,6 @@ def estimate(
         from brim.estimation.simulation import place_of
 
         place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
-    if explain_formula:
-        _explain(source, workload, as_json)
-        return
     with progress.status("Tracing one step on fake tensors") as status:
         study = Study(source, workload, place, hardware, alloc_conf)
         found = study.estimate()
@@ -95,14 +98,22 @@ def estimate(
         _print(found, growth)
 
 
-def _explain(source: Source, workload: Workload, as_json: bool) -> None:
+def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
     import dataclasses
+    from pathlib import Path
 
     from rich.console import Console
 
-    from brim.estimation.closed_forms import closed_forms
+    with Console(stderr=True).status("Loading PyTorch"):
+        from brim.estimation.closed_forms import closed_forms, forms_of_weights
+        from brim.estimation.models import find_model, weights_of
+        from brim.estimation.workload import Workload
 
-    forms = closed_forms(source, workload)
+    files = weights_of(Path(model)) if model else []
+    if files:
+        forms = forms_of_weights(files, settings["precision"])
+    else:
+        forms = closed_forms(find_model(model), Workload(**settings))
     if as_json:
         print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
         return
@@ -181,8 +192,8 @@ def _growth(growth: Growth) -> list[Table]:
 def _last_lines(console: Console, found: Estimate, growth: Growth) -> None:
     if growth.largest_batch is not None:
         console.print(f"largest batch that fits: {growth.largest_batch:,}", markup=False)
-    elif not growth.batches and found.workload.task:
-        console.print("other batches are not solved: the step does other things at other sizes", markup=False)
+    elif growth.why_not:
+        console.print(f"other batches are not solved: {growth.why_not}", markup=False)
     time = f", {format_seconds(found.step_s)} by roofline" if found.step_s is not None else ""
     console.print(f"{found.flops:,} FLOP a step{time}", markup=False)
     if found.not_modelled:

@@ -12,7 +12,7 @@ from typing import Any
 from brim import catalog
 from brim.core import Hardware, Timeline, Trace
 from brim.errors import BrimError, ModelError, UnsupportedError
-from brim.estimation import growth
+from brim.estimation import growth as growing
 from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
 from brim.estimation.depth import Template, repeated
@@ -28,6 +28,7 @@ from brim.memory.device_memory import SimulatedDevice
 from brim.predict import cost
 from brim.predict.tracer import trace
 
+_MOST_BYTES = 1 << 56  # of one tensor: sums of many are still integers of 64 bits
 _STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
 
 
@@ -125,6 +126,7 @@ class Study:
         _check_float8(workload, place, self.capability)
         self.job = Job(source, workload)
         self.trace = traced(self.job, self.capability)
+        _check_bytes(self.trace, source)
         for ignored in self.job.ignored:
             warnings.warn(ignored, stacklevel=4)
 
@@ -177,12 +179,12 @@ class Study:
         notes.append(f"CUDA context of {self.place.context.bytes:,} B: {self.place.context.source}")
         return tuple(notes)
 
-    def growth(self) -> growth.Growth:
+    def growth(self) -> growing.Growth:
         """How the peak grows with batch and sequence, from traces at other sizes."""
-        setting = growth.Setting(
+        setting = growing.Setting(
             source=self.source, place=self.place, alloc_conf=self.alloc_conf, sample=self._sample, again=self._again
         )
-        return growth.solve(setting, self._known(self.job, self.trace))
+        return growing.solve(setting, self._known(self.job, self.trace))
 
     def _sample(self, workload: Workload, template: Template | None) -> Trace:
         job = Job(self.source, workload)
@@ -191,12 +193,12 @@ class Study:
         with quiet():
             return _traced_whole(template.job(job), self.capability)
 
-    def _again(self, workload: Workload) -> growth.Known:
+    def _again(self, workload: Workload) -> growing.Known:
         job = Job(self.source, workload)
         return self._known(job, traced(job, self.capability, checked=False))
 
-    def _known(self, job: Job, made: Trace) -> growth.Known:
-        return growth.Known(workload=job.workload, trace=made, template=job.template, most_tokens=job.most_tokens)
+    def _known(self, job: Job, made: Trace) -> growing.Known:
+        return growing.Known(workload=job.workload, trace=made, template=job.template, most_tokens=job.most_tokens)
 
 
 def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, checked: bool = True) -> Trace:
@@ -260,6 +262,16 @@ def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
     if gpu is None or isinstance(gpu, Hardware):
         return gpu
     return (catalog.gpu(gpu) if isinstance(gpu, str) else gpu).hardware()
+
+
+def _check_bytes(made: Trace, source: Source) -> None:
+    largest = max((storage.bytes for storage in made.storages), default=0)
+    if largest > _MOST_BYTES:
+        raise ModelError(
+            f"A step of {source.name} was traced.",
+            f"One of its tensors has {largest:,} B.",
+            "Correct its sizes: no machine has as much.",
+        )
 
 
 def _check_float8(workload: Workload, place: Place, capability: tuple[int, int]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from brim.core import Trace
+from brim.errors import BrimError
 from brim.estimation.depth import Template
 from brim.estimation.models import Source
 from brim.estimation.simulation import Place, Replay
@@ -45,7 +46,10 @@ class Growth:
     batches: tuple[Point, ...]
     lengths: tuple[Point, ...]
     largest_batch: int | None
+    why_not: str = ""  # no other batches are told
 
+
+NOT_ALIKE = "the step does other things at other sizes"
 
 NOTHING = Growth(batches=(), lengths=(), largest_batch=None)
 
@@ -89,10 +93,13 @@ def solve(setting: Setting, known: Known) -> Growth:
     # At 1, tensors are contiguous that are not otherwise, and with few tokens kernels have other ways: larger batches
     # are a family of their own.
     base = max(2 * batch, -(-_MANY_TOKENS // seq) if seq else 2)
-    more = _Solver(setting, setting.again(replace(known.workload, batch=base)))
+    try:
+        more = _Solver(setting, setting.again(replace(known.workload, batch=base)))
+    except BrimError as error:
+        return replace(growth, why_not=error.found or error.asked)
     found = more.by_batch()
     if found is None:
-        return growth
+        return replace(growth, why_not=more.failure or NOT_ALIKE)
     larger = more.growth(found, growth.lengths)
     if larger.largest_batch is not None and larger.largest_batch < base:
         larger = replace(larger, largest_batch=batch if one.replay.fits(None, setting.place) else None)
@@ -108,6 +115,7 @@ class _Solver:
         self.batch, self.seq = known.workload.batch, known.workload.seq
         self.replay = Replay(known.trace, setting.alloc_conf)
         self.bytes = [storage.bytes for storage in known.trace.storages]
+        self.failure = ""  # of a trace at another size
 
     def solve(self) -> Growth:
         """Where a step does other things at another batch, or at another length, that is left out."""
@@ -131,7 +139,11 @@ class _Solver:
     def _sample(self, batch: int, seq: int | None) -> list[int] | None:
         """Every storage's bytes at other sizes; None where the step does other things there."""
         template = self.known.template
-        trace = self.setting.sample(replace(self.workload, batch=batch, seq=seq), template)
+        try:
+            trace = self.setting.sample(replace(self.workload, batch=batch, seq=seq), template)
+        except BrimError as error:  # the size that was asked for is told all the same
+            self.failure = error.found or error.asked
+            return None
         like = template.trace if template is not None else self.known.trace
         if structure(trace) != structure(like):
             return None
@@ -227,4 +239,4 @@ def _below(most: int, fits: Callable[[int], bool]) -> int:
     return found
 
 
-__all__ = ["NOTHING", "Growth", "Known", "Point", "Setting", "solve"]
+__all__ = ["NOTHING", "NOT_ALIKE", "Growth", "Known", "Point", "Setting", "solve"]

@@ -63,7 +63,7 @@ def _ratio(power: Power, to: tuple[int, int], at: tuple[int, int]) -> Fraction:
 
 @dataclass(frozen=True)
 class Through:
-    """The polynomial through samples at several batches, or at several lengths (Lagrange), without rounding errors."""
+    """The polynomial through samples at several batches or several lengths (Lagrange), without rounding errors."""
 
     samples: Sequence[tuple[int, Sequence[int]]]
 

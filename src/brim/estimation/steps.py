@@ -72,6 +72,9 @@ class Job:
 
         config = transformers_config(self.source)
         kind = _transformers_class(self.source, config)
+        asked = self.source.architecture
+        if asked and asked != kind.__name__:
+            self.notes["architecture"] = f"transformers has no class {asked}; {kind.__name__} was taken"
         self._set_precision(str(getattr(config, "dtype", None) or "float32"))
         with no_init_weights():
             model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
