@@ -164,19 +164,11 @@ class Job:
         precision = self.workload.precision
         scaler = torch.amp.GradScaler("cuda") if precision == "fp16-mixed" else None
 
-        def step() -> None:
+        def forward() -> torch.Tensor:
             with _autocast(precision):
-                loss = _loss(model(**inputs), target)
-            if scaler is None:
-                loss.backward()
-                optimizer.step()
-            else:
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
+                return _loss(model(**inputs), target)
 
-        return step
+        return training_step(forward, optimizer, scaler)
 
     def _of_factory(self) -> Step:
         assert self.source.factory is not None
@@ -219,6 +211,25 @@ class Job:
         if self.workload.task == "train":
             return self._training(call, {"inputs": inputs})
         return _forward_only(call.eval(), {"inputs": inputs})
+
+
+def training_step(
+    forward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+) -> Step:
+    """A step of training as PyTorch's tutorials write it; ``forward`` gives the loss."""
+
+    def step() -> None:
+        loss = forward()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+    return step
 
 
 class _CallWith(nn.Module):
