@@ -24,6 +24,7 @@ _LARGEST_BATCH = 1 << 20
 _MORE = 3  # times the batch: no power of two, which lengths are multiplied by
 _COARSEST_LENGTH = 64  # sequence lengths to trace are multiples of this: kernels pad to 8 or 16 elements
 _MANY_TOKENS = 4096  # PyTorch's embeddings sort their gradients from 3,073 on (EmbeddingBackwardKernel.cu)
+_MOST_OPS = 100_000  # of a step that is traced whole: a loop over tokens, minutes for each size
 _BATCHES = (1, 2, 4, 8)
 _UPWARDS, _DOWNWARDS = (1, 2, 4, 8, 16), (8, 4, 2, 1)
 
@@ -83,6 +84,11 @@ def solve(setting: Setting, known: Known) -> Growth:
     """Trace at a few sizes, and solve for the rest. A user's own step has its sizes inside: nothing to vary."""
     if setting.source.library == "python":
         return NOTHING
+    ops = len(known.trace.ops)
+    if known.workload.task == "train" and known.template is None and ops > _MOST_OPS:
+        return replace(
+            NOTHING, why_not=f"one step has {ops:,} operations, and three more traces would take as long each"
+        )
     one, batch, seq = _Solver(setting, known), known.workload.batch, known.workload.seq
     if batch > 1 or not seq:
         growth = one.solve()
