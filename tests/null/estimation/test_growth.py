@@ -112,4 +112,4 @@ def test_growth_tells_the_peaks_of_the_sizes_that_were_traced(folder):
 
 def test_a_users_own_step_does_not_grow():
     study = Study(find_model(lambda: lambda: None), Workload(), place_of(None), None, "")
-    assert dataclasses.astuple(study.growth()) == ((), (), None)
+    assert dataclasses.astuple(study.growth()) == ((), (), None, "")
