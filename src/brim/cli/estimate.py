@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from brim.estimation.estimate import Estimate, Study
     from brim.estimation.growth import Growth
-    from brim.estimation.models import Source
-    from brim.estimation.workload import Workload
 
 _MOST_MODULES = 12
 
@@ -75,24 +73,28 @@ def estimate(
     MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, or file.py:function. The
     function returns a step to trace, or a model and its inputs as a pair.
     """
+    if not explain_formula:
+        _report(model, options, gpu, alloc_conf, html, as_json)
+    elif html is None:
+        _explain(model, options, as_json)
+    else:
+        raise UsageError("--html was given with --explain-formula.", "Nothing is traced, so there is no picture.")
+
+
+def _report(
+    model: str, settings: dict[str, Any], gpu: str | None, alloc_conf: str, html: Path | None, as_json: bool
+) -> None:
     from rich.console import Console
 
     from brim.estimation.workload import Workload
 
-    workload = Workload(**options)
-    if explain_formula and html is not None:
-        raise UsageError("--html was given with --explain-formula.", "Nothing is traced, so there is no picture.")
-    progress = Console(stderr=True)
-    with progress.status("Loading PyTorch") as status:
+    workload = Workload(**settings)
+    with Console(stderr=True).status("Loading PyTorch") as status:
         from brim.estimation.estimate import Study, hardware_of
         from brim.estimation.models import find_model
         from brim.estimation.simulation import place_of
 
         place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
-        if explain_formula:
-            status.stop()
-            _explain(source, workload, as_json)
-            return
         status.update("Tracing one step on fake tensors")
         study = Study(source, workload, place, hardware, alloc_conf)
         found = study.estimate()
@@ -135,14 +137,21 @@ def _write_html(path: Path, study: Study, found: Estimate) -> None:
     write_html(path, views, title=title, tables=[table, told], notes=failed)
 
 
-def _explain(source: Source, workload: Workload, as_json: bool) -> None:
+def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
     import dataclasses
 
     from rich.console import Console
 
-    from brim.estimation.closed_forms import closed_forms
+    with Console(stderr=True).status("Loading PyTorch"):
+        from brim.estimation.closed_forms import closed_forms, forms_of_weights
+        from brim.estimation.models import find_model, weights_of
+        from brim.estimation.workload import Workload
 
-    forms = closed_forms(source, workload)
+    files = weights_of(Path(model)) if model else []
+    if files:
+        forms = forms_of_weights(files, settings["precision"])
+    else:
+        forms = closed_forms(find_model(model), Workload(**settings))
     if as_json:
         print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
         return
@@ -221,8 +230,8 @@ def _growth(growth: Growth) -> list[Table]:
 def _last_lines(console: Console, found: Estimate, growth: Growth) -> None:
     if growth.largest_batch is not None:
         console.print(f"largest batch that fits: {growth.largest_batch:,}", markup=False)
-    elif not growth.batches and found.workload.task:
-        console.print("other batches are not solved: the step does other things at other sizes", markup=False)
+    elif growth.why_not:
+        console.print(f"other batches are not solved: {growth.why_not}", markup=False)
     time = f", {format_seconds(found.step_s)} by roofline" if found.step_s is not None else ""
     console.print(f"{found.flops:,} FLOP a step{time}", markup=False)
     if found.not_modelled:
