@@ -111,25 +111,22 @@ def sparse_multi_token_attention(config: dict[str, Any], size: int, mode: str) -
 
 
 def llama4_rope(config: dict[str, Any], size: int, mode: str) -> Step:
-    from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
-    from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
+    """The frequencies are a matrix product, as transformers had them in 2025 (later ones multiply)."""
+    from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
     hidden, tokens, dtype = config.get("hidden_size", size), config.get("seq_len", size), _dtype(config)
     head = hidden // config["num_q_heads"]
-    made = Llama4TextConfig(
-        hidden_size=hidden, num_attention_heads=config["num_q_heads"], head_dim=head,
-        num_key_value_heads=config["num_kv_heads"], max_position_embeddings=tokens,
-    )  # fmt: skip
-    embedding = Llama4TextRotaryEmbedding(config=made).to("cuda")
     query, key = (
         torch.randn((1, tokens, n, head), device="cuda", requires_grad=True, dtype=dtype)
         for n in (config["num_q_heads"], config["num_kv_heads"])
     )
     grads = torch.randn_like(query), torch.randn_like(key)
+    inverse = (10000.0 ** -(torch.arange(0, head, 2).float() / head)).to("cuda")
     positions = torch.arange(tokens, device="cuda", dtype=torch.long).unsqueeze(0)
-    frequencies = embedding(query, positions)
+    angles = (inverse[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
+    frequencies = torch.polar(torch.ones_like(angles), angles) * 1.0
 
-    def full() -> None:
+    def full(held: tuple[torch.Tensor, ...] = (inverse, positions)) -> None:
         out = apply_rotary_emb(query, key, frequencies)
         torch.autograd.grad(out, (query, key), grads, allow_unused=True, retain_graph=True)
 

@@ -50,7 +50,11 @@ def _model(row: dict[str, str]) -> Any:
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(given.pop("peft_type"))]
     fields = {field.name for field in dataclasses.fields(kind)}
     chosen = kind(**{name: value for name, value in given.items() if name in fields})
-    return peft.get_peft_model(model, chosen, autocast_adapter_dtype=row["autocast_adapter_dtype"] == "True")
+    made = peft.get_peft_model(model, chosen, autocast_adapter_dtype=row["autocast_adapter_dtype"] == "True")
+    for name, parameter in made.named_parameters():
+        if ".ranknum." in name:  # AdaLoRA's counters are not among the measured runs' trained parameters
+            parameter.requires_grad_(False)
+    return made
 
 
 def _optimizer(row: dict[str, str], model: Any) -> torch.optim.Optimizer:

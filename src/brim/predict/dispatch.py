@@ -241,7 +241,8 @@ class RecordingMode(TorchDispatchMode):
             recorder.free(life, phase)
 
     def _output(self, tensor: torch.Tensor, bytes: int, phase: Phase, module: int, on_device: bool) -> Life | None:
-        if bytes == 0:
+        if bytes == 0:  # memory that no allocator of PyTorch gave
+            self._watch(tensor, self.recorder.unrecorded(tensor.untyped_storage().nbytes()))
             return None
         life = self.recorder.alloc(bytes, phase=phase, module=module, dtype=_dtype(tensor), on_device=on_device)
         self._watch(tensor, life)
