@@ -66,7 +66,6 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
                                hidden_dim=128, vocab_size=1000),
     "electra": masked("Electra", embedding_size=32),
     "fnet": masked("FNet"),
-    "longformer": masked("Longformer", attention_window=[16, 16], max_position_embeddings=130),
     "modernbert": masked("ModernBert", local_attention=16),
     "roberta": masked("Roberta", max_position_embeddings=130),
 }  # fmt: skip

@@ -14,9 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from brim.predict.dispatch import RecordingMode
 from brim.predict.outside import as_numpy, as_tensor_of_file, outside_world
 from brim.predict.unknown import UnknownNumber, forget_values, holds_unknown, unknown_numbers
-from brim.predict.values import KnownValues, carry_one_hot, known
+from brim.predict.values import carry_one_hot, known
 
 
 # Questions whether values are finite, and the answer of a run that is well.
@@ -29,18 +30,21 @@ _FINITE = {
 class ValueMode(TorchFunctionMode):
     """``item()`` of an unknown value gives a number that may be computed with but not decided on."""
 
-    def __init__(self, values: KnownValues) -> None:
+    def __init__(self, recording: RecordingMode) -> None:
         super().__init__()
-        self.values = values
+        self.recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.item and isinstance(args[0], FakeTensor) and known(args[0]) is None:
             return UnknownNumber()
+        if func is torch.nn.functional.linear:
+            with self.recording.linear():
+                return func(*args, **kwargs)
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
         if func in _FINITE and isinstance(args[0], FakeTensor):
-            return self.values.taken_as(_FINITE[func], args[0], func(*args, **kwargs))
+            return self.recording.values.taken_as(_FINITE[func], args[0], func(*args, **kwargs))
         if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
             return as_numpy(args[0])
         if func is torch.asarray and isinstance(args[0], torch.UntypedStorage):
@@ -61,7 +65,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
          mock.patch.object(torch, "set_rng_state", _forget_rng_state), \
          mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
-         unknown_numbers(mode.values), outside_world(), _transformers_sees_plain_tensors(), mode:  # fmt: skip
+         unknown_numbers(mode.recording.values), outside_world(), _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
 
 

@@ -30,8 +30,8 @@ class PretendCuda(ValueMode):
     """Sends calls that name a CUDA device to the fake CPU, and tells the recorder where the result lies."""
 
     def __init__(self, recording: RecordingMode, capability: tuple[int, int]) -> None:
-        super().__init__(recording.values)
-        self.recording, self.capability = recording, capability
+        super().__init__(recording)
+        self.capability = capability
         self.default_on_device = False  # where tensors are made that name no device
         self._replaced: dict[Any, Callable[..., Any]] = {
             torch.Tensor.cuda: self._cuda,

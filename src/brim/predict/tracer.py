@@ -77,7 +77,7 @@ def _watching(mode: RecordingMode, target: str, capability: tuple[int, int]) -> 
         stack.enter_context(mode.modules.watching())
         stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
         stack.enter_context(mode)
-        functions = PretendCuda(mode, capability) if target == "cuda" else patches.ValueMode(mode.values)
+        functions = PretendCuda(mode, capability) if target == "cuda" else patches.ValueMode(mode)
         if isinstance(functions, PretendCuda):
             stack.enter_context(pretending(functions))
             stack.enter_context(cuda_lists())
@@ -151,7 +151,7 @@ def _mark_cache(mode: RecordingMode, cache: Any) -> None:
 def _owners(mode: RecordingMode) -> dict[int, int]:
     """The first module that holds each parameter, by the parameter's identity."""
     found: dict[int, int] = {}
-    for index, module in enumerate(mode.modules.modules):
+    for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), index)
@@ -161,12 +161,12 @@ def _owners(mode: RecordingMode) -> dict[int, int]:
 def _categorize(mode: RecordingMode) -> None:
     """What is held now, by who holds it."""
     owners = _owners(mode)
-    for index, module in enumerate(mode.modules.modules):
+    for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
             mode.mark(parameter, Category.PARAMETER, owners.get(id(parameter), -1))
         for buffer in module._buffers.values():
             mode.mark(buffer, Category.BUFFER, index)
-    for optimizer in mode.modules.optimizers:
+    for optimizer in mode.modules.optimizers():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 mode.mark(parameter, Category.PARAMETER)
@@ -179,11 +179,11 @@ def _categorize(mode: RecordingMode) -> None:
 def _mark_gradients(mode: RecordingMode) -> None:
     """Gradients are let go between steps, so they are marked as soon as a backward pass has made them."""
     owners = _owners(mode)
-    for module in mode.modules.modules:
+    for _, module in mode.modules.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 mode.mark(parameter.grad, Category.GRADIENT, owners[id(parameter)])
-    for optimizer in mode.modules.optimizers:
+    for optimizer in mode.modules.optimizers():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 mode.mark(parameter.grad, Category.GRADIENT)

@@ -249,6 +249,12 @@ def _lifted(kernel: Kernel) -> None:
         kernel.drop(kernel.result)
 
 
+def ctc_backward(kernel: Kernel) -> None:
+    """LossCTC.cpp, cuda/LossCTC.cu: log beta, as large as log alpha."""
+    kernel.emit()
+    kernel.temp(nbytes(kernel.arg("log_alpha")))
+
+
 def promote(kernel: Kernel) -> None:
     """TensorIterator.cpp: where dtypes differ the CPU converts each operand first (CUDA does so in registers)."""
     tensors = [t for t in kernel.args if isinstance(t, torch.Tensor)]
@@ -308,6 +314,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten.roll.default: _roll,
+    _aten._ctc_loss_backward.Tensor: ctc_backward,
     _aten.lift_fresh.default: _lifted,
     _aten.isinf.default: _isinf,
     _aten.gather.default: _indexed,
