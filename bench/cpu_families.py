@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "cohere": causal("Cohere", **_GROUPED),
     "falcon": causal("Falcon", **_WIDTH, alibi=False),
     "gemma2": causal("Gemma2", **_GROUPED, head_dim=16, query_pre_attn_scalar=16),
-    "gemma3": hugging_face("Gemma3ForCausalLM", "Gemma3TextConfig", **_GROUPED, head_dim=16, query_pre_attn_scalar=16),
+    "gemma3": hugging_face("Gemma3ForCausalLM", "Gemma3TextConfig", **_GROUPED, head_dim=16,
+                           query_pre_attn_scalar=16),
     "gpt-neox": causal("GPTNeoX", **_WIDTH, intermediate_size=128),
     "gpt-oss": causal("GptOss", **_GROUPED, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     "gptj": causal("GPTJ", n_embd=64, n_layer=2, n_head=4, vocab_size=1000, rotary_dim=16),
@@ -143,8 +143,12 @@ _speech = {**_TOWER, "conv_dim": [32] * 7, "vocab_size": 40, "num_conv_pos_embed
            "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0, "layerdrop": 0.0}  # fmt: skip
 _wav2vec2 = hugging_face("Wav2Vec2ForCTC", "Wav2Vec2Config", **_speech)
 _hubert = hugging_face("HubertForCTC", "HubertConfig", **_speech)
-_qwen2_vl = hugging_face("Qwen2VLTextModel", "Qwen2VLTextConfig", **_GROUPED,
-                         rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]})
+_qwen2_vl = hugging_face(
+    "Qwen2VLTextModel",
+    "Qwen2VLTextConfig",
+    **_GROUPED,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+)
 _segmenter = hugging_face(
     "SegformerForSemanticSegmentation", "SegformerConfig", hidden_sizes=[16, 32, 64, 96], depths=[1, 1, 1, 1],
     num_attention_heads=[1, 2, 4, 4], decoder_hidden_size=64, num_labels=10,
@@ -172,7 +176,12 @@ def _diffusers(kind: str, shapes: Callable[[], dict[str, Any]], infer: bool, **v
         import diffusers
 
         model, given = getattr(diffusers, kind)(**values).train(), shapes()
-        return stepper(model, lambda: model(**given, return_dict=False)[0].float().pow(2).mean(), "adamw", None, infer)
+
+        def loss() -> torch.Tensor:
+            made: torch.Tensor = model(**given, return_dict=False)[0]
+            return made.float().pow(2).mean()
+
+        return stepper(model, loss, "adamw", None, infer)
 
     return build
 

@@ -1,4 +1,4 @@
-"""Programs as people write them (their own layers, loops, losses and tricks), to be run for real on a CPU and predicted."""
+"""Programs as people write them: their own layers, loops, losses and tricks, to be run on a CPU and predicted."""
 
 from __future__ import annotations
 

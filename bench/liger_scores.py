@@ -1,4 +1,4 @@
-"""Sparsemax, attention over several tokens, Llama 4's rotary embedding and Megatron's cross entropy, plain PyTorch."""
+"""Sparsemax, attention over several tokens, Llama 4's rotary embedding, Megatron's cross entropy: plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _sparsemax(source: torch.Tensor) -> torch.Tensor:
     ordered, _ = torch.sort(source, dim=-1, descending=True)
     sums = torch.cumsum(ordered, dim=-1)
     size = source.size(-1)
-    places = torch.arange(1, size + 1, device=source.device, dtype=source.dtype).view([1] * (source.dim() - 1) + [size])
+    places = torch.arange(1, size + 1, device=source.device, dtype=source.dtype).unsqueeze(0)
     bound = 1 + places * ordered
     support = bound > sums
     count = support.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -54,7 +54,7 @@ class _TokenAttention(nn.Module):
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         tokens = scores.size(-1)
-        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device)).view(1, 1, tokens, tokens)
+        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device))[None, None]
         low = torch.tensor(-1e9, device=scores.device, dtype=scores.dtype)
         zero = torch.tensor(0.0, device=scores.device, dtype=scores.dtype)
         masked = scores.masked_fill(~mask, low)
@@ -68,7 +68,7 @@ class _SparseTokenAttention(_TokenAttention):
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         tokens = scores.size(-1)
-        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device)).view(1, 1, tokens, tokens)
+        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device))[None, None]
         low = torch.tensor(-1e9, device=scores.device, dtype=torch.float32)
         zero = torch.tensor(0.0, device=scores.device, dtype=torch.float32)
         wide = scores.to(torch.float32)

@@ -84,7 +84,7 @@ def _check_trained(row: dict[str, str], model: Any, layers: int) -> None:
 
 
 def _clip(model: Any) -> None:
-    """``clip_grad_norm_`` but for its table of norms, four bytes a parameter: its size would differ with the depth."""
+    """``clip_grad_norm_`` but for its table of norms, four bytes a parameter: its size differs with the depth."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norms = torch._foreach_norm(gradients)
     coefficient = 1.0 / (norms[0] + 1e-6)

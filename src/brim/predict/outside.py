@@ -32,14 +32,14 @@ def outside_world() -> Iterator[None]:
 
 
 def _in_this_process(loader: Any) -> Any:
-    """Workers could not hand fake tensors over; what they load takes no GPU memory wherever it is loaded."""
-    workers, timeout = loader.num_workers, loader.timeout
-    loader.num_workers, loader.timeout = 0, 0
+    """Workers could not hand fake tensors over; what they load, pinned or not, takes no GPU memory."""
+    workers, timeout, pinned = loader.num_workers, loader.timeout, loader.pin_memory
+    loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
     try:
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # it draws a seed
             return dataloader._SingleProcessDataLoaderIter(loader)
     finally:
-        loader.num_workers, loader.timeout = workers, timeout
+        loader.num_workers, loader.timeout, loader.pin_memory = workers, timeout, pinned
 
 
 def _really(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -19,7 +19,6 @@ from brim.predict.outside import as_numpy, as_tensor_of_file, outside_world
 from brim.predict.unknown import UnknownNumber, forget_values, holds_unknown, unknown_numbers
 from brim.predict.values import carry_one_hot, known
 
-
 # Questions whether values are finite, and the answer of a run that is well.
 _FINITE = {
     torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
@@ -65,7 +64,8 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
          mock.patch.object(torch, "set_rng_state", _forget_rng_state), \
          mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
-         unknown_numbers(mode.recording.values), outside_world(), _transformers_sees_plain_tensors(), mode:  # fmt: skip
+         unknown_numbers(mode.recording.values), outside_world(), \
+         _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
 
 

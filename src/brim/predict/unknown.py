@@ -131,7 +131,8 @@ def holds_unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 def forget_values(args: tuple[Any, ...], result: Any) -> Any:
     """What was made from an unknown number, or written with one, has no known values."""
     for tensor in (result, args[0] if args else None):
-        if isinstance(tensor, torch.Tensor) and (source := known(tensor)) is not None and not _read_only(tensor, result):
+        source = known(tensor)
+        if isinstance(tensor, torch.Tensor) and source is not None and not _read_only(tensor, result):
             source.state["valid"] = False
     return result
 

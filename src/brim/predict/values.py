@@ -4,7 +4,7 @@ Small tensors whose values follow from the program alone (``arange``, ``ones``, 
 computed from them) are computed for real beside their fakes, so that masks and index tables can be asked about.
 The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...; or, where
 the worst case is asked for, as crowded: every token goes to the first k experts.
-A program that asks whether values are finite hears that they are: a run that is not well takes no steps to be planned.
+A program that asks whether values are finite hears that they are: only a run that is well can be planned.
 Nothing else is guessed, and a trace notes which of these it was asked for.
 """
 
