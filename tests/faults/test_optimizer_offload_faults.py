@@ -108,7 +108,7 @@ def test_wherever_memory_ends_nothing_is_lost(
         assert memory.ram.held_bytes == memory.compute.held_bytes == 0
         memory.close()
         total, n = (calls[0] if n == 0 else total), n + 1
-    assert total >= 2
+    assert total >= 2  # at least the buffers that states and gradients pass through
     assert held() == before
 
 

@@ -1,6 +1,6 @@
 """What memory did: ordered events, predicted or measured. Both are this one type.
 
-Events are kept in columns (``array``), 66 bytes each: five million of them are a third of a gigabyte, where five
+Events are kept in columns (``array``), 69 bytes each: five million of them are a third of a gigabyte, where five
 million objects would be several.
 """
 
@@ -17,7 +17,7 @@ from brim.core import codec
 from brim.core.hardware import RAM, VRAM
 from brim.errors import FormatError
 
-VERSION = 1
+VERSION = 2
 CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: held outside of the allocator
 
 
@@ -29,11 +29,16 @@ class EventKind(IntEnum):
     SEGMENT_FREE = 4
     COMPUTE = 5
     OOM = 6
+    IDLE = 7  # nothing computed in `tier`; the label says what it waited for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One event. ``storage`` -1, ``address`` -1: not known. ``label`` names a block, module or operation."""
+    """One event. ``storage`` -1, ``address`` -1, a text "": not known.
+
+    ``label`` names a block, module or operation; ``category`` is a ``core.Category`` of what was allocated; ``stack``
+    is who asked for it: frames, the innermost first, a line each, or in a prediction the module path.
+    """
 
     kind: EventKind
     tier: str
@@ -45,6 +50,8 @@ class Event:
     stream: int = 0
     source: str = ""
     label: str = ""
+    category: str = ""
+    stack: str = ""
 
 
 _NUMBERS = {
@@ -56,7 +63,7 @@ _NUMBERS = {
     "storage": "q",
     "stream": "q",
 }
-_TEXTS = ("tier", "source", "label")
+_TEXTS = ("tier", "source", "label", "category", "stack")
 
 
 class Timeline:
@@ -85,6 +92,8 @@ class Timeline:
         stream: int = 0,
         source: str = "",
         label: str = "",
+        category: str = "",
+        stack: str = "",
     ) -> None:
         """Append one event. Not synchronized: one thread at a time."""
         columns, texts = self._columns, self._texts
@@ -95,8 +104,8 @@ class Timeline:
         columns["address"].append(address)
         columns["storage"].append(storage)
         columns["stream"].append(stream)
-        for key, text in (("tier", tier), ("source", source), ("label", label)):
-            self._text_columns[key].append(texts.setdefault(text, len(texts)))
+        for column, text in zip(self._text_columns.values(), (tier, source, label, category, stack), strict=True):
+            column.append(texts.setdefault(text, len(texts)))
 
     def __len__(self) -> int:
         return len(self._columns["kind"])

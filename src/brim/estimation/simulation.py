@@ -123,7 +123,14 @@ class _Run:
             return False
         self._blocks[storage.id] = block
         self.timeline.add(
-            EventKind.ALLOC, VRAM, block.size, address=block.address, storage=storage.id, label=self._label
+            EventKind.ALLOC,
+            VRAM,
+            block.size,
+            address=block.address,
+            storage=storage.id,
+            label=self._label,
+            category=storage.category,
+            stack=storage.module,
         )
         return True
 
@@ -145,7 +152,15 @@ def _added_up(trace: Trace) -> Timeline:
     timeline = Timeline(trace.model, measured=False)
     for storage, born, op in lives(trace):
         kind = EventKind.ALLOC if born else EventKind.FREE
-        timeline.add(kind, RAM, storage.bytes, storage=storage.id, label=op.name if op is not None else "")
+        timeline.add(
+            kind,
+            RAM,
+            storage.bytes,
+            storage=storage.id,
+            label=op.name if op is not None else "",
+            category=storage.category,
+            stack=storage.module,
+        )
     return timeline
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import streamed_training as streamed
 from brim.techniques import optimizer_offload, weight_streaming
 from brim.techniques.blocks import find_blocks
-
-streamed = pytest.importorskip("streamed_training", reason="weight streaming does not train yet")
 
 PLACES = [
     ("disk", "disk", "keep"),
