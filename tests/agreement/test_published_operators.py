@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import liger_rows
-from accuracy import liger
+from accuracy import ground_truth, liger
 from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
 
@@ -48,10 +48,11 @@ def test_published_peaks_are_met():
     assert errors[int(len(errors) * 0.95)] <= 0.03
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_every_plain_row_is_built_or_has_a_reason():
     """Growth with size is right even where a run held memory of the one before."""
     held: dict[str, list[tuple[float, float]]] = {}
-    for row in csv.DictReader(TABLE.open()):
+    for row in ground_truth.rows(TABLE.name):
         assert liger.reason_not_built(row) != "no builder"
         if row["kernel_name"] in liger.HELD_BEFORE:
             made = liger.predict(row)
