@@ -78,7 +78,9 @@ class _Kto(nn.Module):
             logps = _sequence_logps(logits, target, self.ignored)
             return logps[preferred], logps[~preferred]
 
-    def _policy(self, source: torch.Tensor, target: torch.Tensor, preferred: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _policy(
+        self, source: torch.Tensor, target: torch.Tensor, preferred: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         outputs = source @ self.lin.weight.t()
         outputs = outputs + self.lin.bias
         logits = outputs.float()
@@ -119,17 +121,11 @@ class _Grpo(nn.Module):
         super().__init__()
         self.lin, self.ref_lin = (nn.Linear(hidden, words, bias=False, dtype=dtype) for _ in range(2))
 
-    @staticmethod
-    def _logps(source: torch.Tensor, head: nn.Linear, chosen: torch.Tensor) -> torch.Tensor:
-        logits = source @ head.weight.t()
-        logps = F.log_softmax(logits.float(), dim=-1)
-        return logps.gather(dim=-1, index=chosen.unsqueeze(-1)).squeeze(-1)
-
     def forward(
         self, source: torch.Tensor, chosen: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor,
         reference: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        # As a function of its own would let the logits go, the variables of the benchmark's forward pass stay here.
+        # All in one function, as there: its variables hold both models' logits until it returns.
         logits = source @ self.lin.weight.t()
         logps = F.log_softmax(logits.float(), dim=-1)
         per_token = logps.gather(dim=-1, index=chosen.unsqueeze(-1)).squeeze(-1)

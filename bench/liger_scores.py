@@ -1,4 +1,4 @@
-"""Sparsemax, attention over several tokens, Llama 4's rotary embedding and Megatron's cross entropy, plain PyTorch."""
+"""Sparsemax, attention over several tokens, Llama 4's rotary embedding, Megatron's cross entropy: plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _sparsemax(source: torch.Tensor) -> torch.Tensor:
     ordered, _ = torch.sort(source, dim=-1, descending=True)
     sums = torch.cumsum(ordered, dim=-1)
     size = source.size(-1)
-    places = torch.arange(1, size + 1, device=source.device, dtype=source.dtype).view([1] * (source.dim() - 1) + [size])
+    places = torch.arange(1, size + 1, device=source.device, dtype=source.dtype).unsqueeze(0)
     bound = 1 + places * ordered
     support = bound > sums
     count = support.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -54,7 +54,7 @@ class _TokenAttention(nn.Module):
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         tokens = scores.size(-1)
-        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device)).view(1, 1, tokens, tokens)
+        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device))[None, None]
         low = torch.tensor(-1e9, device=scores.device, dtype=scores.dtype)
         zero = torch.tensor(0.0, device=scores.device, dtype=scores.dtype)
         masked = scores.masked_fill(~mask, low)
@@ -68,7 +68,7 @@ class _SparseTokenAttention(_TokenAttention):
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
         tokens = scores.size(-1)
-        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device)).view(1, 1, tokens, tokens)
+        mask = torch.tril(torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device))[None, None]
         low = torch.tensor(-1e9, device=scores.device, dtype=torch.float32)
         zero = torch.tensor(0.0, device=scores.device, dtype=torch.float32)
         wide = scores.to(torch.float32)
@@ -111,25 +111,22 @@ def sparse_multi_token_attention(config: dict[str, Any], size: int, mode: str) -
 
 
 def llama4_rope(config: dict[str, Any], size: int, mode: str) -> Step:
-    from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
-    from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding, apply_rotary_emb
+    """The frequencies are a matrix product, as transformers had them in 2025 (later ones multiply)."""
+    from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
     hidden, tokens, dtype = config.get("hidden_size", size), config.get("seq_len", size), _dtype(config)
     head = hidden // config["num_q_heads"]
-    made = Llama4TextConfig(
-        hidden_size=hidden, num_attention_heads=config["num_q_heads"], head_dim=head,
-        num_key_value_heads=config["num_kv_heads"], max_position_embeddings=tokens,
-    )  # fmt: skip
-    embedding = Llama4TextRotaryEmbedding(config=made).to("cuda")
     query, key = (
         torch.randn((1, tokens, n, head), device="cuda", requires_grad=True, dtype=dtype)
         for n in (config["num_q_heads"], config["num_kv_heads"])
     )
     grads = torch.randn_like(query), torch.randn_like(key)
+    inverse = (10000.0 ** -(torch.arange(0, head, 2).float() / head)).to("cuda")
     positions = torch.arange(tokens, device="cuda", dtype=torch.long).unsqueeze(0)
-    frequencies = embedding(query, positions)
+    angles = (inverse[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
+    frequencies = torch.polar(torch.ones_like(angles), angles) * 1.0
 
-    def full() -> None:
+    def full(held: tuple[torch.Tensor, ...] = (inverse, positions)) -> None:
         out = apply_rotary_emb(query, key, frequencies)
         torch.autograd.grad(out, (query, key), grads, allow_unused=True, retain_graph=True)
 

@@ -21,7 +21,7 @@ NOT_BUILT = {
     "liger": "Liger's own Triton kernels",
     "megatron-fused": "Megatron's loss compiled by TorchScript: what its fused kernels keep is the compiler's choice",
     "deepspeed": "DeepSpeed's tiled layer, not plain PyTorch",
-    "distill_jsd_loss": "recorded two months before its script was published, and the published one takes other sizes",
+    "distill_jsd_loss": "recorded two months before its script was published, which takes other sizes",
 }
 
 

@@ -10,6 +10,7 @@ from math import ceil, prod
 import torch
 
 from brim.predict.lowering import cuda_convolution, cuda_sorting
+from brim.predict.lowering.cpu_kernels import ctc_backward
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -188,6 +189,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
+    _aten._ctc_loss_backward.Tensor: ctc_backward,
     _aten.logsumexp.default: _logsumexp,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.index_put_.default: _index_put,

@@ -7,6 +7,7 @@ copy of keys and values as temporary storage (cub/device/dispatch/dispatch_radix
 from __future__ import annotations
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
@@ -26,7 +27,7 @@ def _sort(kernel: Kernel) -> None:
     if row <= _SMALL_ROW:
         kernel.temp(row * _INDEX_BYTES)  # the positions, before they are laid out in every row
         return
-    if not (source.stride(kernel.arg("dim")) == 1 and torch._prims_common.is_non_overlapping_and_dense_or_false(source)):
+    if source.stride(kernel.arg("dim")) != 1 or not is_dense(source):
         kernel.temp(nbytes(source))  # rows are laid out one after the other, and so are both results
         kernel.temp(nbytes(source))
         kernel.temp(source.numel() * _INDEX_BYTES)
