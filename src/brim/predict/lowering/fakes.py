@@ -66,7 +66,6 @@ def _fused(*args: object, **kwargs: object) -> None:
     """A fused optimizer step writes over what it is given and makes nothing."""
 
 
-
 def _ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor,
     *options: object, **named: object,
