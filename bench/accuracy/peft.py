@@ -136,7 +136,8 @@ def _traced(row: dict[str, str]) -> Trace:
         return brim.trace(build(row, layers), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
 
     few = [_begun(traced(layers)) for layers in _FEW]
-    return deepened(few, _LAYERS - _FEW[0]) or _begun(traced(_LAYERS))
+    found = deepened(few, _LAYERS - _FEW[0])
+    return _begun(traced(_LAYERS)) if found is None else found.trace
 
 
 def _begun(made: Trace) -> Trace:
