@@ -209,4 +209,7 @@ def test_what_watch_writes_is_explained(tmp_path, capsys):
     body = answer(capsys, path)
     assert body["kind"] == "timeline"
     assert body["measured"]
-    assert body["peak"]["tier"] == "ram"
+    peak = body["peak"]
+    assert peak["tier"] == "ram"
+    held = sum(one["bytes"] for one in peak["by_label"])
+    assert held == peak["allocated_bytes"] == body["facts"]["peak_rss_bytes"]
