@@ -169,10 +169,14 @@ def timeline_headline(body: Mapping[str, Any]) -> str:
 def of_idle(idle: Mapping[str, Any]) -> _Lines:
     if not idle["computed"] or not idle["wall_s"]:
         return []
-    lines = [
-        f"computing {format_seconds(idle['busy_s'])} of {format_seconds(idle['wall_s'])}, idle "
-        f"{format_seconds(idle['idle_s'])} ({idle['idle_s'] / idle['wall_s']:.0%}), waiting for:"
-    ]
+    idle_s, wall_s = format_seconds(idle["idle_s"]), format_seconds(idle["wall_s"])
+    share = f"{idle['idle_s'] / idle['wall_s']:.0%}"
+    if idle["compute_recorded"]:
+        busy_s = format_seconds(idle["busy_s"])
+        lines = [f"computing {busy_s} of {wall_s}, idle {idle_s} ({share}), waiting for:"]
+    else:
+        rest = "what was done in the rest was not recorded"
+        lines = [f"waiting {idle_s} of {wall_s} ({share}); {rest}. Waited for:"]
     for one in idle["waits"][:MOST_LINES]:
         lines.append(
             f"  {format_seconds(one['seconds']):>10}  {one['cause']}: {one['label']} ({one['count']:,} times)"

@@ -130,6 +130,18 @@ def test_a_failed_timeline_says_so(tmp_path, capsys):
     assert "idle 2 s" in text
 
 
+def test_where_only_waiting_was_recorded_the_rest_is_not_called_computing(tmp_path, capsys):
+    made = Timeline("generate", measured=True)
+    made.add(EventKind.IDLE, "ram", 0, time_s=0.0, duration_s=1.0, label="layers.1", category="copy")
+    made.add(EventKind.ALLOC, "ram", MIB, time_s=4.0)
+    path = tmp_path / "run"
+    path.write_text(json.dumps(made.to_json()))
+    assert main(["explain", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "waiting 1 s of 4 s (25%); what was done in the rest was not recorded" in text
+    assert "computing" not in text
+
+
 def test_two_runs_are_compared(tmp_path, capsys):
     before, after = timeline(tmp_path / "a", 4 * MIB), timeline(tmp_path / "b", 9 * MIB)
     (device,) = answer(capsys, "--diff", before, after)["devices"]

@@ -110,7 +110,11 @@ def test_a_log_of_messages_only_stays_within_bounds():
     assert len(read_oom(text)) == 1_000
 
 
-@pytest.mark.parametrize("before", ["İ" * 100, "İ" * 100 + "\n", "İ\n" * 100, "İ" * 50 + "\x00\x1b[7m"])
+@pytest.mark.parametrize(
+    "before",
+    ["İ" * 100, "İ" * 100 + "\n", "İ\n" * 100, "İ" * 50 + "\x00\x1b[7m"],
+    ids=["one line", "two lines", "many lines", "control characters"],
+)
 def test_letters_that_are_longer_in_lower_case_move_nothing(before):
     (message,) = read_oom(f"{before}CUDA out of memory. Tried to allocate 2.00 GiB")
     assert message.numbers_bytes == {"tried": 2 * GIB}
