@@ -142,6 +142,27 @@ def test_where_only_waiting_was_recorded_the_rest_is_not_called_computing(tmp_pa
     assert "computing" not in text
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"context_bytes": 5.0', '"context_bytes": NaN'),
+        ('"context_bytes": 5.0', '"device": 1e999'),
+        ('"context_bytes": 5.0', f'"context_bytes": {"9" * 400}'),
+        ('"time_s": [0.0, 0.0, 3.0]', '"time_s": [0.0, 0.0, NaN]'),
+        ('"duration_s": [0.0, 1.0, 1.0]', '"duration_s": [0.0, 1.0, 1e308]'),
+    ],
+)
+def test_numbers_that_are_none_are_told_and_never_printed(tmp_path, capsys, old, new):
+    path = timeline(tmp_path / "run", 9 * MIB)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    for arguments in (["explain", str(path), "--json"], ["explain", "--diff", str(path), str(path)]):
+        assert main(arguments) == 2
+        found = capsys.readouterr()
+        assert (found.out, "was to be read" in found.err or "must be a number" in found.err) == ("", True)
+
+
 def test_two_runs_are_compared(tmp_path, capsys):
     before, after = timeline(tmp_path / "a", 4 * MIB), timeline(tmp_path / "b", 9 * MIB)
     (device,) = answer(capsys, "--diff", before, after)["devices"]
