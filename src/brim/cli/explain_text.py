@@ -106,8 +106,7 @@ def pins(segment: Mapping[str, Any]) -> str:
 
 
 def short(frame: str) -> str:
-    """A frame with the end of its path, and nothing in it that a terminal would obey."""
-    frame = "".join(letter if letter.isprintable() else "?" for letter in frame)
+    """A frame with the end of its path."""
     what, at, where = frame.rpartition(" at ")
     parts = where.split("/")
     return f"{what}{at}{'/'.join(parts[-3:])}" if len(parts) > 3 else frame[:160]

@@ -81,7 +81,9 @@ def test_every_kind_has_a_report(files, kind, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["explain", str(files[kind]), "--html", str(page)]) == 0
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert capsys.readouterr().out.strip()
+    found = capsys.readouterr()
+    assert found.out.strip()
+    assert f"report: {page}" in found.err
 
 
 @pytest.mark.parametrize("kind", ["profile", "snapshot", "timeline"])
@@ -89,6 +91,38 @@ def test_runs_become_traces(files, kind, tmp_path):
     path = tmp_path / "trace.json"
     assert main(["explain", str(files[kind]), "--perfetto", str(path)]) == 0
     assert json.loads(path.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("option", ["--html", "--perfetto"])
+def test_a_folder_that_does_not_exist_is_told_before_anything_is_read(option, tmp_path, capsys):
+    page = tmp_path / "none" / "out"
+    assert main(["explain", str(tmp_path / "not read"), option, str(page)]) == 2
+    assert f"'{page.parent}' is not a folder" in capsys.readouterr().err
+
+
+EVIL = "\x1b[2J\x1b]0;title\x07 at a/b/c/d.py:1\r\x9b31m\u202e\ud800\u2028"
+
+
+def test_names_in_a_file_reach_no_terminal(tmp_path, capsys):
+    made = Timeline(EVIL, measured=True)
+    made.add(EventKind.ALLOC, "ram", MIB, category=EVIL, label=EVIL, stack=EVIL)
+    made.add(EventKind.IDLE, "ram", 0, time_s=1.0, duration_s=1.0, label=EVIL, category=EVIL)
+    made.add(EventKind.OOM, "ram", 8 * MIB, label=EVIL)
+    path = tmp_path / "run"
+    path.write_text(json.dumps(made.to_json()))
+    trace = tmp_path / "trace"
+    kernel = {"ph": "X", "cat": "kernel", "name": EVIL, "ts": 0, "dur": 5, "args": {"device": 0, "stream": 7}}
+    later = {**kernel, "ts": 50}
+    trace.write_text(json.dumps({"deviceProperties": [{"id": 0, "name": EVIL}], "traceEvents": [kernel, later]}))
+    log = tmp_path / "log"
+    log.write_text(
+        f"[rank7]: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; {EVIL[:-2]} 8 GiB total capacity"
+    )
+    for arguments in ([path], [trace], [log], ["--diff", path, path], ["--diff", trace, trace]):
+        assert main(["explain", *map(str, arguments)]) == 0
+        shown = capsys.readouterr().out
+        assert shown.strip()
+        assert all(letter.isprintable() for letter in shown.replace("\n", "")), shown
 
 
 def test_a_snapshot_is_explained_by_its_cause_first(files, capsys):
