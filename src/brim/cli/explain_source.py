@@ -27,26 +27,36 @@ class Source:
     name: str
     kind: str
     path: Path
-    stream: BinaryIO | None = None  # a log from the standard input: read once, not kept
+    stream: BinaryIO | None = None  # a log from a pipe: read once, not kept
 
 
 @contextmanager
 def opened(given: Path) -> Iterator[Source]:
-    """What is in ``given``, or for "-" on the standard input, which is kept in a file as long as it is needed.
+    """What is in ``given``, or for "-" on the standard input. A pipe can be read once: it is kept in a file as long
+    as it is needed.
 
     Raises FormatError if it cannot be read, UsageError if it is something of brim that holds no run.
     """
-    if str(given) != "-":
+    if str(given) == "-":
+        with _piped(sys.stdin.buffer, "the standard input", given) as source:
+            yield source
+    elif given.exists() and not given.is_file() and not given.is_dir():  # a pipe, as in brim explain <(zcat log.gz)
+        with given.open("rb") as stream, _piped(stream, str(given), given) as source:
+            yield source
+    else:
         yield Source(name=str(given), kind=kind_of(_head(given), str(given)), path=given)
-        return
-    name = "the standard input"
-    head = sys.stdin.buffer.read(HEAD_BYTES)
+
+
+@contextmanager
+def _piped(stream: BinaryIO, name: str, given: Path) -> Iterator[Source]:
+    """What can be read only once: a log is, anything else is put into a file."""
+    head = stream.read(HEAD_BYTES)
     if (kind := kind_of(head, name)) == LOG:
-        yield Source(name=name, kind=kind, path=given, stream=io.BufferedReader(_Both(head, sys.stdin.buffer)))
+        yield Source(name=name, kind=kind, path=given, stream=io.BufferedReader(_Both(head, stream)))
         return
     with tempfile.NamedTemporaryFile(prefix="brim_explain_") as file:
         file.write(head)
-        while block := sys.stdin.buffer.read(1 << 20):
+        while block := stream.read(1 << 20):
             file.write(block)
         file.flush()
         yield Source(name=name, kind=kind, path=Path(file.name))

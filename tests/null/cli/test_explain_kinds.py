@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,27 @@ def test_the_content_tells_the_kind(files, kind, stdin, capsys, monkeypatch):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(files[kind].read_bytes())))
         source = "-"
     assert answer(capsys, source)["kind"] == kind
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there is no /dev/fd, so no <(command) either")
+@pytest.mark.parametrize("kind", ["oom", "profile", "snapshot", "timeline"])
+def test_a_pipe_is_read_from_its_beginning(files, kind, capsys):
+    """As in ``brim explain <(zcat oom.log.gz)``; 100,000 bytes are more than it takes to tell the kind."""
+    data = files[kind].read_bytes()
+    if kind in ("oom", "timeline", "profile"):  # JSON and logs may end in space
+        data += b"\n" * 100_000
+    reading, writing = os.pipe()
+    thread = threading.Thread(target=lambda: Path(f"/dev/fd/{writing}").write_bytes(data) and os.close(writing))
+    thread.start()
+    try:
+        body = answer(capsys, f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+        thread.join()
+    assert body["kind"] == kind
+    for key in ("numbers_bytes", "devices", "peak"):
+        if key in body:
+            assert body[key] == answer(capsys, files[kind])[key]
 
 
 @pytest.mark.parametrize("kind", ["oom", "profile", "snapshot", "timeline"])
@@ -206,6 +228,23 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert main(["explain", "--diff", str(before), str(after), "--html", str(page)]) == 0
     assert "activation: 4 MiB -> 9 MiB (+5 MiB)" in capsys.readouterr().out
     assert page.stat().st_size > 10_000
+
+
+def test_a_headline_names_what_changed_the_same_way_as_the_whole(tmp_path, capsys):
+    before, after = tmp_path / "before", tmp_path / "after"
+    sizes = {before: {"gradient": 9, "activation": 1, "parameter": 2}, after: {"gradient": 4, "activation": 5}}
+    sizes[after]["parameter"] = 5
+    for path, held in sizes.items():
+        made = Timeline("step", measured=True)
+        for number, (category, size) in enumerate(held.items()):
+            made.add(EventKind.ALLOC, "vram", size * MIB, storage=number, category=category)
+        path.write_text(json.dumps(made.to_json()))
+    (device,) = answer(capsys, "--diff", before, after)["devices"]
+    assert "most of it activation: 1 MiB -> 5 MiB (+4 MiB)" in device["headline"]
+    (device,) = answer(capsys, "--diff", after, before)["devices"]
+    assert "most of it activation: 5 MiB -> 1 MiB (-4 MiB)" in device["headline"]
+    (device,) = answer(capsys, "--diff", after, after)["devices"]
+    assert "most of it" not in device["headline"]
 
 
 def test_two_snapshots_and_two_profiles_are_compared(files, tmp_path, capsys):
