@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ def opened(given: Path) -> Iterator[Source]:
     if str(given) == "-":
         with _piped(sys.stdin.buffer, "the standard input", given) as source:
             yield source
-    elif given.exists() and not given.is_file() and not given.is_dir():  # a pipe, as in brim explain <(zcat log.gz)
-        with given.open("rb") as stream, _piped(stream, str(given), given) as source:
+    elif _is_pipe(given):  # as in brim explain <(zcat log.gz)
+        with _open(given) as stream, _piped(stream, str(given), given) as source:
             yield source
     else:
         yield Source(name=str(given), kind=kind_of(_head(given), str(given)), path=given)
@@ -109,9 +110,26 @@ def log_of(source: Source) -> Iterator[BinaryIO]:
             yield file
 
 
+def _is_pipe(path: Path) -> bool:
+    """Whether it is neither a file nor a folder. What cannot be asked is told when it is opened."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _open(path: Path) -> BinaryIO:
+    """Raises FormatError if it cannot be opened."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+
+
 def _head(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             return file.read(HEAD_BYTES)
     except OSError as error:
         raise FormatError(f"{path} was to be explained.", f"{error}.") from error

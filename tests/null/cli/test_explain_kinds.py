@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -96,6 +97,15 @@ def test_a_pipe_is_read_from_its_beginning(files, kind, capsys):
     for key in ("numbers_bytes", "devices", "peak"):
         if key in body:
             assert body[key] == answer(capsys, files[kind])[key]
+
+
+def test_what_cannot_be_opened_is_one_error(tmp_path, capsys):
+    listening = socket.socket(socket.AF_UNIX)
+    with listening:
+        listening.bind(str(tmp_path / "socket"))
+        for path in (tmp_path / "socket", tmp_path, tmp_path / "none", tmp_path / ("x" * 5000)):
+            assert main(["explain", str(path)]) == 2
+            assert "was to be explained" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["oom", "profile", "snapshot", "timeline"])
