@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 WHEN = {"peak": "at the peak", "oom": "when it failed", "end": "at the end"}
 MOST_LINES = 8  # of one list
+ONLY_FIXED = "fixed candidates only: the run has too many events to search among settings of its own sizes"
 _Lines = list[str]
 
 
@@ -63,6 +64,8 @@ def _device(device: Mapping[str, Any]) -> _Lines:
     lines += [f"  {line}" for line in of_peak(device["peak"], "by category, inferred from stacks")]
     for run in device["what_if"]:
         lines.append(f"  {_what_if_line(run, replay['peak_reserved_measured_bytes'])}")
+    if device["only_fixed_candidates"]:
+        lines.append(f"  {ONLY_FIXED}")
     return lines + [f"  {line}" for line in _advice(device["advice"])]
 
 

@@ -17,6 +17,7 @@ from _simulated_recording import Recording
 from brim.cli import main
 from brim.core import EventKind, Timeline
 from brim.memory.out_of_memory import OutOfMemory
+from brim.memory.what_if import CANDIDATES
 from brim.units import MIB
 
 ROOT = Path(__file__).parents[3]
@@ -183,6 +184,17 @@ def test_a_snapshot_in_json_holds_the_fragmentation_and_the_proof(files, capsys)
     run = next(run for run in device["what_if"] if run["settings"] == "expandable_segments:True")
     assert run["would_fit"]
     assert run["peak_reserved_bytes"] <= 500 * MIB
+
+
+@pytest.mark.parametrize("most", [10, 200_000])
+def test_a_search_that_was_cut_short_says_so(files, tmp_path, capsys, monkeypatch, most):
+    monkeypatch.setattr("brim.memory.what_if.MOST_SEARCHED_EVENTS", most)
+    (device,) = answer(capsys, files["snapshot"])["devices"]
+    assert device["only_fixed_candidates"] is (most == 10)
+    assert (len(device["what_if"]) == len(CANDIDATES)) is (most == 10)
+    assert main(["explain", str(files["snapshot"]), "--html", str(tmp_path / "page.html")]) == 0
+    assert ("fixed candidates only" in capsys.readouterr().out) is (most == 10)
+    assert ("fixed candidates only" in (tmp_path / "page.html").read_text()) is (most == 10)
 
 
 def test_a_failed_timeline_says_so(tmp_path, capsys):
