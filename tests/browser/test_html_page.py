@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from _simulated_recording import Recording
 from brim.cli import main
 from brim.core import EventKind, Timeline
+from brim.memory.out_of_memory import OutOfMemory
 from brim.report.html import Table, View, write
+from brim.units import MIB
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
@@ -105,6 +108,34 @@ def test_the_address_map_adds_up_to_what_is_reserved(opened: Open, gpt2: tuple[P
     assert sum(piece["bytes"] for piece in pieces if piece["owner"] >= 0) == picked["allocated_bytes"]
     page.find_element(By.CSS_SELECTOR, "canvas.map").send_keys(Keys.ARROW_RIGHT, "h")
     assert page.find_element(By.CSS_SELECTOR, ".piece").text.startswith("hole: bytes ")
+
+
+def test_an_explained_recording_shows_why_it_failed(
+    opened: Open, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In four rounds a block of 61 MiB takes the place of one of 100 MiB; then 200 MiB do not fit into 500."""
+    recording = Recording("", 500 * MIB)
+    for _ in range(4):
+        recording.free(recording.malloc(100 * MIB))
+        recording.malloc(61 * MIB)
+    with pytest.raises(OutOfMemory):
+        recording.malloc(200 * MIB)
+    run, report = tmp_path / "run.pickle", tmp_path / "report.html"
+    run.write_bytes(recording.dump())
+    assert main(["explain", str(run), "--html", str(report), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["devices"]
+    failed = next(moment for moment in told["moments"] if moment["what"] == "oom")
+    page = opened(report)
+    text = page.find_element(By.ID, "page").text
+    for part in (told["headline"], "Segments with pinned free memory: device 0, when it failed", "What to do"):
+        assert part in text
+    assert len(page.find_elements(By.XPATH, "//caption[contains(., 'Replayed under other settings')]")) == 1
+    chart(page).send_keys(Keys.END)
+    picked = figures(page, "picked()")
+    assert picked["allocated_bytes"] == failed["allocated_bytes"] == 244 * MIB
+    assert picked["reserved_bytes"] == failed["reserved_bytes"] == 400 * MIB
+    holes = [piece["bytes"] for one in figures(page, "segments()") for piece in one["pieces"] if piece["owner"] < 0]
+    assert (len(holes), max(holes), sum(holes)) == (4, failed["largest_free_bytes"], failed["free_bytes"])
 
 
 def test_blocks_across_mapped_ranges_make_them_one_segment(opened: Open, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from brim.cli.options import html_option, json_option, print_json
+from brim.cli.options import OutputFile, html_option, json_option, print_json, readable, write_html
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--perfetto",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    type=OutputFile(),
     help="Also write the run as a trace for ui.perfetto.dev.",
 )
 @html_option
@@ -62,7 +62,7 @@ def explain(
         print_json(found.body)
         return
     for line in found.lines:
-        click.echo(line)
+        click.echo(readable(line))  # names are of any origin, and a file is explained because it is not known
 
 
 def _one(given: Path, settings: tuple[str, ...]) -> Explained:
@@ -104,8 +104,8 @@ def _write_perfetto(path: Path, found: Explained) -> None:
 
 
 def _write_html(path: Path, found: Explained) -> None:
-    from brim.report import html
+    from brim.report.html import Table, View
 
-    views = [html.View(timeline=timeline, title=title) for title, timeline in found.views]
-    tables = [html.Table(title=title, columns=columns, rows=rows) for title, columns, rows in found.tables]
-    html.write(path, views, title=found.title, tables=tables, notes=found.notes)
+    views = [View(timeline=timeline, title=title) for title, timeline in found.views]
+    tables = [Table(title=title, columns=columns, rows=rows) for title, columns, rows in found.tables]
+    write_html(path, views, title=found.title, tables=tables, notes=found.notes)

@@ -95,14 +95,15 @@ def _runs(before: Source, after: Source) -> Explained:
 
 
 def headline(found: Difference) -> str:
-    """The change of the peak, and what made most of it."""
+    """The change of the peak, and what made most of it: of what changed the same way."""
     numbers = {one.name: (one.before or 0, one.after or 0) for one in found.figures}
     old, new = numbers["reserved_peak_bytes"]
     used, uses = numbers["allocated_peak_bytes"]
     text = f"reserved at the peak {_change(old, new)}, allocated {_change(used, uses)}"
-    grown = [one for one in found.by_category or found.by_label if one.name]
-    if grown:
-        most = grown[0]
+    total = uses - used
+    alike = [one for one in found.by_category or found.by_label if one.name and one.grown_bytes * total > 0]
+    if alike:
+        most = alike[0]
         text += f"; most of it {most.name}: {_change(most.before_bytes, most.after_bytes)}"
     return f"{text}. {found.new_stacks} new stacks at the peak, {found.gone_stacks} gone."
 

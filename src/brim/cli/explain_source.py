@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,26 +28,36 @@ class Source:
     name: str
     kind: str
     path: Path
-    stream: BinaryIO | None = None  # a log from the standard input: read once, not kept
+    stream: BinaryIO | None = None  # a log from a pipe: read once, not kept
 
 
 @contextmanager
 def opened(given: Path) -> Iterator[Source]:
-    """What is in ``given``, or for "-" on the standard input, which is kept in a file as long as it is needed.
+    """What is in ``given``, or for "-" on the standard input. A pipe can be read once: it is kept in a file as long
+    as it is needed.
 
     Raises FormatError if it cannot be read, UsageError if it is something of brim that holds no run.
     """
-    if str(given) != "-":
+    if str(given) == "-":
+        with _piped(sys.stdin.buffer, "the standard input", given) as source:
+            yield source
+    elif _is_pipe(given):  # as in brim explain <(zcat log.gz)
+        with _open(given) as stream, _piped(stream, str(given), given) as source:
+            yield source
+    else:
         yield Source(name=str(given), kind=kind_of(_head(given), str(given)), path=given)
-        return
-    name = "the standard input"
-    head = sys.stdin.buffer.read(HEAD_BYTES)
+
+
+@contextmanager
+def _piped(stream: BinaryIO, name: str, given: Path) -> Iterator[Source]:
+    """What can be read only once: a log is, anything else is put into a file."""
+    head = stream.read(HEAD_BYTES)
     if (kind := kind_of(head, name)) == LOG:
-        yield Source(name=name, kind=kind, path=given, stream=io.BufferedReader(_Both(head, sys.stdin.buffer)))
+        yield Source(name=name, kind=kind, path=given, stream=io.BufferedReader(_Both(head, stream)))
         return
     with tempfile.NamedTemporaryFile(prefix="brim_explain_") as file:
         file.write(head)
-        while block := sys.stdin.buffer.read(1 << 20):
+        while block := stream.read(1 << 20):
             file.write(block)
         file.flush()
         yield Source(name=name, kind=kind, path=Path(file.name))
@@ -99,9 +110,26 @@ def log_of(source: Source) -> Iterator[BinaryIO]:
             yield file
 
 
+def _is_pipe(path: Path) -> bool:
+    """Whether it is neither a file nor a folder. What cannot be asked is told when it is opened."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _open(path: Path) -> BinaryIO:
+    """Raises FormatError if it cannot be opened."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+
+
 def _head(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             return file.read(HEAD_BYTES)
     except OSError as error:
         raise FormatError(f"{path} was to be explained.", f"{error}.") from error

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 WHEN = {"peak": "at the peak", "oom": "when it failed", "end": "at the end"}
 MOST_LINES = 8  # of one list
+ONLY_FIXED = "fixed candidates only: the run has too many events to search among settings of its own sizes"
 _Lines = list[str]
 
 
@@ -63,6 +64,8 @@ def _device(device: Mapping[str, Any]) -> _Lines:
     lines += [f"  {line}" for line in of_peak(device["peak"], "by category, inferred from stacks")]
     for run in device["what_if"]:
         lines.append(f"  {_what_if_line(run, replay['peak_reserved_measured_bytes'])}")
+    if device["only_fixed_candidates"]:
+        lines.append(f"  {ONLY_FIXED}")
     return lines + [f"  {line}" for line in _advice(device["advice"])]
 
 
@@ -106,8 +109,7 @@ def pins(segment: Mapping[str, Any]) -> str:
 
 
 def short(frame: str) -> str:
-    """A frame with the end of its path, and nothing in it that a terminal would obey."""
-    frame = "".join(letter if letter.isprintable() else "?" for letter in frame)
+    """A frame with the end of its path."""
     what, at, where = frame.rpartition(" at ")
     parts = where.split("/")
     return f"{what}{at}{'/'.join(parts[-3:])}" if len(parts) > 3 else frame[:160]
@@ -169,10 +171,14 @@ def timeline_headline(body: Mapping[str, Any]) -> str:
 def of_idle(idle: Mapping[str, Any]) -> _Lines:
     if not idle["computed"] or not idle["wall_s"]:
         return []
-    lines = [
-        f"computing {format_seconds(idle['busy_s'])} of {format_seconds(idle['wall_s'])}, idle "
-        f"{format_seconds(idle['idle_s'])} ({idle['idle_s'] / idle['wall_s']:.0%}), waiting for:"
-    ]
+    idle_s, wall_s = format_seconds(idle["idle_s"]), format_seconds(idle["wall_s"])
+    share = f"{idle['idle_s'] / idle['wall_s']:.0%}"
+    if idle["compute_recorded"]:
+        busy_s = format_seconds(idle["busy_s"])
+        lines = [f"computing {busy_s} of {wall_s}, idle {idle_s} ({share}), waiting for:"]
+    else:
+        rest = "what was done in the rest was not recorded"
+        lines = [f"waiting {idle_s} of {wall_s} ({share}); {rest}. Waited for:"]
     for one in idle["waits"][:MOST_LINES]:
         lines.append(
             f"  {format_seconds(one['seconds']):>10}  {one['cause']}: {one['label']} ({one['count']:,} times)"

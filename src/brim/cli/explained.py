@@ -69,6 +69,8 @@ def of_snapshot(source: Source, settings: tuple[str, ...]) -> Explained:
     notes = [f"Device {body['device']}: {body['headline']}" for body in bodies]
     if bodies:
         notes.append("Categories are inferred from stacks and lifetimes; a recording does not hold them.")
+    if any(body["only_fixed_candidates"] for body in bodies):
+        notes.append(f"Other settings: {explain_text.ONLY_FIXED}.")
     return Explained(
         title=source.name,
         body={"kind": source.kind, "source": source.name, "devices": bodies},

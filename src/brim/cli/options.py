@@ -30,8 +30,11 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             self.fail(" ".join(str(error).split("\n")), param, ctx)
 
 
-class _Page(click.Path):
+class OutputFile(click.Path):
     """A file in a folder that exists: said at once, not after a run of hours."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path: Any = super().convert(value, param, ctx)
@@ -51,7 +54,7 @@ def json_option(command: F) -> F:
 def html_option(command: F) -> F:
     """``--html``, given to the command as ``html``: None, or where ``write_html`` is to write."""
     text = "Also write a report with pictures: one file, no network."
-    return click.option("--html", type=_Page(path_type=Path, dir_okay=False, writable=True), help=text)(command)
+    return click.option("--html", type=OutputFile(), help=text)(command)
 
 
 def device_option(command: F) -> F:
@@ -59,6 +62,11 @@ def device_option(command: F) -> F:
     choice = click.Choice(["auto", "cuda", "cpu"])
     text = "Where to compute; auto takes CUDA where torch sees it."
     return click.option("--device", type=choice, default="auto", show_default=True, help=text)(command)
+
+
+def readable(text: str) -> str:
+    """``text`` with nothing in it that a terminal would obey or could not show, line ends included."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def print_json(document: dict[str, Any]) -> None:

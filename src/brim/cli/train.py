@@ -170,7 +170,7 @@ def _write_html(path: Path, result: Training) -> None:
         columns=("promised_s", "measured_s"),
         rows=((result.plan.promise.step_s, result.step_s),),
     )
-    losses = Table(title="Loss", columns=("step", "loss"), rows=tuple(enumerate(result.losses, 1)))
+    losses = Table(title="Loss", columns=("step", "loss"), rows=tuple(enumerate(result.losses, 1)), spread=True)
     view = View(timeline=result.timeline, plan=result.plan)
     title = f"{result.plan.model}: {result.plan.task}"
     write_html(path, [view], title=title, tables=[memory, time, losses], notes=result.notes)

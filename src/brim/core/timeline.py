@@ -6,6 +6,7 @@ million objects would be several.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from brim.errors import FormatError
 
 VERSION = 2
 CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: held outside of the allocator
+
+
+LONGEST_S = 1e15  # thirty million years: what is beyond is no time, and sums of fewer are finite
 
 
 class EventKind(IntEnum):
@@ -204,6 +208,7 @@ class Timeline:
                 column.extend(body.columns[key])
             except (TypeError, OverflowError) as error:
                 raise FormatError(f"Timeline column {key!r} was to be read.", f"{error}.") from error
+        _check_numbers(made)
         return made
 
 
@@ -284,3 +289,16 @@ def _check_columns(body: _Document) -> None:
         for value in body.columns[key]:
             if type(value) is not int or not 0 <= value < limit:
                 raise FormatError(f"Timeline column {key!r} was to be read.", f"Found {str(value)[:80]!r}.")
+
+
+def _check_numbers(made: Timeline) -> None:
+    """JSON as Python reads it has NaN and infinities; nothing can be computed with those, and no JSON written."""
+    for key in ("time_s", "duration_s"):
+        for value in made.column(key):
+            if not abs(value) <= LONGEST_S:  # so that NaN is refused too
+                raise FormatError(f"Timeline column {key!r} was to be read.", f"{value} is no time in seconds.")
+    for name, value in made.facts.items():
+        if not math.isfinite(value):
+            raise FormatError(
+                f"The fact {name[:80]!r} of a Timeline was to be read.", f"{value} is no finite number."
+            )

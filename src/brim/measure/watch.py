@@ -231,14 +231,18 @@ class RamRecorder:
         path.write_text(json.dumps(self.timeline(why).to_json()), encoding="utf-8")
 
     def timeline(self, why: str) -> Timeline:
+        """Each sample that differs from the one before is one block in the place of the one before."""
         made = Timeline(f"resident memory of process {os.getpid()}", measured=True)
-        held = 0
+        held = number = 0
         with self._lock:
             samples = list(self._samples)
         for time_s, resident in samples:
-            kind = EventKind.ALLOC if resident >= held else EventKind.FREE
-            if resident != held:
-                made.add(kind, RAM, abs(resident - held), time_s=time_s, label="resident memory")
+            if resident == held:
+                continue
+            if held:
+                made.add(EventKind.FREE, RAM, held, time_s=time_s, storage=number)
+            number += 1
+            made.add(EventKind.ALLOC, RAM, resident, time_s=time_s, storage=number, label="resident memory")
             held = resident
         made.facts = {"peak_rss_bytes": float(max(resident for _, resident in samples))}
         if why == "out of memory":

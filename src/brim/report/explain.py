@@ -22,7 +22,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakSummary:
-    """The moment at which most was allocated in ``tier``. Each breakdown sums to ``allocated_bytes`` unless cut.
+    """The moment at which most was allocated in ``tier``. Each breakdown sums to ``allocated_bytes`` unless
+    it is cut, or memory was freed of which no event says where it was allocated.
 
     ``reserved_bytes`` is what the allocator held then, ``reserved_peak_bytes`` the most that it ever held (both equal
     what was allocated where no segments were recorded). ``event`` is the index of the event, -1: nothing was held.
@@ -72,14 +73,14 @@ def summary(timeline: Timeline, *, most: int | None = MOST_ROWS) -> PeakSummary:
 def held_at_peak(timeline: Timeline) -> Held:
     """What was in use when most was, in the tier that kernels work in."""
     peak, event, reserved, most_reserved, segments = _peak(timeline)
-    live: dict[int, int] = {}
+    live: dict[int | tuple[str, int], int] = {}
     if event >= 0:
         for index, kind, key in _changes(timeline):
             if index > event:
                 break
             if kind == EventKind.ALLOC:
-                live[key] = index
-            elif kind == EventKind.FREE:
+                live[("loose", index) if key is None else key] = index
+            elif kind == EventKind.FREE and key is not None:
                 live.pop(key, None)
     return Held(
         event=event,
@@ -110,8 +111,11 @@ def _peak(timeline: Timeline) -> tuple[int, int, int, int, bool]:
     return peak, event, reserved_then, most_reserved, segments
 
 
-def _changes(timeline: Timeline) -> Iterator[tuple[int, int, int]]:
-    """Index, kind and key of the events that change what the compute tier holds. A key names a block."""
+def _changes(timeline: Timeline) -> Iterator[tuple[int, int, int | None]]:
+    """Index, kind and key of the events that change what the compute tier holds.
+
+    A key names a block; None: neither its storage nor its address is known, so no event belongs to another.
+    """
     tiers, names = timeline.texts("tier")
     tier = timeline.peak_bytes.tier
     wanted = names.index(tier) if tier in names else -1
@@ -120,7 +124,7 @@ def _changes(timeline: Timeline) -> Iterator[tuple[int, int, int]]:
     columns = (timeline.column(name) for name in ("kind", "storage", "address"))
     for index, (kind, storage, address, where) in enumerate(zip(*columns, tiers, strict=True)):
         if where == wanted and kind in numbers:
-            yield index, kind, storage if storage >= 0 else ~address
+            yield index, kind, storage if storage >= 0 else ~address if address >= 0 else None
 
 
 def _by(

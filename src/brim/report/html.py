@@ -24,7 +24,7 @@ _SCRIPTS = (
     "card.js", "main.js",
 )  # fmt: skip
 _STYLES = ("theme.css", "page.css")
-_MOST_DECISIONS = 2_000
+MOST_ROWS = 1_000  # of a table: what the page shows of one (tables.js)
 _LARGE_EVENTS = 1_000_000  # a run as long as this fills most of a page
 _LEAST_EVENTS = 1_000  # less detail than that around a peak is no use
 
@@ -43,8 +43,10 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows for people; ``note`` is a sentence under the title.
+    """Rows for people; ``note`` is a sentence under the title, and tells how many rows are left out.
 
+    Of more than ``MOST_ROWS`` the first are kept, or with ``spread`` such as lie evenly, the first and the last
+    among them.
     Columns named ``bytes``, ``..._bytes``, ``..._s`` or ``..._share`` are shown with units and without that end.
     """
 
@@ -52,6 +54,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
+    spread: bool = False
 
 
 def write(
@@ -81,7 +84,7 @@ def page(views: Sequence[View], *, title: str, tables: Sequence[Table] = (), not
     rest = {
         "title": plain(title),
         "notes": [plain(note) for note in notes],
-        "tables": [_table_data(table) for table in listed],
+        "tables": _tables_data(listed),
     }
     detail = Detail()
     large = sum(len(view.timeline) > _LARGE_EVENTS for view in views)
@@ -131,11 +134,10 @@ def _view_tables(view: View, *, several: bool) -> list[Table]:
     made, of = [], f": {_title(view)}" if several else ""
     if view.plan is not None:
         plan = view.plan
-        rows = tuple((d.technique, d.block, d.choice, d.bytes) for d in plan.decisions[:_MOST_DECISIONS])
+        rows = tuple((d.technique, d.block, d.choice, d.bytes) for d in plan.decisions)
         if rows:
             columns = ("technique", "block", "choice", "held_bytes")
-            more = f" The first {len(rows):,} of {len(plan.decisions):,}." if len(rows) < len(plan.decisions) else ""
-            note = f"For {plan.task} on {plan.hardware}.{more}"
+            note = f"For {plan.task} on {plan.hardware}."
             made.append(Table(title=f"Decisions{of}", columns=columns, rows=rows, note=note))
         if plan.settings:
             settings = tuple(plan.settings.items())
@@ -146,12 +148,29 @@ def _view_tables(view: View, *, several: bool) -> list[Table]:
     return made
 
 
-def _table_data(table: Table) -> dict[str, Any]:
+def _tables_data(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """All tables, in at most half of what a page may have, with fewer rows if they have to."""
+    most = MOST_ROWS
+    while True:
+        made = [_table_data(table, most) for table in tables]
+        if most == 1 or len(script_json(made)) <= MOST_BYTES // 2:
+            return made
+        most = max(most // 2, 1)
+
+
+def _table_data(table: Table, most: int) -> dict[str, Any]:
+    count, rows, left_out = len(table.rows), table.rows, ""
+    if count > most and table.spread:
+        rows = tuple(rows[number * (count - 1) // max(most - 1, 1)] for number in range(most))
+        left_out = f"{most:,} of {count:,}, evenly spread."
+    elif count > most:
+        rows = rows[:most]
+        left_out = f"The first {most:,} of {count:,}."
     return {
         "title": plain(table.title),
-        "note": plain(table.note),
+        "note": f"{plain(table.note)} {left_out}".strip(),
         "columns": [plain(column) for column in table.columns],
-        "rows": [[_cell(cell) for cell in row] for row in table.rows],
+        "rows": [[_cell(cell) for cell in row] for row in rows],
     }
 
 

@@ -7,16 +7,19 @@ what was under way in them: a copy (the block that it brought), else an allocati
 from __future__ import annotations
 
 import dataclasses
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-from brim.core import Event, EventKind, Timeline
+import numpy as np
+from numpy.typing import NDArray
+
+from brim.core import EventKind, Timeline
 
 COPY, ALLOCATION, UNKNOWN, COLLECTIVE = "copy", "allocation", "unknown", "collective"
+_Numbers = NDArray[Any]
+_Part = tuple[str, str, float]  # label, cause, seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +36,13 @@ class Wait:
 class IdleReport:
     """``wall_s`` runs from the first to the last thing done; ``waits`` sum to ``idle_s``, the longest first.
 
-    ``computed`` tells whether the Timeline says when something computed; where not, ``busy_s`` is 0 and nothing is
-    known of waiting.
+    ``computed`` tells whether the Timeline says when something computed or waited; where not, ``busy_s`` is 0 and
+    nothing is known of waiting. ``compute_recorded``: where false, only waiting was recorded, and ``busy_s`` is all
+    other time, whatever was done in it.
     """
 
     computed: bool
+    compute_recorded: bool
     wall_s: float
     busy_s: float
     idle_s: float
@@ -54,32 +59,53 @@ class IdleReport:
 
 
 def attribute(timeline: Timeline) -> IdleReport:
-    """Who kept compute waiting. Copies and computing that overlap are nobody's fault."""
-    told = EventKind.IDLE in timeline.column("kind")
-    spans: list[tuple[float, float]] = []
-    awaited: list[Event] = []
-    parts: list[tuple[str, str, float]] = []
-    begin_s, end_s = math.inf, -math.inf
-    for event in timeline:
-        if event.kind is EventKind.COMPUTE and event.category != COLLECTIVE:
-            spans.append((event.time_s, event.time_s + event.duration_s))
-        elif event.kind is EventKind.IDLE:
-            parts.append((event.label, event.category or UNKNOWN, event.duration_s))
-        elif not told and event.kind in (EventKind.COPY, EventKind.ALLOC):
-            awaited.append(event)
-        begin_s, end_s = min(begin_s, event.time_s), max(end_s, event.time_s + event.duration_s)
-    if not spans and not told:
-        return IdleReport(computed=False, wall_s=0.0, busy_s=0.0, idle_s=0.0, waits=())
-    busy = _union(spans)
-    if not told:
-        parts = list(_infer(busy, awaited))
-    idle_s = sum(seconds for _, _, seconds in parts)
-    # Where only waiting was recorded, the rest of the time is computing.
-    busy_s = sum(end - begin for begin, end in busy) if spans else max(0.0, end_s - begin_s - idle_s)
-    return IdleReport(computed=True, wall_s=busy_s + idle_s, busy_s=busy_s, idle_s=idle_s, waits=_summed(parts))
+    """Who kept compute waiting. Copies and computing that overlap are nobody's fault.
+
+    Works on columns: a few times 8 bytes for each event, whatever their number.
+    """
+    kinds = np.asarray(timeline.column("kind"))
+    told = bool((kinds == EventKind.IDLE).any())
+    computing = _computing(timeline, kinds)
+    if not told and not len(computing):
+        return IdleReport(computed=False, compute_recorded=False, wall_s=0.0, busy_s=0.0, idle_s=0.0, waits=())
+    starts, ends = _spans(timeline, computing)
+    waits = _summed(_told(timeline, kinds) if told else _infer(timeline, kinds, starts, ends))
+    idle_s = sum(wait.seconds for wait in waits)
+    busy_s = float(np.sum(ends - starts)) if len(starts) else max(0.0, _recorded_s(timeline) - idle_s)
+    return IdleReport(
+        computed=True,
+        compute_recorded=len(starts) > 0,
+        wall_s=busy_s + idle_s,
+        busy_s=busy_s,
+        idle_s=idle_s,
+        waits=waits,
+    )
 
 
-def _summed(parts: list[tuple[str, str, float]]) -> tuple[Wait, ...]:
+def _computing(timeline: Timeline, kinds: _Numbers) -> _Numbers:
+    """The indices of what computed; collectives wait for others."""
+    categories, names = timeline.texts("category")
+    collective = names.index(COLLECTIVE) if COLLECTIVE in names else -1
+    return np.flatnonzero((kinds == EventKind.COMPUTE) & (np.asarray(categories) != collective))
+
+
+def _recorded_s(timeline: Timeline) -> float:
+    """From the first thing that was recorded to the end of the last."""
+    times = np.asarray(timeline.column("time_s"))
+    return float(np.max(times + np.asarray(timeline.column("duration_s"))) - np.min(times))
+
+
+def _spans(timeline: Timeline, events: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """Begins and ends of the times in which any of ``events`` went on, in order and apart from each other."""
+    begins = np.asarray(timeline.column("time_s"))[events]
+    ends = begins + np.asarray(timeline.column("duration_s"))[events]
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], np.maximum.accumulate(ends[order])
+    first = np.flatnonzero(np.r_[np.ones(min(1, len(begins)), bool), begins[1:] > ends[:-1]])
+    return begins[first], ends[np.r_[first[1:] - 1, len(ends) - 1][: len(first)]]
+
+
+def _summed(parts: Iterable[_Part]) -> tuple[Wait, ...]:
     """One row for each thing that was waited for, the longest wait first."""
     waits: dict[tuple[str, str], tuple[float, int]] = {}
     for label, cause, seconds in parts:
@@ -89,44 +115,63 @@ def _summed(parts: list[tuple[str, str, float]]) -> tuple[Wait, ...]:
     return tuple(sorted(rows, key=lambda wait: (-wait.seconds, wait.label)))
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], end)
-        else:
-            merged.append((begin, end))
-    return merged
+def _told(timeline: Timeline, kinds: _Numbers) -> Iterator[_Part]:
+    """The waits that were recorded as such."""
+    labels, names = timeline.texts("label")
+    causes, seconds = timeline.texts("category")[0], timeline.column("duration_s")
+    for index in np.flatnonzero(kinds == EventKind.IDLE):
+        yield names[labels[index]], names[causes[index]] or UNKNOWN, seconds[index]
 
 
-def _infer(busy: list[tuple[float, float]], events: list[Event]) -> Iterator[tuple[str, str, float]]:
-    """The gaps between ``busy`` spans, cut where copies begin and end.
+def _infer(timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers) -> Iterator[_Part]:
+    """The gaps between the spans of computing, cut where copies begin and end.
 
     A copy that ends after compute went on was not waited for. Of the others the last one was, and before it those
     that kept it from beginning.
     """
-    copies = sorted((e for e in events if e.kind is EventKind.COPY), key=lambda e: e.time_s + e.duration_s)
-    ends = [copy.time_s + copy.duration_s for copy in copies]
-    allocations = sorted((e for e in events if e.kind is EventKind.ALLOC), key=lambda e: e.time_s)
-    times = [allocation.time_s for allocation in allocations]
-    for (_, begin), (end, _) in pairwise(busy):
-        at, index = end, bisect_right(ends, end) - 1
-        while index >= 0 and ends[index] > begin and at > begin:
-            copy, stop, start = copies[index], min(ends[index], at), max(copies[index].time_s, begin)
+    copies = np.flatnonzero(kinds == EventKind.COPY)
+    times = np.asarray(timeline.column("time_s"))
+    stops = times[copies] + np.asarray(timeline.column("duration_s"))[copies]
+    order = np.argsort(stops, kind="stable")
+    copies, stops = copies[order], stops[order]
+    allocations = _Allocations(timeline, kinds)
+    names = timeline.texts("label")[1]
+    columns = [timeline.texts(name)[0] for name in ("label", "source", "tier")]
+    last = np.searchsorted(stops, starts[1:], side="right") - 1
+    for begin, end, index in zip(map(float, ends[:-1]), map(float, starts[1:]), map(int, last), strict=True):
+        at = end
+        while index >= 0 and stops[index] > begin and at > begin:
+            copy, stop = int(copies[index]), min(float(stops[index]), at)
+            start = max(float(times[copy]), begin)
             index -= 1
             if stop <= start:
                 continue
             if at > stop:
-                yield _between(allocations, times, stop, at)
-            yield copy.label or f"{copy.source} to {copy.tier}", COPY, stop - start
+                yield allocations.between(stop, at)
+            yield _copied(copy, names, columns), COPY, stop - start
             at = start
         if at > begin:
-            yield _between(allocations, times, begin, at)
+            yield allocations.between(begin, at)
 
 
-def _between(allocations: list[Event], times: list[float], begin: float, end: float) -> tuple[str, str, float]:
-    """Time without a copy: an allocation's if one was made in it."""
-    index = bisect_left(times, begin)
-    if index < len(times) and times[index] < end:
-        return allocations[index].label, ALLOCATION, end - begin
-    return "", UNKNOWN, end - begin
+def _copied(index: int, names: list[str], columns: list[array[int]]) -> str:
+    label, source, tier = (names[column[index]] for column in columns)
+    return label or f"{source} to {tier}"
+
+
+class _Allocations:
+    """When memory was taken, and for what."""
+
+    def __init__(self, timeline: Timeline, kinds: _Numbers) -> None:
+        events = np.flatnonzero(kinds == EventKind.ALLOC)
+        times = np.asarray(timeline.column("time_s"))[events]
+        order = np.argsort(times, kind="stable")
+        self._events, self._times = events[order], times[order]
+        self._labels, self._names = timeline.texts("label")
+
+    def between(self, begin: float, end: float) -> _Part:
+        """Time without a copy: an allocation's if one was made in it."""
+        index = int(np.searchsorted(self._times, begin))
+        if index < len(self._times) and self._times[index] < end:
+            return self._names[self._labels[self._events[index]]], ALLOCATION, end - begin
+        return "", UNKNOWN, end - begin

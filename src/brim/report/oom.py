@@ -20,6 +20,7 @@ __all__ = ["Advice", "Cause", "OomMessage", "primary", "read_oom"]
 
 _LONGEST = 4_000  # characters that one message may take
 _SEVERAL_LINES = ("llama.cpp", "jax")  # one failure is told in several messages
+_MOST_DIGITS = 20  # longer numbers are no bytes of any machine, and passed over
 MOST_MESSAGES = 1_000  # of a log; what follows is left out
 _SETTINGS = re.compile(
     r"(?<!try setting )\bPYTORCH_(?:CUDA_|HIP_|NPU_)?ALLOC_CONF['\"]?\]? ?[=:,] ?['\"]?(\w+:[\w:,.\[\]>-]+)"
@@ -120,13 +121,14 @@ def _places(flat: str) -> list[tuple[int, Format]]:
 def _numbers(text: str, form: Format) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name, pattern in form.fields:
-        if match := pattern.search(text):
+        if (match := pattern.search(text)) and len(match[1]) <= _MOST_DIGITS:
             numbers[name] = to_bytes(match[1], match[2])
     for name, pattern in form.plain:
-        if match := pattern.search(text):
+        if (match := pattern.search(text)) and len(match[1]) <= _MOST_DIGITS:
             numbers[name] = int(match[1])
     for match in PROCESS.finditer(text):
         numbers[f"process_{match[1]}"] = to_bytes(match[2], match[3])
-    if form.family == "tensorflow" and (found := tensor_bytes(text)) is not None:
+    found = tensor_bytes(text) if form.family == "tensorflow" else None
+    if found is not None and found < 10**_MOST_DIGITS:
         numbers.setdefault("tried", found)
     return numbers

@@ -256,7 +256,7 @@ FORMATS = (
         r"Free memory on device[^(]{0,12}\([0-9.]+/[0-9.]+ GiB\) on startup is less than",
         "cuda",
         {
-            "free": r"Free memory on device[^(]{0,12}\(([0-9.]+)/[0-9.]+ ([KMGT]iB)\)",
+            "free": r"Free memory on device[^(]{0,12}\(([0-9]+(?:\.[0-9]+)?)/[0-9.]+ ([KMGT]iB)\)",
             "total": r"Free memory on device[^(]{0,12}\([0-9.]+/{}\)",
             "wanted": r"utilization \([0-9.]+, {}\)",
         },

@@ -115,8 +115,9 @@ def windows(stream: BinaryIO) -> Iterator[Window]:
 
 def _telling_lines(lines: list[str]) -> list[int]:
     """The indices of the lines in which a telling word begins; it may end in the next."""
-    text = " ".join(lines).lower()
-    starts = list(accumulate((len(line) + 1 for line in lines), initial=0))
+    lowered = [line.lower() for line in lines]  # before anything is counted: "İ" becomes two characters
+    text = " ".join(lowered)
+    starts = list(accumulate((len(line) + 1 for line in lowered), initial=0))
     found = set()
     for word in _TELLING:
         at = text.find(word)

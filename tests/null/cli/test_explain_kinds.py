@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from _simulated_recording import Recording
 from brim.cli import main
 from brim.core import EventKind, Timeline
 from brim.memory.out_of_memory import OutOfMemory
+from brim.memory.what_if import CANDIDATES
 from brim.units import MIB
 
 ROOT = Path(__file__).parents[3]
@@ -76,12 +79,44 @@ def test_the_content_tells_the_kind(files, kind, stdin, capsys, monkeypatch):
     assert answer(capsys, source)["kind"] == kind
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there is no /dev/fd, so no <(command) either")
+@pytest.mark.parametrize("kind", ["oom", "profile", "snapshot", "timeline"])
+def test_a_pipe_is_read_from_its_beginning(files, kind, capsys):
+    """As in ``brim explain <(zcat oom.log.gz)``; 100,000 bytes are more than it takes to tell the kind."""
+    data = files[kind].read_bytes()
+    if kind in ("oom", "timeline", "profile"):  # JSON and logs may end in space
+        data += b"\n" * 100_000
+    reading, writing = os.pipe()
+    thread = threading.Thread(target=lambda: Path(f"/dev/fd/{writing}").write_bytes(data) and os.close(writing))
+    thread.start()
+    try:
+        body = answer(capsys, f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+        thread.join()
+    assert body["kind"] == kind
+    for key in ("numbers_bytes", "devices", "peak"):
+        if key in body:
+            assert body[key] == answer(capsys, files[kind])[key]
+
+
+def test_what_cannot_be_opened_is_one_error(tmp_path, capsys):
+    listening = socket.socket(socket.AF_UNIX)
+    with listening:
+        listening.bind(str(tmp_path / "socket"))
+        for path in (tmp_path / "socket", tmp_path, tmp_path / "none", tmp_path / ("x" * 5000)):
+            assert main(["explain", str(path)]) == 2
+            assert "was to be explained" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["oom", "profile", "snapshot", "timeline"])
 def test_every_kind_has_a_report(files, kind, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main(["explain", str(files[kind]), "--html", str(page)]) == 0
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert capsys.readouterr().out.strip()
+    found = capsys.readouterr()
+    assert found.out.strip()
+    assert f"report: {page}" in found.err
 
 
 @pytest.mark.parametrize("kind", ["profile", "snapshot", "timeline"])
@@ -89,6 +124,38 @@ def test_runs_become_traces(files, kind, tmp_path):
     path = tmp_path / "trace.json"
     assert main(["explain", str(files[kind]), "--perfetto", str(path)]) == 0
     assert json.loads(path.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("option", ["--html", "--perfetto"])
+def test_a_folder_that_does_not_exist_is_told_before_anything_is_read(option, tmp_path, capsys):
+    page = tmp_path / "none" / "out"
+    assert main(["explain", str(tmp_path / "not read"), option, str(page)]) == 2
+    assert f"'{page.parent}' is not a folder" in capsys.readouterr().err
+
+
+EVIL = "\x1b[2J\x1b]0;title\x07 at a/b/c/d.py:1\r\x9b31m\u202e\ud800\u2028"
+
+
+def test_names_in_a_file_reach_no_terminal(tmp_path, capsys):
+    made = Timeline(EVIL, measured=True)
+    made.add(EventKind.ALLOC, "ram", MIB, category=EVIL, label=EVIL, stack=EVIL)
+    made.add(EventKind.IDLE, "ram", 0, time_s=1.0, duration_s=1.0, label=EVIL, category=EVIL)
+    made.add(EventKind.OOM, "ram", 8 * MIB, label=EVIL)
+    path = tmp_path / "run"
+    path.write_text(json.dumps(made.to_json()))
+    trace = tmp_path / "trace"
+    kernel = {"ph": "X", "cat": "kernel", "name": EVIL, "ts": 0, "dur": 5, "args": {"device": 0, "stream": 7}}
+    later = {**kernel, "ts": 50}
+    trace.write_text(json.dumps({"deviceProperties": [{"id": 0, "name": EVIL}], "traceEvents": [kernel, later]}))
+    log = tmp_path / "log"
+    log.write_text(
+        f"[rank7]: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; {EVIL[:-2]} 8 GiB total capacity"
+    )
+    for arguments in ([path], [trace], [log], ["--diff", path, path], ["--diff", trace, trace]):
+        assert main(["explain", *map(str, arguments)]) == 0
+        shown = capsys.readouterr().out
+        assert shown.strip()
+        assert all(letter.isprintable() for letter in shown.replace("\n", "")), shown
 
 
 def test_a_snapshot_is_explained_by_its_cause_first(files, capsys):
@@ -119,6 +186,17 @@ def test_a_snapshot_in_json_holds_the_fragmentation_and_the_proof(files, capsys)
     assert run["peak_reserved_bytes"] <= 500 * MIB
 
 
+@pytest.mark.parametrize("most", [10, 200_000])
+def test_a_search_that_was_cut_short_says_so(files, tmp_path, capsys, monkeypatch, most):
+    monkeypatch.setattr("brim.memory.what_if.MOST_SEARCHED_EVENTS", most)
+    (device,) = answer(capsys, files["snapshot"])["devices"]
+    assert device["only_fixed_candidates"] is (most == 10)
+    assert (len(device["what_if"]) == len(CANDIDATES)) is (most == 10)
+    assert main(["explain", str(files["snapshot"]), "--html", str(tmp_path / "page.html")]) == 0
+    assert ("fixed candidates only" in capsys.readouterr().out) is (most == 10)
+    assert ("fixed candidates only" in (tmp_path / "page.html").read_text()) is (most == 10)
+
+
 def test_a_failed_timeline_says_so(tmp_path, capsys):
     path = timeline(tmp_path / "run", 9 * MIB, failed=True)
     body = answer(capsys, path)
@@ -130,6 +208,39 @@ def test_a_failed_timeline_says_so(tmp_path, capsys):
     assert "idle 2 s" in text
 
 
+def test_where_only_waiting_was_recorded_the_rest_is_not_called_computing(tmp_path, capsys):
+    made = Timeline("generate", measured=True)
+    made.add(EventKind.IDLE, "ram", 0, time_s=0.0, duration_s=1.0, label="layers.1", category="copy")
+    made.add(EventKind.ALLOC, "ram", MIB, time_s=4.0)
+    path = tmp_path / "run"
+    path.write_text(json.dumps(made.to_json()))
+    assert main(["explain", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "waiting 1 s of 4 s (25%); what was done in the rest was not recorded" in text
+    assert "computing" not in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"context_bytes": 5.0', '"context_bytes": NaN'),
+        ('"context_bytes": 5.0', '"device": 1e999'),
+        ('"context_bytes": 5.0', f'"context_bytes": {"9" * 400}'),
+        ('"time_s": [0.0, 0.0, 3.0]', '"time_s": [0.0, 0.0, NaN]'),
+        ('"duration_s": [0.0, 1.0, 1.0]', '"duration_s": [0.0, 1.0, 1e308]'),
+    ],
+)
+def test_numbers_that_are_none_are_told_and_never_printed(tmp_path, capsys, old, new):
+    path = timeline(tmp_path / "run", 9 * MIB)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    for arguments in (["explain", str(path), "--json"], ["explain", "--diff", str(path), str(path)]):
+        assert main(arguments) == 2
+        found = capsys.readouterr()
+        assert (found.out, "was to be read" in found.err or "must be a number" in found.err) == ("", True)
+
+
 def test_two_runs_are_compared(tmp_path, capsys):
     before, after = timeline(tmp_path / "a", 4 * MIB), timeline(tmp_path / "b", 9 * MIB)
     (device,) = answer(capsys, "--diff", before, after)["devices"]
@@ -139,6 +250,23 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert main(["explain", "--diff", str(before), str(after), "--html", str(page)]) == 0
     assert "activation: 4 MiB -> 9 MiB (+5 MiB)" in capsys.readouterr().out
     assert page.stat().st_size > 10_000
+
+
+def test_a_headline_names_what_changed_the_same_way_as_the_whole(tmp_path, capsys):
+    before, after = tmp_path / "before", tmp_path / "after"
+    sizes = {before: {"gradient": 9, "activation": 1, "parameter": 2}, after: {"gradient": 4, "activation": 5}}
+    sizes[after]["parameter"] = 5
+    for path, held in sizes.items():
+        made = Timeline("step", measured=True)
+        for number, (category, size) in enumerate(held.items()):
+            made.add(EventKind.ALLOC, "vram", size * MIB, storage=number, category=category)
+        path.write_text(json.dumps(made.to_json()))
+    (device,) = answer(capsys, "--diff", before, after)["devices"]
+    assert "most of it activation: 1 MiB -> 5 MiB (+4 MiB)" in device["headline"]
+    (device,) = answer(capsys, "--diff", after, before)["devices"]
+    assert "most of it activation: 5 MiB -> 1 MiB (-4 MiB)" in device["headline"]
+    (device,) = answer(capsys, "--diff", after, after)["devices"]
+    assert "most of it" not in device["headline"]
 
 
 def test_two_snapshots_and_two_profiles_are_compared(files, tmp_path, capsys):
@@ -209,4 +337,7 @@ def test_what_watch_writes_is_explained(tmp_path, capsys):
     body = answer(capsys, path)
     assert body["kind"] == "timeline"
     assert body["measured"]
-    assert body["peak"]["tier"] == "ram"
+    peak = body["peak"]
+    assert peak["tier"] == "ram"
+    held = sum(one["bytes"] for one in peak["by_label"])
+    assert held == peak["allocated_bytes"] == body["facts"]["peak_rss_bytes"]

@@ -156,6 +156,10 @@ def test_timeline_iterates_as_events_and_adds_up():
         {"tier": [-1] * 5},
         {"bytes": [1 << 80] * 5},
         {"time_s": ["x"] * 5},
+        {"time_s": [0.0] * 4 + [float("nan")]},
+        {"duration_s": [0.0] * 4 + [float("-inf")]},
+        {"duration_s": [0.0] * 4 + [1e300]},
+        {"time_s": [10**400] * 5},
     ],
 )
 def test_timeline_columns_are_checked(damage):
@@ -163,6 +167,14 @@ def test_timeline_columns_are_checked(damage):
     document["columns"] |= damage
     with pytest.raises(FormatError):
         Timeline.from_json(document)
+
+
+@pytest.mark.parametrize("fact", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "-" + "9" * 400])
+def test_facts_of_a_timeline_are_finite(fact):
+    text = json.dumps(timeline().to_json() | {"facts": {"context_bytes": 0.5}}).replace("0.5}", fact + "}", 1)
+    assert fact in text
+    with pytest.raises(FormatError, match="context_bytes"):
+        Timeline.from_json(json.loads(text))
 
 
 def test_plan_choices_by_technique():

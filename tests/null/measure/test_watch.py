@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import brim
-from brim.core import Timeline
+from brim.core import EventKind, Timeline
 from brim.errors import UsageError
 from brim.measure import snapshot
 from brim.measure import watch as watching
+from brim.report.explain import summary
 from brim.units import MIB
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there CUDA's recorder is used: tests/gpu")
@@ -133,6 +134,16 @@ def test_samples_are_bounded_and_the_peak_stays():
     recorder._sample()
     assert len(recorder._samples) <= 33
     assert (37.0, 1001) in recorder._samples
+
+
+def test_what_was_resident_at_the_peak_adds_up():
+    recorder = watching.RamRecorder(64, 1.0)
+    recorder._samples = [(at, size * MIB) for at, size in ((0.0, 500), (1.0, 564), (2.0, 564), (3.0, 566), (4.0, 90))]
+    made = recorder.timeline("end")
+    found = summary(made)
+    assert [(one.name, one.bytes, one.count) for one in found.by_label] == [("resident memory", 566 * MIB, 1)]
+    assert found.allocated_bytes == made.facts["peak_rss_bytes"] == 566 * MIB
+    assert sum(one.bytes if one.kind is EventKind.ALLOC else -one.bytes for one in made) == 90 * MIB
 
 
 def test_the_thread_ends_with_the_block(path):

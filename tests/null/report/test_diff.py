@@ -43,6 +43,22 @@ def test_the_peak_is_broken_down_and_adds_up():
     assert summary(timeline, most=1).by_label == summary(timeline).by_label[:1]
 
 
+def test_blocks_without_storage_and_address_are_all_of_the_peak():
+    made = Timeline("loose", measured=True)
+    made.add(EventKind.ALLOC, "ram", 500 * MIB, label="a")
+    made.add(EventKind.ALLOC, "ram", 64 * MIB, label="b")
+    made.add(EventKind.ALLOC, "ram", MIB, storage=0, label="known")
+    made.add(EventKind.ALLOC, "ram", 2 * MIB, address=0, label="at 0")
+    found = summary(made)
+    assert found.allocated_bytes == 567 * MIB
+    assert {one.name: one.bytes for one in found.by_label} == {
+        "a": 500 * MIB,
+        "b": 64 * MIB,
+        "known": MIB,
+        "at 0": 2 * MIB,
+    }
+
+
 def test_a_predicted_stack_is_the_module_and_nothing_held_is_no_error():
     timeline = run(("activation", "model.layers.0.mlp", MIB))
     assert summary(timeline).by_module[0].name == "model.layers.0.mlp"

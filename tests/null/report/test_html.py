@@ -165,6 +165,33 @@ def test_a_page_that_grows_too_large_keeps_less_detail(monkeypatch: pytest.Monke
     assert peaks[0] == peaks[1]
 
 
+def test_a_long_table_keeps_what_the_page_shows_and_says_so() -> None:
+    rows = tuple((step, 1.0 / step) for step in range(1, 500_001))
+    losses = Table(title="Loss", columns=("step", "loss"), rows=rows, note="A note.", spread=True)
+    blocks = Table(title="Blocks", columns=("n",), rows=tuple((number,) for number in range(1_001)))
+    short = Table(title="Short", columns=("n",), rows=blocks.rows[:1_000])
+    document = page([], title="t", tables=[losses, blocks, short])
+    assert len(document) < 1_000_000
+    spread, first, whole = data_of(document)["tables"]
+    steps = [step for step, _ in spread["rows"]]
+    assert (len(steps), steps[0], steps[-1]) == (1_000, 1, 500_000)
+    assert set(np.diff(steps)) == {500, 501}
+    assert spread["note"] == "A note. 1,000 of 500,000, evenly spread."
+    assert (first["rows"][-1], first["note"]) == ([999], "The first 1,000 of 1,001.")
+    assert (len(whole["rows"]), whole["note"]) == (1_000, "")
+
+
+def test_many_tables_of_long_names_fit_into_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "MOST_BYTES", 1_000_000)
+    rows = tuple((f"{number}{'<' * 600}",) for number in range(1_000))
+    tables = [Table(title=f"t{number}", columns=("name",), rows=rows) for number in range(10)]
+    document = page([View(timeline=run(1))], title="t", tables=tables)
+    assert len(document) <= 1_000_000
+    found = data_of(document)["tables"]
+    assert [table["title"] for table in found if table["title"] != "Facts"] == [f"t{number}" for number in range(10)]
+    assert found[0]["note"] == f"The first {len(found[0]['rows'])} of 1,000."
+
+
 _WHOLE = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-1, 5)
 _EVENTS = st.lists(
     st.fixed_dictionaries(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,31 @@ def test_a_timeline_without_compute_tells_nothing():
     found = attribute(timeline((COPY, 0, 1, "layers.0"), (ALLOC, 0, 0, "x")))
     assert not found.computed
     assert found.waits == ()
+
+
+@pytest.mark.parametrize("kind", [ALLOC, COMPUTE, EventKind.IDLE], ids=lambda kind: kind.name)
+def test_many_events_take_a_few_columns_of_memory(kind):
+    made = Timeline("run", measured=True)
+    for number in range(60_000):
+        made.add(ALLOC, "vram", 512, time_s=number, label="block")
+        made.add(kind, "vram", 512, time_s=number + 0.25, duration_s=0.25, label="mm", category="copy")
+    tracemalloc.start()
+    try:
+        found = attribute(made)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.computed is (kind is not ALLOC)
+    assert peak_bytes < 80 * len(made)
+
+
+def test_where_only_waiting_was_recorded_nothing_is_said_to_compute():
+    made = Timeline("run", measured=True)
+    made.add(EventKind.IDLE, "ram", 0, time_s=0.0, duration_s=1.0, label="layers.1", category="copy")
+    made.add(ALLOC, "ram", 8, time_s=4.0)
+    found = attribute(made)
+    assert (found.compute_recorded, found.idle_s, found.wall_s) == (False, 1.0, 4.0)
+    assert attribute(timeline((COMPUTE, 0, 1, "a"))).compute_recorded
 
 
 def test_a_profiled_device_gives_its_own_figures(tmp_path: Path):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from brim.errors import FormatError
 from brim.report.oom import Cause, read_oom
-from brim.units import GIB, MIB
+from brim.units import GIB, MIB, format_bytes
 
 FULL = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 23.65 GiB "
@@ -110,6 +110,16 @@ def test_a_log_of_messages_only_stays_within_bounds():
     assert len(read_oom(text)) == 1_000
 
 
+@pytest.mark.parametrize(
+    "before",
+    ["İ" * 100, "İ" * 100 + "\n", "İ\n" * 100, "İ" * 50 + "\x00\x1b[7m"],
+    ids=["one line", "two lines", "many lines", "control characters"],
+)
+def test_letters_that_are_longer_in_lower_case_move_nothing(before):
+    (message,) = read_oom(f"{before}CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert message.numbers_bytes == {"tried": 2 * GIB}
+
+
 def test_settings_that_the_log_shows_are_known():
     log = f"env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,garbage_collection_threshold:0.8\n{FULL}"
     (message,) = read_oom(log)
@@ -117,6 +127,37 @@ def test_settings_that_the_log_shows_are_known():
     for part in ("already on", "max_split_size_mb has no effect", "nothing without a memory fraction"):
         assert part in useless
     assert all("expandable_segments:True" not in advice.paste for advice in message.advice)
+
+
+NUMBERED = {
+    "plain": "Could not allocate tensor with {} bytes. There is not enough GPU video memory available!",
+    "cpu": "DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes.",
+    "with a unit": "Out of memory: Killed process 12 (python) total-vm:{}kB, anon-rss:{}kB",
+    "two units": "RESOURCE_EXHAUSTED: Failed to allocate request for 2.00GiB ({}B) on device ordinal 0",
+    "with a point": "Free memory on device ({}/9.5 GiB) on startup is less than desired",
+    "triton": "out of resource: shared memory, Required: {}, Hardware limit: 101376.",
+    "llama": "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 1.00 MiB on device 0: {}\n"
+    "ggml_gallocr_reserve_n: failed to allocate CUDA0 buffer of size {}",
+}
+
+
+@pytest.mark.parametrize("text", NUMBERED.values(), ids=NUMBERED)
+@pytest.mark.parametrize("number", ["9" * 22, "9" * 309, "9" * 2_000], ids=["22", "309", "2,000"])
+def test_numbers_that_no_machine_has_are_passed_over(text, number):
+    for message in read_oom(text.replace("{}", number)):
+        assert all(0 <= count < 1 << 70 for count in message.numbers_bytes.values())
+        assert all(format_bytes(count) for count in message.numbers_bytes.values())
+
+
+def test_what_is_no_number_is_passed_over():
+    (message,) = read_oom(NUMBERED["with a point"].replace("{}", "1.2.3"))
+    assert message.numbers_bytes == {"total": 9.5 * GIB}
+
+
+def test_a_tensor_that_no_machine_has_is_passed_over():
+    shape = ",".join(["999999999999"] * 16)
+    (message,) = read_oom(f"OOM when allocating tensor with shape[{shape}] and type float on GPU:0")
+    assert message.numbers_bytes == {}
 
 
 def test_old_versions_are_not_told_to_set_what_they_do_not_know():
