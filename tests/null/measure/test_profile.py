@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from brim.core import EventKind
+from brim.core import EventKind, Timeline
 from brim.measure import profile
 from brim.measure.profile_activity import ALLOCATE, COPY_NAMES, LAUNCH, SYNCHRONIZE, call_kind
 from brim.measure.profile_events import copy_kind
@@ -270,3 +270,19 @@ def test_the_longest_gaps_come_first_and_json_is_plain(read):
     plain = json.loads(json.dumps(found.to_json()))
     assert plain["devices"][0]["kernels"][0]["name"] == "k"
     assert plain["events"] == 39
+
+
+def test_each_text_goes_into_a_timeline_once(device, monkeypatch):
+    """What is handed over in pieces hands over its own texts only, else work grows with the square of the events."""
+    handed, extend = [], Timeline.extend
+
+    def counted(self, kinds, numbers, texts):
+        handed.append(sum(len(names) for _, names in texts.values()))
+        extend(self, kinds, numbers, texts)
+
+    monkeypatch.setattr(Timeline, "extend", counted)
+    count = 30_000  # several pieces
+    found = device([kernel(at, 0.5, name=f"kernel {at}") for at in range(count)])
+    computing = [event for event in found.timeline if event.kind is EventKind.COMPUTE]
+    assert [event.label for event in computing] == [f"kernel {at}" for at in range(count)]
+    assert sum(handed) < 3 * count
