@@ -286,3 +286,11 @@ def test_each_text_goes_into_a_timeline_once(device, monkeypatch):
     computing = [event for event in found.timeline if event.kind is EventKind.COMPUTE]
     assert [event.label for event in computing] == [f"kernel {at}" for at in range(count)]
     assert sum(handed) < 3 * count
+
+
+def test_an_allocation_without_an_address_has_none(device):
+    bare = memory(1, 512)
+    del bare["args"]["Addr"]
+    found = device([kernel(0, 1), bare, memory(2, 512, Addr=0), memory(3, 512, Addr=(1 << 64) - 4096)])
+    addresses = [event.address for event in found.timeline if event.kind is EventKind.ALLOC]
+    assert addresses == [-1, 0, (1 << 63) - 4096]
