@@ -160,13 +160,14 @@ def _add_memory(table: _Table, activity: Activity, device: int, *, tier: int) ->
         address=memory["address"][chosen],
         label=plain,
     )
-    steps = np.diff(reserved, prepend=0)
-    moved = np.flatnonzero((steps != 0) & (reserved >= 0))
+    known = np.flatnonzero(reserved >= 0)
+    steps = np.diff(reserved[known], prepend=0)
+    moved = np.flatnonzero(steps)
     table.add(
         len(moved),
         kind=np.where(steps[moved] > 0, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE),
         tier=tier,
         bytes=np.abs(steps[moved]),
-        time_s=time[moved],
+        time_s=time[known[moved]],
         label=plain,
     )

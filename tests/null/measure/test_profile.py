@@ -294,3 +294,12 @@ def test_an_allocation_without_an_address_has_none(device):
     found = device([kernel(0, 1), bare, memory(2, 512, Addr=0), memory(3, 512, Addr=(1 << 64) - 4096)])
     addresses = [event.address for event in found.timeline if event.kind is EventKind.ALLOC]
     assert addresses == [-1, 0, (1 << 63) - 4096]
+
+
+def test_a_reserve_that_is_not_known_is_no_step(device):
+    """Other allocators write events of the same device without totals: what PyTorch's own held stays."""
+    known = {"Total Allocated": MIB, "Total Reserved": 20 * MIB}
+    found = device([kernel(0, 1), memory(1, MIB, **known), memory(2, 512), memory(3, 512), memory(4, 512, **known)])
+    taken = [e for e in found.timeline if e.kind in (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)]
+    assert [(event.kind, event.bytes) for event in taken] == [(EventKind.SEGMENT_ALLOC, 20 * MIB)]
+    assert found.timeline.peak_bytes.reserved == 20 * MIB
