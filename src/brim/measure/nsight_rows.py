@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,8 @@ _SYNCHRONIZATIONS = {
     4: "context",
 }  # ENUM_CUPTI_SYNC_TYPE; 2 makes a stream wait, not the host
 _LOADERS = ("enumerate(DataLoader)", "dataloader", "data_loader", "DataLoader")
+# What torch's emit_nvtx writes behind a name (getNvtxStr in torch/csrc/profiler/util.cpp): no two would be alike.
+_NUMBERS = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = ")
 _THREAD_BITS = (1 << 24) - 1
 _KEY_BITS = 32
 
@@ -152,7 +155,8 @@ class Rows:
             self.activity.loads.add(*span)
         else:
             made = self.threads.setdefault(thread, len(self.threads))
-            self.activity.operations.add(*span, made, self.activity.texts.number(name))
+            operator = _NUMBERS.split(name, maxsplit=1)[0]
+            self.activity.operations.add(*span, made, self.activity.texts.number(operator))
 
     def cpu_fault(self, start: int) -> None:
         self.faults += 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accuracy import ground_truth
+from brim.core import EventKind
 from brim.errors import FormatError
 from brim.measure import nsight
 from brim.units import MIB
@@ -247,3 +248,28 @@ def test_the_published_report_recorded_no_gpu():
     assert found.devices == ()
     assert found.facts["schema"] == "3.4.0"
     assert found.facts["recorded_s"] == pytest.approx(154.46084086)
+
+
+def test_ranges_of_operators_are_named_by_the_operator_alone(path):
+    """PyTorch's emit_nvtx writes numbers and shapes behind the name, so that no two names are alike."""
+    body = rows()
+    body["CUPTI_ACTIVITY_KIND_KERNEL"] = [kernel(at * 1000 * US, at * 1000 * US + US, at) for at in range(30)]
+    body["CUPTI_ACTIVITY_KIND_RUNTIME"] = [call(at * 1000 * US - 9, at * 1000 * US - 5, 2, at) for at in range(30)]
+    suffixes = (
+        ", seq = {0}, op_id = {1}, sizes = [[{0}, 8], []], input_op_ids = [({0},0)]",
+        ", op_id = {0}",
+        ", sizes = [[{0}]]",
+        "",
+    )
+    body["NVTX_EVENTS"] = [
+        {
+            "start": at * 1000 * US - 900 * US,
+            "end": at * 1000 * US - 1,
+            "text": "aten::mm" + suffixes[at % 4].format(at, at + 5),
+            "globalTid": THREAD,
+        }
+        for at in range(30)
+    ]
+    (one,) = nsight.read(write(path, body)).devices
+    assert {gap.label for gap in one.gaps} == {"aten::mm"}
+    assert {event.label for event in one.timeline if event.label.startswith("aten")} == {"aten::mm"}
