@@ -81,7 +81,7 @@ class Rows:
         yield "NVTX_EVENTS", when | {"globalTid": 0, "text": None, "textId": None}, self.annotation
         yield "CUDA_UM_CPU_PAGE_FAULT_EVENTS", {"start": 0}, self.cpu_fault
         yield "CUDA_UM_GPU_PAGE_FAULT_EVENTS", {"deviceId": 0, "numberOfPageFaults": 1}, self.gpu_fault
-        memory = {"start": None, "deviceId": 0, "address": 0, "bytes": 0, "memKind": 2, "memoryOperationType": 0}
+        memory = {"start": None, "deviceId": 0, "address": -1, "bytes": 0, "memKind": 2, "memoryOperationType": 0}
         yield "CUDA_GPU_MEMORY_USAGE_EVENTS", memory, self.memory
 
     def span(self, start_ns: int, end_ns: int) -> tuple[float, float]:
@@ -174,7 +174,8 @@ class Rows:
         if kind in (2, *MANAGED):
             time, _ = self.span(start, start)
             sign = 1 if operation == 0 else -1
-            self.activity.memory.add(time, device, sign * size, address & ((1 << 63) - 1), -1, -1)
+            where = address & ((1 << 63) - 1) if address != -1 else -1
+            self.activity.memory.add(time, device, sign * size, where, -1, -1)
 
 
 _WORDS = {H2D: "HtoD", D2H: "DtoH", D2D: "DtoD", P2P: "PtoP", H2H: "HtoH", UNKNOWN_COPY: "of unknown kind"}

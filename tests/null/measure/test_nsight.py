@@ -273,3 +273,10 @@ def test_ranges_of_operators_are_named_by_the_operator_alone(path):
     (one,) = nsight.read(write(path, body)).devices
     assert {gap.label for gap in one.gaps} == {"aten::mm"}
     assert {event.label for event in one.timeline if event.label.startswith("aten")} == {"aten::mm"}
+
+
+def test_memory_without_an_address_has_none(path):
+    event = {"start": 1, "globalPid": PROCESS, "deviceId": 0, "bytes": MIB, "memKind": 2, "memoryOperationType": 0}
+    body = rows() | {"CUDA_GPU_MEMORY_USAGE_EVENTS": [event, event | {"start": 2, "address": 4096}]}
+    (one,) = nsight.read(write(path, body)).devices
+    assert [event.address for event in one.timeline if event.kind is EventKind.ALLOC] == [-1, 4096]
