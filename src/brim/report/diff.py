@@ -113,14 +113,19 @@ def figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Figure
     Of a list whose entries have names (kernels, copies, gaps, waits) the 8 entries whose time changed most. A list
     may have been cut: None then only says that an entry is not in it.
     """
-    left, right = dict(_flat(before)), dict(_flat(after))
+    made = _pairs(_flat(before), _flat(after))
     for key in {**before, **after}:
         old, new = _entries(before.get(key)), _entries(after.get(key))
         names = sorted({**old, **new}, key=lambda one: -abs(_time_s(new.get(one)) - _time_s(old.get(one))))
         for name in names[:MOST_ENTRIES]:
-            left |= _flat(old.get(name, {}), f"{key}.{name}.")
-            right |= _flat(new.get(name, {}), f"{key}.{name}.")
-    return tuple(Figure(name=name, before=left.get(name), after=right.get(name)) for name in {**left, **right})
+            prefix = f"{key}.{name}."
+            made += _pairs(_flat(old.get(name, {}), prefix), _flat(new.get(name, {}), prefix))
+    return tuple(made)
+
+
+def _pairs(before: Iterator[tuple[str, float]], after: Iterator[tuple[str, float]]) -> list[Figure]:
+    left, right = dict(before), dict(after)
+    return [Figure(name=name, before=left.get(name), after=right.get(name)) for name in {**left, **right}]
 
 
 def _entries(value: Any) -> dict[str, dict[str, float]]:

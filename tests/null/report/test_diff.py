@@ -118,9 +118,13 @@ def test_gaps_are_put_side_by_side_by_what_was_waited_for():
         return {"start_s": 5.0, "duration_s": seconds, "causes": {"cpu": seconds}, "label": label}
 
     left = {"gaps": [gap("aten::item", 3.0), gap("Python", 2.0), gap("aten::item", 1.0)], "empty": []}
-    right = {"gaps": [gap("aten::item", 2.0)]}
+    right = {"gaps": [gap("aten::item", 2.0), gap("aten::mm", 1.0)]}
+    right["kernels"] = [{"name": "gemm", "count": 3}]
     found = {one.name: (one.before, one.after) for one in figures(left, right)}
+    assert list(found)[-1] == "kernels.gemm.count"  # what is new stays with its kind
     assert found == {
+        "kernels.gemm.count": (None, 3),
+        "gaps.aten::mm.duration_s": (None, 1.0),
         "gaps.aten::item.duration_s": (4.0, 2.0),
         "gaps.Python.duration_s": (2.0, None),
     }
