@@ -29,6 +29,7 @@ from brim.errors import FormatError
 from brim.measure import nsight, profile
 from brim.measure.profile_figures import Profile
 from brim.units import KIB
+from damaged import changed
 from nsight_database import NAMES, PROCESS, TABLES, call, copy, kernel, on_device, write
 from profiles import called, copied, memory, operation
 from profiles import kernel as kernel_event
@@ -168,29 +169,6 @@ def plausible(random_: random.Random) -> dict[str, Any]:
 def test_plausible_traces_are_accepted_and_their_causes_sum_to_the_idle_time(seed, count):
     random_ = random.Random(seed)
     assert judge_trace(json.dumps([plausible(random_) for _ in range(count)]).encode())
-
-
-ODD = (b"1e999", b"-1", b"null", b"[[[[", b'"', b"\\ud800", b"9" * 30, b"NaN", b"{}")
-
-
-def changed(random_: random.Random, data: bytes) -> bytes:
-    """``data`` with a few bytes changed, cut, doubled or put elsewhere."""
-    made = bytearray(data)
-    for _ in range(random_.randrange(1, 6)):
-        at = random_.randrange(len(made) or 1)
-        end = min(len(made), at + random_.choice((1, 2, 8, 40, 400)))
-        what = random_.randrange(5)
-        if what == 0:
-            made[at:end] = random_.randbytes(end - at)
-        elif what == 1:
-            del made[at:end]
-        elif what == 2:
-            made[at:at] = made[at:end] * random_.randrange(1, 4)
-        elif what == 3:
-            made[at:end] = random_.choice(ODD)
-        elif made:
-            made[at % len(made)] ^= 1 << random_.randrange(8)
-    return bytes(made)
 
 
 @SHORT
