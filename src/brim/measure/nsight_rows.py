@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,8 @@ _SYNCHRONIZATIONS = {
     4: "context",
 }  # ENUM_CUPTI_SYNC_TYPE; 2 makes a stream wait, not the host
 _LOADERS = ("enumerate(DataLoader)", "dataloader", "data_loader", "DataLoader")
+# What torch's emit_nvtx writes behind a name (getNvtxStr in torch/csrc/profiler/util.cpp): no two would be alike.
+_NUMBERS = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = ")
 _THREAD_BITS = (1 << 24) - 1
 _KEY_BITS = 32
 
@@ -78,7 +81,7 @@ class Rows:
         yield "NVTX_EVENTS", when | {"globalTid": 0, "text": None, "textId": None}, self.annotation
         yield "CUDA_UM_CPU_PAGE_FAULT_EVENTS", {"start": 0}, self.cpu_fault
         yield "CUDA_UM_GPU_PAGE_FAULT_EVENTS", {"deviceId": 0, "numberOfPageFaults": 1}, self.gpu_fault
-        memory = {"start": None, "deviceId": 0, "address": 0, "bytes": 0, "memKind": 2, "memoryOperationType": 0}
+        memory = {"start": None, "deviceId": 0, "address": -1, "bytes": 0, "memKind": 2, "memoryOperationType": 0}
         yield "CUDA_GPU_MEMORY_USAGE_EVENTS", memory, self.memory
 
     def span(self, start_ns: int, end_ns: int) -> tuple[float, float]:
@@ -152,7 +155,8 @@ class Rows:
             self.activity.loads.add(*span)
         else:
             made = self.threads.setdefault(thread, len(self.threads))
-            self.activity.operations.add(*span, made, self.activity.texts.number(name))
+            operator = _NUMBERS.split(name, maxsplit=1)[0]
+            self.activity.operations.add(*span, made, self.activity.texts.number(operator))
 
     def cpu_fault(self, start: int) -> None:
         self.faults += 1
@@ -170,7 +174,8 @@ class Rows:
         if kind in (2, *MANAGED):
             time, _ = self.span(start, start)
             sign = 1 if operation == 0 else -1
-            self.activity.memory.add(time, device, sign * size, address & ((1 << 63) - 1), -1, -1)
+            where = address & ((1 << 63) - 1) if address != -1 else -1
+            self.activity.memory.add(time, device, sign * size, where, -1, -1)
 
 
 _WORDS = {H2D: "HtoD", D2H: "DtoH", D2D: "DtoD", P2P: "PtoP", H2H: "HtoH", UNKNOWN_COPY: "of unknown kind"}

@@ -32,6 +32,9 @@ def is_trace(data: bytes) -> bool:
 def read(path: str | Path) -> Profile:
     """The profile in a file, read in one pass: memory goes with what ran on devices, not with the text.
 
+    It is bounded by a few times the size of the text. A ``.gz`` file is much smaller than its text, so there is no
+    such bound to the size of the file; one that grows to more than 200 times its size is refused.
+
     Raises FormatError if the file is missing, cut off or not a profiler trace.
     """
     asked = f"{path} was to be read as a trace of PyTorch's profiler."

@@ -129,7 +129,6 @@ class Activity:
     )
     steps: Columns = field(default_factory=lambda: Columns(start="d", duration="d"))
     loads: Columns = field(default_factory=lambda: Columns(start="d", duration="d"))
-    page_faults_cpu: int = 0
     page_faults_gpu: dict[int, int] = field(default_factory=dict)
     device_names: dict[int, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -165,7 +165,7 @@ class Events:
         device = args["Device Id"] if args["Device Type"] != 0 else -1
         total, reserved = args.get("Total Allocated", -1), args.get("Total Reserved", -1)
         # An address is 64 bits without a sign there; here it only has to tell blocks apart.
-        address = args.get("Addr", 0) & ((1 << 63) - 1)
+        address = args["Addr"] & ((1 << 63) - 1) if "Addr" in args else -1
         self.activity.memory.add(time, device, args["Bytes"], address, total, reserved)
 
 

@@ -25,7 +25,8 @@ _GZIP = b"\x1f\x8b"
 _scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
 _space = re.compile(r"[ \t\n\r]*").match
 _between = re.compile(r"[ \t\n\r,]*").match
-_token = re.compile(r'[^"{}\[\]]+|"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL).match
+# Possessive: the matcher would keep a place to go back to for every character.
+_token = re.compile(r'[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]', re.DOTALL).match
 
 
 class JsonStream:
@@ -85,7 +86,7 @@ class JsonStream:
             return made
 
     def skip(self) -> None:
-        """Pass over the next value, of any size."""
+        """Pass over the next value: an array or object of any size, but no text in it may take more than ``LIMIT``."""
         if self.peek() not in ("{", "["):
             self.value()
             return

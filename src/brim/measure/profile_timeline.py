@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,8 +59,14 @@ class _Table:
             timeline.extend(
                 kinds[rows].tolist(),
                 {name: column[rows].tolist() for name, column in numbers.items()},
-                {name: (column[rows].tolist(), names[name]) for name, column in indices.items()},
+                {name: _used(column[rows], names[name]) for name, column in indices.items()},
             )
+
+
+def _used(numbers: Numbers, texts: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Texts that are used, and which of them where: there are far more texts than a piece has events."""
+    used, indices = np.unique(numbers, return_inverse=True)
+    return indices.tolist(), [texts[number] for number in used]
 
 
 _PIECE = 8192
@@ -153,13 +160,14 @@ def _add_memory(table: _Table, activity: Activity, device: int, *, tier: int) ->
         address=memory["address"][chosen],
         label=plain,
     )
-    steps = np.diff(reserved, prepend=0)
-    moved = np.flatnonzero((steps != 0) & (reserved >= 0))
+    known = np.flatnonzero(reserved >= 0)
+    steps = np.diff(reserved[known], prepend=0)
+    moved = np.flatnonzero(steps)
     table.add(
         len(moved),
         kind=np.where(steps[moved] > 0, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE),
         tier=tier,
         bytes=np.abs(steps[moved]),
-        time_s=time[moved],
+        time_s=time[known[moved]],
         label=plain,
     )

@@ -43,8 +43,8 @@ class watch:
     """``with brim.watch("run.brim"): train()``, or ``@brim.watch("run.brim")`` above a function.
 
     When memory runs out, ``path`` is written, whole or not at all, before the exception leaves the allocator; the
-    exception goes on as it was. With ``on_exit`` it is also written at the end. At most ``max_entries`` events are
-    kept, the newest. ``devices``: the CUDA devices whose failures count, all of them unless told. ``stacks``:
+    exception goes on as it was. With ``on_exit`` it is also written at the end, unless memory ran out before: that
+    recording stays. At most ``max_entries`` events are kept, the newest. ``devices``: the CUDA devices whose failures count, all of them unless told. ``stacks``:
     "python", or "all" for those of C++ too, which cost more. ``written`` tells how often a file was written and
     ``failure`` what kept one from being written.
 
@@ -103,7 +103,7 @@ class watch:
         try:
             if not self.written and error is not None and _wants_memory(error):
                 self._write("out of memory")
-            elif self._on_exit and not (self.written and error is not None):
+            elif self._on_exit and not self.written:
                 self._write("end")
         finally:
             try:

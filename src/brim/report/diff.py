@@ -11,6 +11,9 @@ from brim.report.explain import PeakSummary, Share, summary
 from brim.units import MIB
 
 MOST_CHANGES = 20  # of one breakdown
+MOST_ENTRIES = 8  # of one list
+_NAMES = ("name", "kind", "label")  # what entries of lists are called by
+_NOT_SUMMED = ("start_s", "causes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +108,44 @@ def changes(
 
 
 def figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Figure, ...]:
-    """The numbers of two trees of plain values, side by side; lists are passed over."""
-    left, right = dict(_flat(before)), dict(_flat(after))
-    return tuple(Figure(name=name, before=left.get(name), after=right.get(name)) for name in {**left, **right})
+    """The numbers of two trees of plain values, side by side.
+
+    Of a list whose entries have names (kernels, copies, gaps, waits) the 8 entries whose time changed most. A list
+    may have been cut: None then only says that an entry is not in it.
+    """
+    made = _pairs(_flat(before), _flat(after))
+    for key in {**before, **after}:
+        old, new = _entries(before.get(key)), _entries(after.get(key))
+        names = sorted({**old, **new}, key=lambda one: -abs(_time_s(new.get(one)) - _time_s(old.get(one))))
+        for name in names[:MOST_ENTRIES]:
+            prefix = f"{key}.{name}."
+            made += _pairs(_flat(old.get(name, {}), prefix), _flat(new.get(name, {}), prefix))
+    return tuple(made)
+
+
+def _pairs(before: Iterator[tuple[str, float]], after: Iterator[tuple[str, float]]) -> list[Figure]:
+    left, right = dict(before), dict(after)
+    return [Figure(name=name, before=left.get(name), after=right.get(name)) for name in {**left, **right}]
+
+
+def _entries(value: Any) -> dict[str, dict[str, float]]:
+    """The numbers of a list's entries by their names; those of one name (gaps) are summed."""
+    made: dict[str, dict[str, float]] = {}
+    for entry in value if isinstance(value, (list, tuple)) else ():
+        called = [str(entry[key]) for key in _NAMES if key in entry] if isinstance(entry, Mapping) else []
+        if not called:
+            continue
+        name = called[0] + (" unified" if entry.get("unified") else "")
+        if "cause" in entry:
+            name += f" ({entry['cause']})"
+        sums = made.setdefault(name, {})
+        for key, number in _flat({key: value for key, value in entry.items() if key not in _NOT_SUMMED}):
+            sums[key] = sums.get(key, 0) + number
+    return made
+
+
+def _time_s(entry: Mapping[str, float] | None) -> float:
+    return 0.0 if entry is None else entry.get("seconds", entry.get("duration_s", 0.0))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

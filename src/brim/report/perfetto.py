@@ -8,8 +8,11 @@ prediction of memory alone), each is put a microsecond after the one before.
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,28 +24,46 @@ _HELD = {EventKind.ALLOC: 1, EventKind.FREE: -1}
 _RESERVED = {EventKind.SEGMENT_ALLOC: 1, EventKind.SEGMENT_FREE: -1}
 _LANES = {EventKind.COMPUTE: "compute", EventKind.COPY: "copy", EventKind.IDLE: "idle"}
 UNNAMED = "other"  # memory without a category
+MOST_SERIES = 32  # of one counter: each of its events names them all
+FURTHER = "further categories"
 
 
 def write(path: str | Path, timelines: Sequence[Timeline]) -> None:
-    """One trace file of all ``timelines``, packed if its name ends in ``.gz``.
+    """One trace file of all ``timelines``, packed if its name ends in ``.gz``; whole, or not at all.
 
+    A link, a pipe or a device is written to as it is, so what fails on the way stays there in part.
     Raises UsageError for no timelines, or a file that cannot be written.
     """
     path = Path(path)
     if not timelines:
         raise UsageError(f"A trace was to be written to {path}.", "There is no timeline to write.")
     try:
-        with (
-            gzip.open(path, "wt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open("w", encoding="utf-8") as file
-        ):
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-            for number, event in enumerate(trace_events(timelines)):
-                file.write((",\n" if number else "\n") + json.dumps(event, allow_nan=False))
-            file.write("\n]}\n")
+        with _place(path) as made:
+            _fill(made, timelines, packed=path.suffix == ".gz")
     except (OSError, ValueError) as error:  # ValueError: a time that is infinite
         raise UsageError(f"A trace was to be written to {path}.", f"{error}.") from error
+
+
+@contextmanager
+def _place(path: Path) -> Iterator[Path]:
+    """Where to write: a file beside ``path`` that takes its place when all went well."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        yield path
+        return
+    made = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield made
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _fill(path: Path, timelines: Sequence[Timeline], *, packed: bool) -> None:
+    with gzip.open(path, "wt", encoding="utf-8") if packed else path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for number, event in enumerate(trace_events(timelines)):
+            file.write((",\n" if number else "\n") + json.dumps(event, allow_nan=False))
+        file.write("\n]}\n")
 
 
 def trace_events(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
@@ -51,10 +72,25 @@ def trace_events(timelines: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
         yield from _Process(number, timeline).events()
 
 
+class _Lane:
+    """Rows of one lane, by the numbers of their threads."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.busy: list[tuple[float, int]] = []  # a heap: (until, thread)
+        self._free: list[int] = []  # a heap: the first row is taken first
+
+    def thread(self, at_us: float) -> int | None:
+        """A row that is free then; None: there is none."""
+        while self.busy and self.busy[0][0] <= at_us:
+            heapq.heappush(self._free, heapq.heappop(self.busy)[1])
+        return heapq.heappop(self._free) if self._free else None
+
+
 class _Process:
     def __init__(self, number: int, timeline: Timeline) -> None:
         self.number, self.timeline = number, timeline
-        self.lanes: dict[str, list[tuple[int, float]]] = {}  # name -> (thread, free from), one for each row
+        self.lanes: dict[str, _Lane] = {}
         self.threads = 0
         self.at_us = 0.0  # where we are
         self.held: dict[str, dict[str, int]] = {}  # counter -> series -> bytes
@@ -82,24 +118,24 @@ class _Process:
         return {"ph": "M", "name": what, "pid": self.number, "tid": thread, "args": args}
 
     def slice(self, event: Event) -> Iterator[dict[str, Any]]:
-        """A lane of its own for each stream and way. What overlaps in one lane goes into a further row of it."""
+        """A lane for each stream that computes, each way of copies, and idle times, each with rows for what overlaps.
+
+        Events come in the order of time.
+        """
         lane = _LANES[event.kind]
         if event.kind is EventKind.COPY:
             lane += f" {event.source or 'fill'} to {event.tier}"
         elif event.kind is EventKind.COMPUTE:
             lane += f" {event.tier} stream {event.stream}"
-        rows = self.lanes.setdefault(lane, [])
-        end = self.at_us + event.duration_s * 1e6
-        for index, (thread, free) in enumerate(rows):
-            if free <= self.at_us:
-                rows[index] = (thread, end)
-                break
-        else:
+        rows = self.lanes.setdefault(lane, _Lane())
+        thread = rows.thread(self.at_us)
+        if thread is None:
             self.threads += 1
             thread = self.threads
-            rows.append((thread, end))
-            yield self.about("thread_name", thread, name=lane if len(rows) == 1 else f"{lane} ({len(rows)})")
+            rows.count += 1
+            yield self.about("thread_name", thread, name=lane if rows.count == 1 else f"{lane} ({rows.count})")
             yield self.about("thread_sort_index", thread, sort_index=thread)
+        heapq.heappush(rows.busy, (self.at_us + event.duration_s * 1e6, thread))
         args: dict[str, Any] = {"bytes": event.bytes} if event.bytes else {}
         if event.category:
             args["why" if event.kind is EventKind.IDLE else "category"] = event.category
@@ -121,6 +157,8 @@ class _Process:
             name, sign = f"{event.tier} held", _HELD[event.kind]
             series = self.category(event)
         values = self.held.setdefault(name, {})
+        if series not in values and len(values) >= MOST_SERIES:
+            series = FURTHER
         values[series] = values.get(series, 0) + sign * event.bytes
         return self.made("C", name, 0) | {"args": dict(values)}
 

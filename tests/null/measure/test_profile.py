@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from brim.core import EventKind
+from brim.core import EventKind, Timeline
 from brim.measure import profile
 from brim.measure.profile_activity import ALLOCATE, COPY_NAMES, LAUNCH, SYNCHRONIZE, call_kind
 from brim.measure.profile_events import copy_kind
@@ -270,3 +270,36 @@ def test_the_longest_gaps_come_first_and_json_is_plain(read):
     plain = json.loads(json.dumps(found.to_json()))
     assert plain["devices"][0]["kernels"][0]["name"] == "k"
     assert plain["events"] == 39
+
+
+def test_each_text_goes_into_a_timeline_once(device, monkeypatch):
+    """What is handed over in pieces hands over its own texts only, else work grows with the square of the events."""
+    handed, extend = [], Timeline.extend
+
+    def counted(self, kinds, numbers, texts):
+        handed.append(sum(len(names) for _, names in texts.values()))
+        extend(self, kinds, numbers, texts)
+
+    monkeypatch.setattr(Timeline, "extend", counted)
+    count = 30_000  # several pieces
+    found = device([kernel(at, 0.5, name=f"kernel {at}") for at in range(count)])
+    computing = [event for event in found.timeline if event.kind is EventKind.COMPUTE]
+    assert [event.label for event in computing] == [f"kernel {at}" for at in range(count)]
+    assert sum(handed) < 3 * count
+
+
+def test_an_allocation_without_an_address_has_none(device):
+    bare = memory(1, 512)
+    del bare["args"]["Addr"]
+    found = device([kernel(0, 1), bare, memory(2, 512, Addr=0), memory(3, 512, Addr=(1 << 64) - 4096)])
+    addresses = [event.address for event in found.timeline if event.kind is EventKind.ALLOC]
+    assert addresses == [-1, 0, (1 << 63) - 4096]
+
+
+def test_a_reserve_that_is_not_known_is_no_step(device):
+    """Other allocators write events of the same device without totals: what PyTorch's own held stays."""
+    known = {"Total Allocated": MIB, "Total Reserved": 20 * MIB}
+    found = device([kernel(0, 1), memory(1, MIB, **known), memory(2, 512), memory(3, 512), memory(4, 512, **known)])
+    taken = [e for e in found.timeline if e.kind in (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)]
+    assert [(event.kind, event.bytes) for event in taken] == [(EventKind.SEGMENT_ALLOC, 20 * MIB)]
+    assert found.timeline.peak_bytes.reserved == 20 * MIB

@@ -81,6 +81,7 @@ REFUSED = {
     "nested objects": b'{"a":' * 100_000,
     "something behind": b"[] []",
     "a value beyond the limit": b'[{"name": "' + b"a" * (3 << 20) + b'"}]',
+    "a text beyond the limit in what is passed over": b'{"x": ["' + b"a" * (3 << 20) + b'"], "traceEvents": []}',
     "gzip cut off": gzip.compress(b"[" + b"{}," * 1000 + b"{}]")[:-20],
     "gzip damaged": gzip.compress(b"[]")[:4] + b"\xff" * 40,
     "gzip bomb": gzip.compress(b"[" + b" " * (64 << 20) + b"]"),
@@ -99,6 +100,23 @@ def test_what_is_no_trace_is_refused_within_bounds(data, tmp_path):
     finally:
         tracemalloc.stop()
     assert peak_bytes < 4 * len(data) + 16 * MIB
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 900_000, "\\n" * 450_000, "a\\n" * 300_000], ids=["plain", "escapes", "mixed"]
+)
+def test_what_is_passed_over_takes_no_more_memory_than_its_text(text, tmp_path):
+    path = tmp_path / "trace.json"
+    values = f'["{text}", ' * 10 + "[]" + "]" * 10  # as a whole far beyond what one text may take
+    path.write_text(f'{{"before": {values}, "traceEvents": [{json.dumps(kernel(0, 10))}]}}')
+    assert path.stat().st_size > 8 * profile_stream.LIMIT
+    tracemalloc.start()
+    try:
+        assert profile.read(path).events == 1
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16 * MIB
 
 
 def test_a_missing_file_is_refused(tmp_path):

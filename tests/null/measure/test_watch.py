@@ -157,3 +157,20 @@ def test_what_the_cuda_recorder_writes_is_read_by_the_snapshot_reader(path):
     event = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 1, "frames": frames}
     watching.write_snapshot(path, {"segments": [], "device_traces": [[event]], "allocator_settings": {}})
     assert snapshot.read(path).stacks == (("step at train.py:3",),)
+
+
+class Failing(watching.RamRecorder):
+    """Tells of a failed allocation at once, as PyTorch's observer does."""
+
+    def start(self, on_out_of_memory):
+        super().start(on_out_of_memory)
+        on_out_of_memory()
+
+
+@pytest.mark.parametrize("on_exit", [False, True])
+def test_a_good_end_leaves_the_recording_of_a_failure_that_was_survived(path, monkeypatch, on_exit):
+    monkeypatch.setattr(watching, "RamRecorder", Failing)
+    with brim.watch(path, on_exit=on_exit) as watch:
+        pass  # the program caught the error and went on
+    assert watch.written == 1
+    assert Timeline.read(path).out_of_memory is not None

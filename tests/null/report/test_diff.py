@@ -94,7 +94,60 @@ def test_a_run_does_not_differ_from_itself():
 
 
 def test_figures_of_trees_are_put_side_by_side():
-    left = {"busy_s": 1.0, "idle_by_cause": {"copy": 0.5}, "name": "a", "gaps": [1, 2], "ok": True}
+    left = {"busy_s": 1.0, "idle_by_cause": {"copy": 0.5}, "name": "a", "odd": [1, {"x": 2}], "ok": True}
     right = {"busy_s": 2.0, "idle_by_cause": {"cpu": 0.25}}
     found = {one.name: (one.before, one.after) for one in figures(left, right)}
     assert found == {"busy_s": (1.0, 2.0), "idle_by_cause.copy": (0.5, None), "idle_by_cause.cpu": (None, 0.25)}
+
+
+def test_lists_of_named_figures_are_put_side_by_side_by_name():
+    """A profile's kernels and copies: their order is that of their times, which is another one in each run."""
+    left = {
+        "kernels": [{"name": "gemm", "count": 3, "seconds": 2.0}, {"name": "add", "count": 1, "seconds": 1.0}],
+        "copies": [
+            {"kind": "H2D", "unified": False, "count": 1, "bytes": 8, "seconds": 1.0, "sizes": {"< 4 KiB": 1}},
+            {"kind": "H2D", "unified": True, "count": 2, "bytes": 9, "seconds": 1.0, "sizes": {}},
+        ],
+    }
+    right = {
+        "kernels": [{"name": "add", "count": 1, "seconds": 4.0}, {"name": "gemm", "count": 3, "seconds": 2.5}],
+        "copies": [{"kind": "H2D", "unified": False, "count": 5, "bytes": 80, "seconds": 3.0, "sizes": {}}],
+    }
+    found = {one.name: (one.before, one.after) for one in figures(left, right)}
+    assert found == {
+        "kernels.add.count": (1, 1),
+        "kernels.add.seconds": (1.0, 4.0),
+        "kernels.gemm.count": (3, 3),
+        "kernels.gemm.seconds": (2.0, 2.5),
+        "copies.H2D.count": (1, 5),
+        "copies.H2D.bytes": (8, 80),
+        "copies.H2D.seconds": (1.0, 3.0),
+        "copies.H2D.sizes.< 4 KiB": (1, None),
+        "copies.H2D unified.count": (2, None),
+        "copies.H2D unified.bytes": (9, None),
+        "copies.H2D unified.seconds": (1.0, None),
+    }
+
+
+def test_gaps_are_put_side_by_side_by_what_was_waited_for():
+    def gap(label: str, seconds: float) -> dict[str, object]:
+        return {"start_s": 5.0, "duration_s": seconds, "causes": {"cpu": seconds}, "label": label}
+
+    left = {"gaps": [gap("aten::item", 3.0), gap("Python", 2.0), gap("aten::item", 1.0)], "empty": []}
+    right = {"gaps": [gap("aten::item", 2.0), gap("aten::mm", 1.0)]}
+    right["kernels"] = [{"name": "gemm", "count": 3}]
+    found = {one.name: (one.before, one.after) for one in figures(left, right)}
+    assert list(found)[-1] == "kernels.gemm.count"  # what is new stays with its kind
+    assert found == {
+        "kernels.gemm.count": (None, 3),
+        "gaps.aten::mm.duration_s": (None, 1.0),
+        "gaps.aten::item.duration_s": (4.0, 2.0),
+        "gaps.Python.duration_s": (2.0, None),
+    }
+
+
+def test_of_long_lists_those_are_told_whose_time_changed_most():
+    left = {"waits": [{"label": f"a{n}", "cause": "cpu", "seconds": 1.0 * n, "count": 1} for n in range(40)]}
+    right = {"waits": [{"label": f"a{n}", "cause": "cpu", "seconds": 2.0 * n, "count": 1} for n in range(40)]}
+    found = [one.name for one in figures(left, right) if one.name.endswith("seconds")]
+    assert found == [f"waits.a{n} (cpu).seconds" for n in range(39, 31, -1)]

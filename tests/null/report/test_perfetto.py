@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import random
+import threading
+import time
 
 import pytest
 
@@ -65,6 +68,31 @@ def test_slices_of_one_lane_do_not_overlap_and_times_are_microseconds(tmp_path):
     assert [event["ts"] for event in compute] == pytest.approx([index * 1e3 for index in range(200)])
 
 
+def seconds(timeline: Timeline) -> float:
+    """Of this process alone."""
+    start_s = time.process_time()
+    assert sum(1 for _ in perfetto.trace_events([timeline])) > len(timeline)
+    return time.process_time() - start_s
+
+
+def test_work_goes_with_the_number_of_overlapping_spans():
+    def overlapping(count: int) -> Timeline:
+        made = Timeline("streams", measured=True)
+        for number in range(count):
+            made.add(EventKind.COMPUTE, "vram", 0, time_s=number * 1e-6, duration_s=1.0)
+        return made
+
+    assert seconds(overlapping(16_000)) < 9 * seconds(overlapping(4_000))  # with the square it would be 16
+
+
+def test_a_row_that_became_free_is_used_again_the_first_one_first(tmp_path):
+    timeline = Timeline("streams", measured=True)
+    for start, took in ((0, 30), (1, 5), (2, 3), (10, 1), (10, 1), (12, 1), (31, 1)):
+        timeline.add(EventKind.COMPUTE, "vram", 0, time_s=start, duration_s=took)
+    slices = [event for event in written(tmp_path / "trace.json", timeline) if event["ph"] == "X"]
+    assert [event["tid"] for event in slices] == [1, 2, 3, 2, 3, 2, 1]
+
+
 def test_every_lane_has_a_name(tmp_path):
     events = written(tmp_path / "trace.json", run())
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -87,6 +115,20 @@ def test_counters_reach_the_timelines_peaks_and_never_fall_below_nothing(tmp_pat
         "activation",
         "other",
     }
+
+
+def test_of_very_many_categories_the_further_ones_are_one_series(tmp_path):
+    timeline = Timeline("names", measured=True)
+    for number in range(500):
+        timeline.add(EventKind.ALLOC, "vram", MIB, storage=number, category=f"category {number}", time_s=number)
+    for number in range(500):
+        timeline.add(EventKind.FREE, "vram", MIB, storage=number, time_s=500 + number)
+    events = [event for event in written(tmp_path / "trace.json", timeline) if event["ph"] == "C"]
+    assert max(len(event["args"]) for event in events) == 33
+    assert events[499]["args"]["category 3"] == MIB
+    assert events[499]["args"]["further categories"] == 468 * MIB
+    assert max(sum(event["args"].values()) for event in events) == timeline.peak_bytes("vram")
+    assert set(events[-1]["args"].values()) == {0}
 
 
 def test_predicted_lies_beside_measured(tmp_path):
@@ -125,6 +167,34 @@ def test_a_time_that_is_no_time_is_an_error(tmp_path):
     timeline.add(EventKind.COMPUTE, "vram", 0, time_s=float("inf"))
     with pytest.raises(UsageError, match="not JSON compliant"):
         perfetto.write(tmp_path / "trace.json", [timeline])
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_failed_write_leaves_the_old_file_whole_and_nothing_else(name, tmp_path):
+    bad = run()
+    bad.add(EventKind.COMPUTE, "vram", 0, time_s=1.0, duration_s=float("inf"))
+    with pytest.raises(UsageError, match="not JSON compliant"):
+        perfetto.write(tmp_path / name, [bad])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / name).write_text("before")
+    with pytest.raises(UsageError, match="not JSON compliant"):
+        perfetto.write(tmp_path / name, [bad])
+    assert (tmp_path / name).read_text() == "before"
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
+    (tmp_path / "real.json").touch()
+    (tmp_path / "link.json").symlink_to("real.json")
+    assert written(tmp_path / "link.json", run())
+    assert (tmp_path / "link.json").is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    taken: list[str] = []
+    reader = threading.Thread(target=lambda: taken.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    perfetto.write(tmp_path / "pipe", [run()])
+    reader.join()
+    assert json.loads(taken[0])["traceEvents"]
 
 
 def test_nothing_to_write_and_nowhere_to_write_it_are_errors(tmp_path):
