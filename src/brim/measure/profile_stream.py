@@ -86,7 +86,7 @@ class JsonStream:
             return made
 
     def skip(self) -> None:
-        """Pass over the next value: an array or object of any size, but no text in it may take more than ``LIMIT``."""
+        """Pass over the next value: an array or object of any size, in which no text takes more than ``LIMIT``."""
         if self.peek() not in ("{", "["):
             self.value()
             return

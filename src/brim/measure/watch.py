@@ -44,9 +44,9 @@ class watch:
 
     When memory runs out, ``path`` is written, whole or not at all, before the exception leaves the allocator; the
     exception goes on as it was. With ``on_exit`` it is also written at the end, unless memory ran out before: that
-    recording stays. At most ``max_entries`` events are kept, the newest. ``devices``: the CUDA devices whose failures count, all of them unless told. ``stacks``:
-    "python", or "all" for those of C++ too, which cost more. ``written`` tells how often a file was written and
-    ``failure`` what kept one from being written.
+    recording stays. At most ``max_entries`` events are kept, the newest. ``devices``: the CUDA devices whose failures
+    count, all of them unless told. ``stacks``: "python", or "all" for those of C++ too, which cost more. ``written``
+    tells how often a file was written and ``failure`` what kept one from being written.
 
     Without CUDA the file holds the resident memory over time, every ``interval_s``; it is written when a MemoryError,
     or PyTorch's RuntimeError for want of RAM, leaves the block, and with ``on_exit``.
