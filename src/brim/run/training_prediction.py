@@ -89,6 +89,7 @@ class Rehearsal:
         made = trace(run.build, steps=1, target="cuda" if run.on_cuda else "cpu", model=self.name)
         memory, compute = run.memory, self.hardware.compute
         peak = {compute: _resident_bytes(made) if compute == RAM else simulate(made).peak_bytes.reserved}
+        peak[compute] += run.beside_bytes
         if memory.host is not None:
             peak[RAM] = memory.host.peak_bytes
         peak[DISK] = memory.scratch().peak_bytes
@@ -117,6 +118,7 @@ class _Run:
         self._rehearsal, self._choice = rehearsal, choice
         self.on_cuda = rehearsal.hardware.compute == VRAM and rehearsal.device != "emulated"
         self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step
+        self.beside_bytes = 0  # of the compute tier, by threads that are not rehearsed
         recorder = Recorder(Timeline(rehearsal.name, measured=False))
         device = torch.device("cuda" if self.on_cuda else "cpu")
         host = None
@@ -136,6 +138,8 @@ class _Run:
             make_states(optimizer, memory.device)
         inputs = self._inputs()
         fitted = apply_choice(model, optimizer, plan, memory, rehearsal.partition, rehearsal.weights, inputs)
+        if choice.in_backward and fitted.offload is not None:
+            self.beside_bytes = fitted.offload.beside_bytes
         # Two of many micro-batches have the peaks of all: the first adds up gradients, the last lets them go.
         count = min(2, -(-rehearsal.batch // choice.micro_batch)) if rehearsal.inputs is not None else 0
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / count) for _ in range(count)]

@@ -349,6 +349,14 @@ class OptimizerOffload:
         """
         return self._places.disk_bytes if self._written < 0 else self._written
 
+    @property
+    def beside_bytes(self) -> int:
+        """What gradients in the compute tier may take beyond those of the block that is complete, within ``final``.
+
+        They wait there for a thread that steps other blocks; where nothing is stepped on one, there is none.
+        """
+        return self._beside.held_bytes
+
     # -- states as a whole
 
     def state_dict(self) -> dict[str, Any]:
