@@ -209,6 +209,8 @@ class Fitted:
 
     def close(self) -> None:
         """Stop moving and close the files; the model and the optimizer are of no use after that."""
+        if self.offload is not None:
+            self.offload.close()  # before the memory that its updates work in
         self.memory.close()
 
     def remove(self) -> None:
