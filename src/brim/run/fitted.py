@@ -204,7 +204,7 @@ class Fitted:
         """What memory did since the plan came into force, the peak of the scratch file among its facts."""
         assert self.streaming is not None, "it is removed"
         made = self.streaming.timeline()
-        made.facts[f"held_bytes.{DISK}"] = self.memory.scratch().peak_bytes
+        made.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
         return made
 
     def close(self) -> None:

@@ -198,7 +198,7 @@ class _Run:
 
     def finish(self) -> None:
         """The trained model into the output folder itself."""
-        self.disk_bytes = self.session.fitted.memory.scratch().peak_bytes
+        self.disk_bytes = self.session.fitted.memory.disk_peak_bytes
         self._saver.export(self.session, self._next, self._batches)
 
     def close(self) -> None:

@@ -94,7 +94,7 @@ class Rehearsal:
         peak[compute] += run.beside_bytes
         if memory.host is not None:
             peak[RAM] = memory.host.peak_bytes
-        peak[DISK] = memory.scratch().peak_bytes
+        peak[DISK] = memory.disk_peak_bytes
         memory.close()
         timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(made, run, self.hardware)
         del made, memory, run
