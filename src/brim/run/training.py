@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -86,9 +87,14 @@ class _Run:
         self._saver = Saver(setup)
         self.session, self._next = self._saver.start(self._terms, self._batches)
         self._note_session()
-        self._metrics = Metrics(setup.output, resumed_at=self._next)
-        for text in self._saver.notes:
-            self._note(text)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._saver.close)
+            undo.callback(self.session.close)
+            self._metrics = Metrics(setup.output, resumed_at=self._next)
+            undo.callback(self._metrics.close)
+            for text in self._saver.notes:
+                self._note(text)
+            undo.pop_all()
 
     def _note_session(self) -> None:
         self.session_plan, self.timeline = self.session.plan, self.session.fitted.memory.recorder.timeline
