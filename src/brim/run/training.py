@@ -175,7 +175,7 @@ class _Run:
         self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
         where = "the same step"
         if self._next != step:
-            where = f"step {self._next + 1}, after the last checkpoint"
+            where = f"step {self._next + 1}, after the last checkpoint" if self._next else "the beginning"
             del self.losses[max(0, len(self.losses) - (step - self._next)) :]
             self._metrics.close()
             self._metrics = Metrics(self._setup.output, resumed_at=self._next)
