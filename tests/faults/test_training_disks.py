@@ -93,7 +93,20 @@ def test_a_disk_that_fills_up_ends_the_training_and_room_lets_it_go_on(
 def test_a_course_that_cannot_be_written_is_one_error(
     tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None
 ) -> None:
-    (tmp_path / METRICS_FILE).mkdir()
-    with pytest.raises(TransferError, match=METRICS_FILE):
-        run(tiny, text, tmp_path)
-    assert list(scratch.iterdir()) == []
+    output = tmp_path / "output"
+    (output / METRICS_FILE).mkdir(parents=True)
+    before = held(scratch)
+    with pytest.raises(TransferError, match=METRICS_FILE) as raised:
+        run(tiny, text, output)
+    assert held(scratch) == before  # while the error, with all that its frames hold, is still there
+    del raised
+
+
+def test_a_training_that_needs_no_disk_needs_no_scratch_folder(
+    tiny: Path, text: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRIM_SCRATCH", str(tmp_path / "there is none"))
+    found = train(request(tiny, text, tmp_path / "output", steps=2))
+    assert len(found.losses) == 2
+    assert found.measured_bytes["disk"] == found.promised_bytes["disk"] == 0
+    assert found.timeline.facts["held_bytes.disk"] == 0

@@ -93,6 +93,19 @@ def test_tensorboard_shows_each_step_once_also_after_resuming(
     assert {"lr", "step_s", "tokens_per_s", "peak_bytes/ram"} <= set(events.Tags()["scalars"])
 
 
+def test_tensorboard_shows_a_training_that_began_anew_once(
+    tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None
+) -> None:
+    """What was logged before an interruption without a checkpoint is void as a whole."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    train(request(tiny, text, tmp_path, steps=3))
+    time.sleep(1.1)
+    train(request(tiny, text, tmp_path, steps=2, resume=True))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True)
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [step for step, _ in course(tmp_path)] == [1, 2]
+
+
 def test_without_tensorboard_training_goes_on_and_logs_to_its_own_file(
     tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from brim.cli import main
 from brim.errors import ModelError, TransferError, UsageError
-from brim.run import checkpoint_contents
+from brim.run import checkpoint_contents, checkpoint_reading
 from brim.run.checkpoint_reading import latest, steps
 from brim.run.training import train
 from tiny_model import held, save_llama
@@ -121,12 +123,25 @@ def test_another_model_or_other_data_is_refused(
         train(request(tiny, tmp_path / "other.txt", begun[method], **options))
 
 
+def test_a_checkpoint_that_does_not_say_how_its_training_began_is_one_error(
+    begun: dict[str, Path], tiny: Path, text: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before this one did not write it."""
+    read = checkpoint_reading.read_manifest
+
+    def older(folder: Path) -> Any:
+        manifest = read(folder)
+        return replace(manifest, state={key: value for key, value in manifest.state.items() if key != "course"})
+
+    monkeypatch.setattr(checkpoint_reading, "read_manifest", older)
+    with pytest.raises(ModelError, match="does not say which model and settings"):
+        train(request(tiny, text, shutil.copytree(begun["full"], tmp_path / "run"), resume=True, steps=4))
+
+
 def test_what_may_change_on_the_way_changes(
     begun: dict[str, Path], tiny: Path, text: Path, tmp_path: Path, quick_trainings: None
 ) -> None:
     """Memory, rate and length are a run's own. The same model elsewhere is the same model."""
-    import shutil
-
     output, moved = shutil.copytree(begun["full"], tmp_path / "run"), shutil.copytree(tiny, tmp_path / "moved")
     found = train(request(moved, text, output, resume=True, steps=5, lr=1e-4, offload_optimizer="disk", batch=1))
     assert [step for step, _ in course(output)] == [1, 2, 3, 4, 5] and len(found.losses) == 3

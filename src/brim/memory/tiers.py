@@ -71,6 +71,11 @@ class Memory:
                 self._scratch = Scratch(self.files, directory=self._disk_folder, limit_bytes=self._disk_bytes)
         return self._scratch
 
+    @property
+    def disk_peak_bytes(self) -> int:
+        """How long the scratch file has been at most; 0 where nothing has needed one."""
+        return 0 if self._scratch is None else self._scratch.peak_bytes
+
     def use_disk(self, *, folder: str | None, limit_bytes: int | None) -> None:
         """Where the scratch file goes and how long it may become. To be said before it is first used."""
         assert self._scratch is None

@@ -204,11 +204,13 @@ class Fitted:
         """What memory did since the plan came into force, the peak of the scratch file among its facts."""
         assert self.streaming is not None, "it is removed"
         made = self.streaming.timeline()
-        made.facts[f"held_bytes.{DISK}"] = self.memory.scratch().peak_bytes
+        made.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
         return made
 
     def close(self) -> None:
         """Stop moving and close the files; the model and the optimizer are of no use after that."""
+        if self.offload is not None:
+            self.offload.close()  # before the memory that its updates work in
         self.memory.close()
 
     def remove(self) -> None:

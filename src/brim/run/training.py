@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -86,9 +87,14 @@ class _Run:
         self._saver = Saver(setup)
         self.session, self._next = self._saver.start(self._terms, self._batches)
         self._note_session()
-        self._metrics = Metrics(setup.output, resumed_at=self._next)
-        for text in self._saver.notes:
-            self._note(text)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._saver.close)
+            undo.callback(self.session.close)
+            self._metrics = Metrics(setup.output, resumed_at=self._next)
+            undo.callback(self._metrics.close)
+            for text in self._saver.notes:
+                self._note(text)
+            undo.pop_all()
 
     def _note_session(self) -> None:
         self.session_plan, self.timeline = self.session.plan, self.session.fitted.memory.recorder.timeline
@@ -169,7 +175,7 @@ class _Run:
         self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
         where = "the same step"
         if self._next != step:
-            where = f"step {self._next + 1}, after the last checkpoint"
+            where = f"step {self._next + 1}, after the last checkpoint" if self._next else "the beginning"
             del self.losses[max(0, len(self.losses) - (step - self._next)) :]
             self._metrics.close()
             self._metrics = Metrics(self._setup.output, resumed_at=self._next)
@@ -198,7 +204,7 @@ class _Run:
 
     def finish(self) -> None:
         """The trained model into the output folder itself."""
-        self.disk_bytes = self.session.fitted.memory.scratch().peak_bytes
+        self.disk_bytes = self.session.fitted.memory.disk_peak_bytes
         self._saver.export(self.session, self._next, self._batches)
 
     def close(self) -> None:

@@ -72,7 +72,8 @@ class Subject:
 
     ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in pieces.
     ``single_pass``: nothing looks at all gradients together
-    (clipping their norm does), so a block can be updated as soon as it has its own.
+    (clipping their norm does), so a block can be updated as soon as it has its own. ``gradients_leave``: nothing needs
+    them in the compute tier; ``states_leave``: the optimizer can be stepped block by block.
     """
 
     compute: str
@@ -81,6 +82,8 @@ class Subject:
     in_place: bool = False
     chunkable: bool = True
     single_pass: bool = True
+    gradients_leave: bool = True
+    states_leave: bool = True
 
 
 def ladder(subject: Subject, orders: Orders) -> list[Choice]:
@@ -90,7 +93,9 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
     accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
 
     def leave(place: Place) -> list[dict[str, Any]]:
-        gradients = accumulates or not subject.single_pass
+        if not subject.states_leave:
+            return []
+        gradients = subject.gradients_leave and (accumulates or not subject.single_pass)
         return [{"states": place}, *([{"gradients": place}] if gradients else [])]
 
     # From VRAM everything goes to RAM first; what is on disk instead makes room in RAM, not in VRAM.
@@ -102,7 +107,7 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         {"micro_batch": 1},
         {"checkpointing": dict.fromkeys(subject.blocks, "selective")},
         {"checkpointing": dict.fromkeys(subject.blocks, "full")},
-        {"in_backward": subject.single_pass},
+        {"in_backward": subject.single_pass and subject.states_leave},
         *away,
     ]
     rungs: list[Choice] = []
@@ -210,6 +215,15 @@ def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) ->
         f"The smallest way to do it that is known takes {need}.",
         f"Give {flags} or more, or a smaller --micro-batch or --seq.",
         smallest_bytes=dict(short),
+    )
+
+
+def no_smaller() -> BudgetError:
+    """Memory ran out under a plan that was predicted to fit, and no smaller one is known."""
+    return BudgetError(
+        "Training was to go on with less memory.",
+        "The smallest plan that is known is in force.",
+        "End other programs, or give a smaller --micro-batch or --seq.",
     )
 
 

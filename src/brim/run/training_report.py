@@ -139,7 +139,7 @@ class _Board:
     def __init__(self, folder: Path, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1 if resumed_at else None)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
 
     def write(self, report: StepReport) -> None:
         scalars = {"loss": report.loss, "lr": report.lr, "tokens_per_s": report.tokens_per_s, "step_s": report.step_s}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from brim.errors import TransferError, UsageError
+from brim.errors import ModelError, TransferError, UsageError
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.memory.checkpoint_writing import write_safetensors
 from brim.run import checkpoint_reading
@@ -60,7 +60,7 @@ class Saver:
 
     def _open(self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int) -> tuple[Session, int]:
         if found is not None:
-            _check_same(found.state["course"], self._course(terms), found.folder)
+            _check_same(found.state.get("course", {}), self._course(terms), found.folder)
             batches.load_state_dict(found.state["data"])
             self.notes += found.skipped
             self._checkpointer.protect(found.folder)  # weights rest there, and the tokenizer is copied from it
@@ -160,6 +160,12 @@ def _model(session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
 
 def _check_same(theirs: dict[str, Any], ours: dict[str, str], folder: Path) -> None:
     """Whether a training may go on from the checkpoint in ``folder``, whose settings are ``theirs``."""
+    if not ours.keys() <= theirs.keys():
+        raise ModelError(
+            f"Training was to go on from {folder}.",
+            "The checkpoint does not say which model and settings its training began with: an older version wrote it.",
+            "Resume with the version of brim that wrote it, or give another --output to train anew.",
+        )
     for option, now in ours.items():
         if theirs[option] != now:
             words = ("other weights", "these") if option == "MODEL" else (theirs[option], now)

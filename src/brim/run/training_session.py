@@ -19,7 +19,17 @@ from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.inference import resident_bytes, warm_up
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
-from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
+from brim.run.training_ladder import (
+    Found,
+    Orders,
+    Subject,
+    climb_down,
+    fits,
+    is_small,
+    ladder,
+    no_smaller,
+    too_small,
+)
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
 from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
@@ -28,6 +38,7 @@ from brim.techniques.weight_streaming import NAME as STREAMING
 # What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
 # steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
 _BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
+_OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
 _PROOFS = 4  # how often a streaming plan is tightened before it is given up
 
 
@@ -135,8 +146,12 @@ class _Search:
             in_place=works_in_place(self._trainee.module, self.inputs(1)),
             chunkable=_chunkable(self._trainee.module),
             single_pass=terms.clip_norm is None and terms.precision != "fp16-mixed",
+            gradients_leave=terms.precision != "fp16-mixed",
+            states_leave=terms.precision not in _OWN_STEPS,
         )
         rungs = ladder(subject, replace(terms.orders, precision=terms.precision))
+        if start > len(rungs):  # weight streaming, below the last of them, was in force
+            raise no_smaller()
         found = climb_down(
             rungs,
             self._rehearsal.predict,
@@ -150,8 +165,9 @@ class _Search:
         )
         if found.fits:
             return self._partition, found
-        if terms.orders.stream_weights is False:
-            raise too_small(found.prediction.peak_bytes, terms.budget_bytes)
+        if terms.orders.stream_weights is False or not (subject.states_leave or self._streamable_are_frozen()):
+            peak_bytes = found.prediction.peak_bytes
+            raise no_smaller() if fits(peak_bytes, terms.budget_bytes) else too_small(peak_bytes, terms.budget_bytes)
         partition, choice, prediction = self._streamed(found)
         return partition, Found(rung=len(rungs), choice=choice, prediction=prediction)
 
@@ -164,6 +180,11 @@ class _Search:
         if choice.states == "keep":
             held += sum(optimizers.state_bytes(self._terms.optimizer, self._trained()))
         return {self._terms.hardware.compute: held}
+
+    def _streamable_are_frozen(self) -> bool:
+        """Whether what can be streamed is only read. What is trained would be updated block by block."""
+        stay = self._trainee.stay
+        return not any(p.requires_grad and n not in stay for n, p in self._trainee.module.named_parameters())
 
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._trainee.module.parameters() if p.requires_grad]

@@ -22,12 +22,17 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return round_up(tensor.numel() * tensor.element_size(), PACKED_ALIGNMENT_BYTES)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Passing:
     """A copy under way, and what it reads: that memory must be nobody else's until it is done."""
 
     wait: Waitable
-    source: torch.Tensor
+    source: torch.Tensor | None
+
+    def let_go(self) -> None:
+        """Of what was read, if the copy is over."""
+        if self.wait.done:
+            self.source = None
 
 
 class Carried:
@@ -48,6 +53,11 @@ class Carried:
     def add_gradient(self, place: torch.Tensor, passing: _Passing | None) -> None:
         self._gradients.append(place)
         self._passing += [passing] if passing is not None else []
+
+    def let_go(self) -> None:
+        """Of gradients in the compute tier whose copies are over: the step in RAM may be a long time coming."""
+        for passing in tuple(self._passing):
+            passing.let_go()
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:

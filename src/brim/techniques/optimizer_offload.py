@@ -244,9 +244,13 @@ class OptimizerOffload:
                 "Call backward() before step(), and step() without it.",
             )
         todo = [i for i, b in self.blocks.items() if i not in self._done and _has_gradient(b)]
-        for position, index in enumerate(todo):
-            self._update(index, todo[position + 1 :], dropping=False)
-        self._beside.join()
+        try:
+            for position, index in enumerate(todo):
+                self._update(index, todo[position + 1 :], dropping=False)
+            self._beside.join()
+        except BaseException:
+            self._beside.give_up()  # else it would go on stepping under whoever handles this
+            raise
         self._step_rest()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
         self._places.states.expect(order[:_AHEAD])  # the next step begins with what is there
@@ -349,6 +353,14 @@ class OptimizerOffload:
         """
         return self._places.disk_bytes if self._written < 0 else self._written
 
+    @property
+    def beside_bytes(self) -> int:
+        """What gradients in the compute tier may take beyond those of the block that is complete, within ``final``.
+
+        They wait there for a thread that steps other blocks; where nothing is stepped on one, there is none.
+        """
+        return self._beside.held_bytes
+
     # -- states as a whole
 
     def state_dict(self) -> dict[str, Any]:
@@ -372,6 +384,10 @@ class OptimizerOffload:
 
     # -- the end
 
+    def close(self) -> None:
+        """End the thread that updates blocks, however its updates end; of no use after that."""
+        self._beside.close()
+
     def remove(self) -> None:
         """Give the optimizer back with all states and gradients in memory. A second call does nothing.
 
@@ -379,9 +395,10 @@ class OptimizerOffload:
         """
         if self._removed:
             return
-        self._beside.close()
+        self._beside.give_up()
         self._places.restore()
         self._removed = True
+        self._beside.close()
         self._arrivals.remove()
         self._recomputation.allow()
         self._whole.remove()

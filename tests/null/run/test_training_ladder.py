@@ -107,3 +107,16 @@ def test_activations_in_place_are_a_rung_where_there_are_any() -> None:
     for there in (False, True):
         subject = Subject(compute=RAM, batch=1, blocks=["a"], in_place=there)
         assert any(rung.in_place for rung in ladder(subject, Orders())) == there
+
+
+def test_gradients_that_have_to_stay_do_on_every_rung() -> None:
+    subject = Subject(compute=VRAM, batch=2, blocks=["a"], single_pass=False, gradients_leave=False)
+    rungs = ladder(subject, Orders())
+    assert {rung.gradients for rung in rungs} == {"keep"}
+    assert {rung.states for rung in rungs} == {"keep", "ram", "disk"}
+
+
+def test_an_optimizer_that_cannot_be_stepped_in_parts_never_is() -> None:
+    rungs = ladder(Subject(compute=VRAM, batch=2, blocks=["a"], states_leave=False), Orders())
+    assert not any(rung.offloads_optimizer for rung in rungs)
+    assert rungs[-1].activations

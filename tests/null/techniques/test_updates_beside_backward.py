@@ -11,6 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from brim.core import Promise
+from brim.errors import TransferError
+from brim.run.fitted import apply_choice
+from brim.run.training_choice import Choice
+from brim.techniques.blocks import find_blocks
+from brim.techniques.weight_streaming import Weights
 from offloaded import Words, assert_same, batch, machine, make, offloaded, train
 
 _SOON_S = 20.0
@@ -120,5 +126,86 @@ def test_the_room_is_given_in_a_circle_and_never_twice(sizes: list[tuple[int, in
             begin, end = beside._room(size)
             assert begin >= 0 and end <= Room.work_bytes and end - begin == size
             assert all(end <= other.begin or other.end <= begin for other in beside._under_way)
-            beside._under_way.append(_Update(begin, end, Over()))  # type: ignore[arg-type]
+            beside._under_way.append(_Update(begin, end, None, Over()))  # type: ignore[arg-type]
     beside.close()
+
+
+def test_gradients_that_were_copied_do_not_wait_for_their_update_in_vram(tmp_path: Path) -> None:
+    """The first update holds the thread up, two more have room beside it."""
+    begin = threading.Event()
+    begin.set()
+    model, optimizer = fitted_model(patient(begin))
+    with offloaded(model, optimizer, machine("emulated", tmp_path), states="ram", block_bytes=10_000) as handle:
+        begin.clear()
+        for layer in model.layers[:3]:
+            parameter = layer.up.weight
+            handle._beside.begin(
+                [(parameter, torch.ones_like(parameter))], "a block", lambda carried: _step(carried, begin)
+            )
+            for update in handle._beside._under_way:
+                for passing in update.carried._passing:
+                    passing.wait.wait()
+        waiting = [update.carried._passing for update in handle._beside._under_way]
+        gone = [[passing.source is None for passing in passings] for passings in waiting]
+        begin.set()
+        assert gone == [[True, True], [True, True], [False, False]]  # the last is looked at with the next
+        handle._beside.join()
+        assert handle.beside_bytes == handle._places.crossing.work_bytes // 2 > 0
+
+
+def _step(carried: Any, begin: threading.Event) -> None:
+    assert begin.wait(_SOON_S)
+    with carried.stepping():
+        pass
+
+
+def test_an_interrupted_step_leaves_no_update_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = fitted_model(lambda m: torch.optim.AdamW(m.parameters()))
+    with offloaded(model, optimizer, machine("emulated", tmp_path), states="ram") as handle:
+        model(batch(0)).backward()
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(handle._beside, "_wait_for_first", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert not handle._beside._under_way
+        monkeypatch.undo()
+
+
+def test_a_handle_that_could_not_be_removed_still_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = fitted_model(lambda m: torch.optim.AdamW(m.parameters()))
+    with offloaded(model, optimizer, machine("emulated", tmp_path), states="ram") as handle:
+        train(model, optimizer, steps=range(1), final=handle.final)
+
+        def refusing() -> None:
+            raise TransferError("States were to come back.", "The disk is gone.")
+
+        monkeypatch.setattr(handle._places, "restore", refusing)
+        with pytest.raises(TransferError):
+            handle.remove()
+        monkeypatch.undo()
+        assert len(train(model, optimizer, steps=range(1, 2), final=handle.final)) == 1
+
+
+def test_memory_is_closed_after_the_last_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, order = threading.Event(), []
+    model, memory = make(), machine("emulated", tmp_path)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = Choice(states="ram").plan(model="w", hardware="h", budget_bytes={}, promise=Promise(peak_bytes={}))
+    fitted = apply_choice(model, optimizer, plan, memory, find_blocks(model), Weights())
+    offload, close = fitted.offload, memory.close
+    assert offload is not None
+
+    def update(carried: Any) -> None:
+        _step(carried, begin)
+        order.append("updated")
+
+    parameter = model.layers[0].up.weight
+    offload._beside.begin([(parameter, torch.ones_like(parameter))], "a block", update)
+    monkeypatch.setattr(memory, "close", lambda: (order.append("closed"), close()))
+    threading.Timer(0.2, begin.set).start()
+    fitted.close()
+    assert order == ["updated", "closed"]
+    assert not any(thread.name.startswith("brim-update") for thread in threading.enumerate())
