@@ -208,7 +208,8 @@ class _Search:
             found = replace(self._rehearsal, partition=partition).predict(choice)
             if fits(found.peak_bytes, terms.budget_bytes):
                 return partition, choice, found
-            step_bytes += found.peak_bytes[compute] - terms.budget_bytes[compute] + (1 << 20)
+            # Never less: where another tier is full, room that is left here would only be filled with weights.
+            step_bytes += max(0, found.peak_bytes[compute] - terms.budget_bytes[compute]) + (1 << 20)
         raise too_small(found.peak_bytes, terms.budget_bytes)
 
 
