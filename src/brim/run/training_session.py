@@ -70,8 +70,8 @@ class Session:
         self.terms, self.trainee, self.fitted, self.rung = terms, trainee, fitted, rung
 
     @classmethod
-    def open(cls, terms: Terms, folder: Path, *, rung: int = 0) -> Session:
-        """Open the model in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
+    def open(cls, terms: Terms, folder: Path, *, name: str, rung: int = 0) -> Session:
+        """Open the model ``name`` in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
 
         Raises BudgetError when nothing fits.
         """
@@ -86,7 +86,7 @@ class Session:
         search = _Search(terms, trainee)
         partition, found = search.search(rung)
         plan = found.choice.plan(
-            model=trainee.opened.name,
+            model=name,
             hardware=terms.hardware.name,
             budget_bytes=terms.budget_bytes,
             promise=found.prediction.promise(),
