@@ -15,7 +15,7 @@ from brim.run.training import Training, train
 from brim.techniques.activation_ways import ToDisk, ToRam
 from failing import Allocations
 from tiny_model import held
-from trainings import request, same_weights
+from trainings import course, request, same_weights
 
 KIB = 1024
 CASES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def test_wherever_memory_ends_a_training_ends_right_or_with_one_error(
     whole = run(tiny, text, tmp_path / "whole", options)
     total, tiers = allocations.count, set(allocations.tiers)
     assert total >= 5 and tiers == set(whole.plan.budget_bytes) - {DISK}
-    before, repeated = held(scratch), 0
+    before, repeated, refused = held(scratch), 0, None
     for n in range(1, total + 1):
         output = tmp_path / f"run-{n}"
         allocations.fail(n, times)
@@ -58,6 +58,7 @@ def test_wherever_memory_ends_a_training_ends_right_or_with_one_error(
             found = run(tiny, text, output, options)
         except BudgetError as error:  # while the model is opened
             assert "asked for" in error.asked and error.smallest_bytes
+            refused = output
             del error
         else:
             # What is brought ahead of its use is brought again when it is used: then there is nothing to tell.
@@ -68,6 +69,11 @@ def test_wherever_memory_ends_a_training_ends_right_or_with_one_error(
         assert allocations.count >= n
         assert held(scratch) == before
         assert list(output.rglob(".*")) == []
+    allocations.fail(0)
+    assert refused is not None  # when there is memory again, the same folder will do
+    run(tiny, text, refused, options, resume=True)
+    assert course(refused) == course(tmp_path / "whole")
+    assert same_weights(refused, tmp_path / "whole")
     assert repeated >= 2 or times == 1
 
 

@@ -124,7 +124,12 @@ def test_another_model_or_other_data_is_refused(
 
 
 def test_a_checkpoint_that_does_not_say_how_its_training_began_is_one_error(
-    begun: dict[str, Path], tiny: Path, text: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
+    begun: dict[str, Path],
+    tiny: Path,
+    text: Path,
+    tmp_path: Path,
+    quick_trainings: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Versions before this one did not write it."""
     read = checkpoint_reading.read_manifest
@@ -145,6 +150,7 @@ def test_what_may_change_on_the_way_changes(
     output, moved = shutil.copytree(begun["full"], tmp_path / "run"), shutil.copytree(tiny, tmp_path / "moved")
     found = train(request(moved, text, output, resume=True, steps=5, lr=1e-4, offload_optimizer="disk", batch=1))
     assert [step for step, _ in course(output)] == [1, 2, 3, 4, 5] and len(found.losses) == 3
+    assert found.plan.model == "moved"
     assert train(request(tiny, text, output, resume=True, steps=2)).losses == []  # it is done already
 
 

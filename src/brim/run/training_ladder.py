@@ -71,9 +71,9 @@ class Subject:
     """What the ladder needs to know of a training. ``batch`` sequences make a step.
 
     ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in pieces.
-    ``single_pass``: nothing looks at all gradients together
-    (clipping their norm does), so a block can be updated as soon as it has its own. ``gradients_leave``: nothing needs
-    them in the compute tier; ``states_leave``: the optimizer can be stepped block by block.
+    ``single_pass``: nothing looks at all gradients together (clipping their norm does), so a block can be updated as
+    soon as it has its own. ``gradients_leave``: nothing needs them in the compute tier. ``states_leave``: the
+    optimizer can be stepped block by block.
     """
 
     compute: str

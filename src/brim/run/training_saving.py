@@ -65,7 +65,7 @@ class Saver:
             self.notes += found.skipped
             self._checkpointer.protect(found.folder)  # weights rest there, and the tokenizer is copied from it
         folder = self._setup.folder if found is None or terms.method == "lora" else found.folder
-        session = Session.open(terms, folder, rung=rung)
+        session = Session.open(terms, folder, name=self._setup.name, rung=rung)
         if found is None:
             torch.manual_seed(terms.seed)  # whatever opening drew
             return session, 0
@@ -163,7 +163,7 @@ def _check_same(theirs: dict[str, Any], ours: dict[str, str], folder: Path) -> N
     if not ours.keys() <= theirs.keys():
         raise ModelError(
             f"Training was to go on from {folder}.",
-            "The checkpoint does not say which model and settings its training began with: an older version wrote it.",
+            "It does not say which model and settings its training began with: an older version wrote it.",
             "Resume with the version of brim that wrote it, or give another --output to train anew.",
         )
     for option, now in ours.items():

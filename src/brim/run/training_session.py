@@ -70,8 +70,8 @@ class Session:
         self.terms, self.trainee, self.fitted, self.rung = terms, trainee, fitted, rung
 
     @classmethod
-    def open(cls, terms: Terms, folder: Path, *, rung: int = 0) -> Session:
-        """Open the model in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
+    def open(cls, terms: Terms, folder: Path, *, name: str, rung: int = 0) -> Session:
+        """Open the model ``name`` in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
 
         Raises BudgetError when nothing fits.
         """
@@ -86,7 +86,7 @@ class Session:
         search = _Search(terms, trainee)
         partition, found = search.search(rung)
         plan = found.choice.plan(
-            model=trainee.opened.name,
+            model=name,
             hardware=terms.hardware.name,
             budget_bytes=terms.budget_bytes,
             promise=found.prediction.promise(),
@@ -208,7 +208,8 @@ class _Search:
             found = replace(self._rehearsal, partition=partition).predict(choice)
             if fits(found.peak_bytes, terms.budget_bytes):
                 return partition, choice, found
-            step_bytes += found.peak_bytes[compute] - terms.budget_bytes[compute] + (1 << 20)
+            # Never less: where another tier is full, room that is left here would only be filled with weights.
+            step_bytes += max(0, found.peak_bytes[compute] - terms.budget_bytes[compute]) + (1 << 20)
         raise too_small(found.peak_bytes, terms.budget_bytes)
 
 

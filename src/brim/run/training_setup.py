@@ -33,6 +33,12 @@ class Setup:
     folder: Path
     output: Path
 
+    @property
+    def name(self) -> str:
+        """The model's, also where training goes on from a checkpoint of it."""
+        model = Path(self.request.model).expanduser()
+        return model.resolve().stem if model.is_file() else model.resolve().name if model.exists() else str(model)
+
     def terms(self) -> Terms:
         """The RAM budget counts from this call on."""
         request = self.request
