@@ -91,7 +91,6 @@ class Rehearsal:
         made = trace(run.build, steps=1, target="cuda" if run.on_cuda else "cpu", model=self.name)
         memory, compute = run.memory, self.hardware.compute
         peak = {compute: _resident_bytes(made) if compute == RAM else simulate(made).peak_bytes.reserved}
-        peak[compute] += run.beside_bytes
         if memory.host is not None:
             peak[RAM] = memory.host.peak_bytes
         peak[DISK] = memory.disk_peak_bytes
@@ -124,7 +123,6 @@ class _Run:
         self.trained: list[int] = []  # bytes of each parameter's gradient
         self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step as it is rehearsed
         self.moved_between: dict[tuple[str, str], int] = {}  # by each pass that is neither the first nor the last
-        self.beside_bytes = 0  # of the compute tier, by threads that are not rehearsed
         recorder = Recorder(Timeline(rehearsal.name, measured=False))
         device = torch.device("cuda" if self.on_cuda else "cpu")
         host = None
@@ -144,8 +142,6 @@ class _Run:
             make_states(optimizer, memory.device)
         inputs = self._inputs()
         fitted = apply_choice(model, optimizer, plan, memory, rehearsal.partition, rehearsal.weights, inputs)
-        if choice.in_backward and fitted.offload is not None:
-            self.beside_bytes = fitted.offload.beside_bytes
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
         self.trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
         copied, begins = memory.recorder.copied_bytes, []

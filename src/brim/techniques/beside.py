@@ -25,7 +25,6 @@ class _Update:
 
     begin: int
     end: int
-    carried: Carried
     future: Future[None]
 
 
@@ -39,29 +38,23 @@ class Beside:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="brim-update")
         self._under_way: deque[_Update] = deque()
 
-    @property
-    def held_bytes(self) -> int:
-        """What gradients of waiting updates take of the compute tier at most: half of the room is for gradients."""
-        return self._crossing.work_bytes // 2
-
     def begin(
         self,
         tensors: Sequence[tuple[nn.Parameter, torch.Tensor]],
         label: str,
         update: Callable[[Carried], None],
     ) -> None:
-        """Have ``update`` run with these parameters and gradients, copies of which begin now.
+        """Have ``update`` run with these parameters and gradients, of which there are copies when this returns.
 
-        Their memory may be let go of at once; it is free when it was copied, and this was called once more. So what
-        waits holds ``held_bytes`` at most. Raises what an earlier update raised.
+        It waits for the copies alone: gradients that wait for their update in the compute tier would be memory that
+        nobody has promised. Raises what an earlier update raised.
         """
         begin, end = self._room(sum(2 * tensor_bytes(parameter) for parameter, _ in tensors))
-        for earlier in self._under_way:
-            earlier.carried.let_go()
         carried = self._crossing.carry([(p, gradient, False) for p, gradient in tensors], begin, label)
+        carried.arrive()
         # From here on the values may change at any time, which whoever saved them must be told.
         torch.autograd.graph.increment_version([p for p, _ in tensors])
-        self._under_way.append(_Update(begin, end, carried, self._thread.submit(update, carried)))
+        self._under_way.append(_Update(begin, end, self._thread.submit(update, carried)))
 
     def _room(self, bytes: int) -> tuple[int, int]:
         """A part of the room that nobody has, after whatever wait that takes; it is given in a circle."""

@@ -22,17 +22,12 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return round_up(tensor.numel() * tensor.element_size(), PACKED_ALIGNMENT_BYTES)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Passing:
     """A copy under way, and what it reads: that memory must be nobody else's until it is done."""
 
     wait: Waitable
-    source: torch.Tensor | None
-
-    def let_go(self) -> None:
-        """Of what was read, if the copy is over."""
-        if self.wait.done:
-            self.source = None
+    source: torch.Tensor
 
 
 class Carried:
@@ -54,16 +49,15 @@ class Carried:
         self._gradients.append(place)
         self._passing += [passing] if passing is not None else []
 
-    def let_go(self) -> None:
-        """Of gradients in the compute tier whose copies are over: the step in RAM may be a long time coming."""
-        for passing in tuple(self._passing):
-            passing.let_go()
+    def arrive(self) -> None:
+        """Wait until all of it is in RAM. What was copied is not needed any more."""
+        while self._passing:
+            self._crossing.finish(self._passing.pop(0))
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
         """Within, the parameters are in RAM with their gradients; then they go back, and are there."""
-        while self._passing:
-            self._crossing.finish(self._passing.pop(0))
+        self.arrive()
         held, before = [p.data for p in self._parameters], [p.grad for p in self._parameters]
         try:
             _swap(self._parameters, self._places, self._gradients)
@@ -84,7 +78,6 @@ class Crossing:
         self._memory = memory
         self._work: Buffer | None = None
         self._passage: Buffer | None = None
-        self._passing: list[_Passing] = []
         if memory.host is not None and work_bytes:
             self._work = memory.ram.allocate(work_bytes, "parameters and gradients for a step")
         try:
@@ -95,7 +88,6 @@ class Crossing:
             raise
 
     def free(self) -> None:
-        self.arrive()
         for buffer in (self._work, self._passage):
             if buffer is not None:
                 buffer.free()
@@ -111,18 +103,6 @@ class Crossing:
             place.copy_(tensor)
         else:
             self._memory.engine.finish(self._start_down(tensor, place, label).wait)
-
-    def down_later(self, tensor: torch.Tensor, place: torch.Tensor, label: str) -> None:
-        """As ``down``, but it is there only after ``arrive``: compute need not stand still for it."""
-        if self._memory.host is None:
-            place.copy_(tensor)
-        else:
-            self._passing.append(self._start_down(tensor, place, label))
-
-    def arrive(self) -> None:
-        """Wait for what ``down_later`` began."""
-        while self._passing:
-            self._memory.engine.finish(self._passing.pop(0).wait)
 
     def _start_down(self, tensor: torch.Tensor, place: torch.Tensor, label: str) -> _Passing:
         source = tensor.detach()

@@ -75,9 +75,6 @@ class Gradients:
             return
         stored = any(type(p.grad) is Away for p in block.parameters) or any(key[0] == index for key in self._adding)
         flat = self.records.enter(index, empty=not stored)
-        self.arrive()
-        # What is written to disk must be there; else compute goes on meanwhile, one block at a time.
-        down = self._crossing.down if self.records.tier == DISK else self._crossing.down_later
         try:
             for number, parameter in enumerate(block.parameters):
                 gradient = parameter.grad
@@ -88,15 +85,11 @@ class Gradients:
                     self._total(index, number, view, gradient, settle=True)
                     self._adding.discard((index, number))
                 else:
-                    down(gradient, view, "gradients")
+                    self._crossing.down(gradient, view, "gradients")
                     self._forget_changes(index, number)
                 parameter.grad = self._away(index, number)
         finally:
             self.records.leave(index)
-
-    def arrive(self) -> None:
-        """Wait for what ``store`` let go of."""
-        self._crossing.arrive()
 
     def are_plain(self, index: int) -> bool:
         """Whether all gradients of the block are where autograd put them, and are to be used as they are."""
@@ -116,7 +109,6 @@ class Gradients:
             if dropping:
                 self.drop(index)
             return
-        self.arrive()
         changed = False
         flat = self.records.enter(index)
         try:

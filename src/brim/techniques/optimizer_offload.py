@@ -234,7 +234,6 @@ class OptimizerOffload:
         for index in incomplete:
             if index not in self._done or not self._after_final:
                 self._places.gradients.store(index)
-        self._places.gradients.arrive()
 
     def _step_all(self, *args: Any, **kwargs: Any) -> None:
         if any(value is not None for value in (*args[:1], kwargs.get("closure"))):
@@ -352,14 +351,6 @@ class OptimizerOffload:
         Before the first step: what one with one backward pass will write.
         """
         return self._places.disk_bytes if self._written < 0 else self._written
-
-    @property
-    def beside_bytes(self) -> int:
-        """What gradients in the compute tier may take beyond those of the block that is complete, within ``final``.
-
-        They wait there for a thread that steps other blocks; where nothing is stepped on one, there is none.
-        """
-        return self._beside.held_bytes
 
     # -- states as a whole
 
