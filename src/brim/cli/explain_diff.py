@@ -131,15 +131,24 @@ def _shown(figure: Mapping[str, Any]) -> str:
     return f"{_number(figure['name'], figure['before'])} -> {_number(figure['name'], figure['after'])}"
 
 
+def _is_of_a_list(name: str) -> bool:
+    """Whether a figure's name has a kernel's or a copy's own name in it."""
+    return name.startswith(("kernels.", "copies.", "gaps.", "waits."))
+
+
+def _readable(name: str) -> str:
+    return name if _is_of_a_list(name) else name.replace("_", " ")
+
+
 def _number(name: str, value: float | None) -> str:
     if value is None:
         return "none"
     if name.endswith("bytes"):
         return format_bytes(value)
-    if "_share" in name:
-        return f"{value:.1%}"
     if name.endswith(("_s", "seconds")) or "_by_cause" in name:
         return format_seconds(value)
+    if "_share" in name and not _is_of_a_list(name):
+        return f"{value:.1%}"
     return f"{value:,.0f}"
 
 
@@ -190,7 +199,7 @@ def _profiles(before: Source, after: Source) -> Explained:
     for body in bodies:
         lines.append(f"device {body['device']}:")
         changed = [one for one in body["figures"] if one["before"] != one["after"]]
-        lines += [f"  {one['name'].replace('_', ' ')}: {_shown(one)}" for one in changed]
+        lines += [f"  {_readable(one['name'])}: {_shown(one)}" for one in changed]
     return Explained(
         title=f"{before.name} and {after.name}",
         body={"kind": "diff", "before": before.name, "after": after.name, "devices": bodies},

@@ -33,7 +33,7 @@ from brim.techniques.weight_streaming import RESIDENT, Weights
 
 # What moves brings threads, requests, hooks and the pages of files that rows are looked up in. In a 135 M model with
 # weights and states on disk, or adapters on streamed weights, 16 to 27 MB in all were beside tensors.
-_MOVING_BYTES = 20 << 20
+_MOVING_BYTES = 16 << 20
 _REHEARSED_PASSES = 2  # of many; they have the peaks of all: the first adds up gradients, the last lets them go
 _ENDLESS_BYTES = 1 << 60
 _CPU = torch.device("cpu")

@@ -282,6 +282,18 @@ def test_two_snapshots_and_two_profiles_are_compared(files, tmp_path, capsys):
     assert any(one["name"] == "busy_s" and one["before"] != one["after"] for one in device["figures"])
 
 
+def test_names_of_kernels_are_told_as_they_are(tmp_path, capsys):
+    """And are no units: this one has "_share" in it."""
+    traces = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, count in zip(traces, (600, 900), strict=True):
+        _synthetic_trace.write(path, count)
+        path.write_text(path.read_text().replace("kernel_", "kernel_share_"))
+    assert main(["explain", "--diff", *map(str, traces)]) == 0
+    counts = [line for line in capsys.readouterr().out.splitlines() if "kernel_share_" in line and "count" in line]
+    assert counts
+    assert not any("%" in line for line in counts)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
