@@ -5,8 +5,8 @@ parameter groups are narrowed to the block's parameters, the block's states are 
 runs, and they go again. So results are those of the plain optimizer, bit for bit, and learning rate schedulers, hooks
 and options work as ever. Where a GPU computes, the step of a block whose states are away runs on the CPU.
 
-Sources: ZeRO-Offload (Ren et al., 2021) for the step on the CPU during backward; torchao's ``CPUOffloadOptimizer``
-for leaving the optimizer itself alone; PyTorch, torch/optim/optimizer.py, for what wraps ``step``.
+Sources: ZeRO-Offload (Ren et al., 2021), stepping on the CPU during backward; torchao's ``CPUOffloadOptimizer``,
+leaving the optimizer alone; PyTorch, torch/optim/optimizer.py, for what wraps ``step``.
 """
 
 from __future__ import annotations
@@ -108,8 +108,7 @@ def apply(
     optimizer that needs all its parameters at once, BudgetError and TransferError; then nothing has changed.
     """
     _check(optimizer, states=states, gradients=gradients)
-    given = () if streaming is None else streaming.blocks
-    trial = Trial(optimizer)
+    given, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
     blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=given, trial=trial)
     unknown = set(keep) - {block.name for block in blocks}
     if unknown:
@@ -247,15 +246,14 @@ class OptimizerOffload:
             for position, index in enumerate(todo):
                 self._update(index, todo[position + 1 :], dropping=False)
             self._beside.join()
-        except BaseException:
-            self._beside.give_up()  # else it would go on stepping under whoever handles this
-            raise
+        finally:
+            self._beside.give_up()  # after an error it would go on under whoever handles that
         self._step_rest()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
-        self._places.states.expect(order[:_AHEAD])  # the next step begins with what is there
+        self._places.states.expect(order[:_AHEAD])  # the next step begins with them
         self.reset()
-        written = self._places.written_bytes
-        self._written, self._written_before = written - self._written_before, written
+        before, self._written_before = self._written_before, self._places.written_bytes
+        self._written = self._written_before - before
 
     def _step_rest(self) -> None:
         """What is in no block: parameters that came later, or were frozen when the blocks were made."""
@@ -360,10 +358,6 @@ class OptimizerOffload:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
-
-    def group_options(self) -> list[dict[str, Any]]:
-        """The options of each parameter group (learning rate and so on) without its parameters."""
-        return [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
 
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state as (parameter's name + "." + key, tensor on the CPU), one in memory at a time; numbers too."""

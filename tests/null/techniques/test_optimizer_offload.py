@@ -15,6 +15,7 @@ from brim.memory.tiers import Memory
 from brim.techniques.away import Away
 from offloaded import (
     OPTIMIZERS,
+    PLACES,
     WIDTH,
     assert_same,
     assert_same_state,
@@ -25,13 +26,6 @@ from offloaded import (
     offloaded,
     train,
 )
-
-PLACES = [("cpu", "disk"), ("emulated", "ram"), ("emulated", "disk")]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
 
 
 @pytest.fixture

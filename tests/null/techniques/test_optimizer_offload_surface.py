@@ -17,6 +17,7 @@ from brim.techniques.away import Away
 from brim.techniques.optimizer_offload import apply, find_blocks, options
 from offloaded import (
     OPTIMIZERS,
+    PLACES,
     Lion,
     assert_same,
     assert_same_state,
@@ -28,13 +29,6 @@ from offloaded import (
     offloaded,
     train,
 )
-
-PLACES = [("cpu", "disk"), ("emulated", "ram"), ("emulated", "disk")]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
 
 
 @pytest.fixture
