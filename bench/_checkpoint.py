@@ -40,7 +40,7 @@ def write_checkpoint(directory: Path, shape: Shape) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         tensors = _describe(directory, shape)
         _write_shards(directory, _shards(tensors))
-        _write_tokenizer(directory)
+        write_tokenizer(directory)
         marker.write_text(wanted)
     return int(json.loads(index.read_text())["metadata"]["total_size"])
 
@@ -124,7 +124,7 @@ def _values(name: str, dims: tuple[int, ...]) -> np.ndarray:
     return values
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """The least tokenizer that loads: some tools open one whether they need it or not."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -48,9 +48,9 @@ def make_shared(shape: Shape) -> int:
     descriptor = os.memfd_create("bench-weights")
     layout = _layout(shape)
     os.ftruncate(descriptor, sum(size for _, _, size in layout.values()))
-    pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
+    pattern = make_pattern()
     for name, tensor in _tensors(descriptor, shape).items():
-        _fill(name, tensor, pattern)
+        fill(name, tensor, pattern)
     return descriptor
 
 
@@ -61,7 +61,11 @@ def shared_model(descriptor: int, shape: Shape) -> Any:
     return model.requires_grad_(False)
 
 
-def _fill(name: str, tensor: torch.Tensor, pattern: torch.Tensor) -> None:
+def make_pattern() -> torch.Tensor:
+    return torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
+
+
+def fill(name: str, tensor: torch.Tensor, pattern: torch.Tensor) -> None:
     """Norms of one, the rest N(0, 1/fan-in), starting at another place of the pattern for each weight."""
     flat = tensor.view(-1)
     if tensor.dim() == 1:

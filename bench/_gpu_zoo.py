@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import _gpu_networks as networks
+from brim.estimation.steps import training_step
 
 Step = Callable[[], Any]
 
@@ -175,19 +176,11 @@ def _training(case: Case, model: nn.Module, inputs: dict[str, Any], device: str)
     optimizer = _optimizer(case, [p for p in model.parameters() if p.requires_grad])
     scaler = torch.amp.GradScaler(device) if case.precision == "amp-fp16" else None
 
-    def step() -> None:
+    def forward() -> torch.Tensor:
         with _autocast(case, device):
-            loss = _loss(model(**inputs), inputs)
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
+            return _loss(model(**inputs), inputs)
 
-    return step
+    return training_step(forward, optimizer, scaler)
 
 
 def _autocast(case: Case, device: str) -> Any:
@@ -257,94 +250,111 @@ def _eight_bits(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return made
 
 
-def _cases() -> list[Case]:
-    def case(name: str, family: str, model: str, batch: int, size: int, **settings: Any) -> Case:
-        return Case(name=name, family=family, model=model, batch=batch, size=size, **settings)
+def _case(name: str, family: str, model: str, batch: int, size: int, **settings: Any) -> Case:
+    return Case(name=name, family=family, model=model, batch=batch, size=size, **settings)
 
-    cnn = [
-        case("resnet-sgd-momentum", "cnn", "resnet", 64, 224, optimizer="sgd-momentum"),
-        case("resnet-amp-fp16", "cnn", "resnet", 64, 224, optimizer="sgd-momentum", precision="amp-fp16"),
-        case("resnet-amp-bf16-channels-last", "cnn", "resnet", 64, 224, optimizer="sgd-momentum",
-             precision="amp-bf16", channels_last=True),
-        case("resnet-bf16", "cnn", "resnet", 64, 224, optimizer="sgd", precision="bf16"),
-        case("resnet-infer", "cnn", "resnet", 128, 224, task="infer"),
-        case("convnext-adamw", "cnn", "convnext", 32, 224),
-        case("convnext-amp-bf16", "cnn", "convnext", 32, 224, precision="amp-bf16"),
-        case("vgg-sgd", "cnn", "vgg", 32, 224, optimizer="sgd"),
-        case("vgg-rmsprop", "cnn", "vgg", 32, 224, optimizer="rmsprop"),
-        case("mobilenet-adagrad", "cnn", "mobilenet", 64, 224, optimizer="adagrad"),
-        case("mobilenet-amp-fp16", "cnn", "mobilenet", 64, 224, precision="amp-fp16"),
+
+def _cnn() -> list[Case]:
+    return [
+        _case("resnet-sgd-momentum", "cnn", "resnet", 64, 224, optimizer="sgd-momentum"),
+        _case("resnet-amp-fp16", "cnn", "resnet", 64, 224, optimizer="sgd-momentum", precision="amp-fp16"),
+        _case("resnet-amp-bf16-channels-last", "cnn", "resnet", 64, 224, optimizer="sgd-momentum",
+              precision="amp-bf16", channels_last=True),
+        _case("resnet-bf16", "cnn", "resnet", 64, 224, optimizer="sgd", precision="bf16"),
+        _case("resnet-infer", "cnn", "resnet", 128, 224, task="infer"),
+        _case("convnext-adamw", "cnn", "convnext", 32, 224),
+        _case("convnext-amp-bf16", "cnn", "convnext", 32, 224, precision="amp-bf16"),
+        _case("vgg-sgd", "cnn", "vgg", 32, 224, optimizer="sgd"),
+        _case("vgg-rmsprop", "cnn", "vgg", 32, 224, optimizer="rmsprop"),
+        _case("mobilenet-adagrad", "cnn", "mobilenet", 64, 224, optimizer="adagrad"),
+        _case("mobilenet-amp-fp16", "cnn", "mobilenet", 64, 224, precision="amp-fp16"),
     ]  # fmt: skip
-    vit = [
-        case("vit-adamw", "vit", "vit", 32, 224),
-        case("vit-amp-bf16", "vit", "vit", 32, 224, precision="amp-bf16"),
-        case("vit-amp-fp16-fused", "vit", "vit", 32, 224, precision="amp-fp16", optimizer="adamw-fused"),
-        case("vit-bf16", "vit", "vit", 64, 224, precision="bf16"),
-        case("vit-checkpointing", "vit", "vit", 64, 224, precision="bf16", checkpointing=True),
-        case("vit-infer", "vit", "vit", 64, 224, task="infer", precision="bf16"),
-    ]
-    encoder = [
-        case("bert-adamw", "encoder", "bert", 16, 512),
-        case("bert-amp-fp16", "encoder", "bert", 16, 512, precision="amp-fp16"),
-        case("bert-bf16-adafactor", "encoder", "bert", 16, 512, precision="bf16", optimizer="adafactor"),
-        case("bert-eager-attention", "encoder", "bert", 8, 512, precision="bf16", attention="eager"),
-        case("bert-checkpointing", "encoder", "bert", 32, 512, checkpointing=True),
-        case("bert-infer", "encoder", "bert", 32, 512, task="infer"),
-        case("roberta-amp-bf16", "encoder", "roberta", 16, 512, precision="amp-bf16"),
-        case("roberta-sgd", "encoder", "roberta", 16, 384, optimizer="sgd"),
-        case("t5-adafactor", "encoder", "t5", 8, 512, optimizer="adafactor"),
-        case("t5-bf16", "encoder", "t5", 16, 512, precision="bf16"),
-        case("t5-generate", "encoder", "t5", 4, 128, precision="bf16", task="generate", new_tokens=32, steps=2),
-    ]
-    decoder = [
-        case("llama-bf16", "decoder", "llama", 4, 2048, precision="bf16"),
-        case("llama-bf16-fused", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adamw-fused"),
-        case("llama-bf16-loop", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adamw-loop"),
-        case("llama-fp32", "decoder", "llama", 2, 1024),
-        case("llama-amp-bf16", "decoder", "llama", 2, 2048, precision="amp-bf16"),
-        case("llama-amp-fp16", "decoder", "llama", 2, 1024, precision="amp-fp16"),
-        case("llama-sgd", "decoder", "llama", 4, 2048, precision="bf16", optimizer="sgd"),
-        case("llama-sgd-momentum", "decoder", "llama", 4, 1536, precision="bf16", optimizer="sgd-momentum"),
-        case("llama-adafactor", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adafactor"),
-        case("llama-adamw8bit", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adamw8bit"),
-        case("llama-checkpointing", "decoder", "llama", 8, 2048, precision="bf16", checkpointing=True),
-        case("llama-checkpointing-amp", "decoder", "llama", 4, 2048, precision="amp-bf16", checkpointing=True),
-        case("llama-lora", "decoder", "llama", 4, 2048, precision="bf16", lora=True),
-        case("llama-lora-checkpointing", "decoder", "llama", 8, 2048, precision="bf16", lora=True,
-             checkpointing=True),
-        case("llama-eager-attention", "decoder", "llama", 2, 1024, precision="bf16", attention="eager"),
-        case("llama-odd-length", "decoder", "llama", 3, 1337, precision="bf16"),
-        case("llama-infer", "decoder", "llama", 4, 4096, precision="bf16", task="infer"),
-        case("llama-generate", "decoder", "llama", 4, 512, precision="bf16", task="generate", new_tokens=32, steps=2),
-        case("llama-generate-fp32", "decoder", "llama", 1, 1024, task="generate", new_tokens=16, steps=2),
-        case("gpt2-adamw", "decoder", "gpt2", 8, 1024),
-        case("gpt2-amp-fp16", "decoder", "gpt2", 8, 1024, precision="amp-fp16"),
-        case("gpt2-bf16", "decoder", "gpt2", 16, 1024, precision="bf16"),
-        case("gpt2-generate", "decoder", "gpt2", 8, 256, precision="bf16", task="generate", new_tokens=32, steps=2),
-        case("qwen3-bf16", "decoder", "qwen3", 4, 2048, precision="bf16"),
-        case("qwen3-lora-amp", "decoder", "qwen3", 2, 2048, precision="amp-bf16", lora=True),
-        case("gemma-bf16", "decoder", "gemma", 4, 1024, precision="bf16"),
-        case("mamba-fp32", "decoder", "mamba", 2, 64, steps=2),
+
+
+def _vit() -> list[Case]:
+    return [
+        _case("vit-adamw", "vit", "vit", 32, 224),
+        _case("vit-amp-bf16", "vit", "vit", 32, 224, precision="amp-bf16"),
+        _case("vit-amp-fp16-fused", "vit", "vit", 32, 224, precision="amp-fp16", optimizer="adamw-fused"),
+        _case("vit-bf16", "vit", "vit", 64, 224, precision="bf16"),
+        _case("vit-checkpointing", "vit", "vit", 64, 224, precision="bf16", checkpointing=True),
+        _case("vit-infer", "vit", "vit", 64, 224, task="infer", precision="bf16"),
     ]  # fmt: skip
-    moe = [
-        case("moe-bf16", "moe", "moe", 4, 1024, precision="bf16"),
-        case("moe-amp-bf16", "moe", "moe", 2, 1024, precision="amp-bf16"),
-        case("moe-checkpointing", "moe", "moe", 8, 1024, precision="bf16", checkpointing=True),
-        case("moe-infer", "moe", "moe", 8, 1024, precision="bf16", task="infer"),
-        case("mixtral-bf16", "moe", "mixtral", 4, 1024, precision="bf16"),
-        case("mixtral-sgd", "moe", "mixtral", 4, 1024, precision="bf16", optimizer="sgd"),
-    ]
-    diffusion = [
-        case("unet-adamw", "diffusion", "unet", 8, 64),
-        case("unet-amp-fp16", "diffusion", "unet", 16, 64, precision="amp-fp16"),
-        case("unet-bf16", "diffusion", "unet", 16, 64, precision="bf16"),
-        case("unet-infer", "diffusion", "unet", 16, 64, precision="bf16", task="infer"),
-        case("dit-adamw", "diffusion", "dit", 16, 32),
-        case("dit-bf16", "diffusion", "dit", 64, 32, precision="bf16"),
-        case("dit-amp-bf16-fused", "diffusion", "dit", 32, 32, precision="amp-bf16", optimizer="adamw-fused"),
-    ]
-    return [*cnn, *vit, *encoder, *decoder, *moe, *diffusion]
 
 
-CASES: Mapping[str, Case] = {case.name: case for case in _cases()}
+def _encoder() -> list[Case]:
+    return [
+        _case("bert-adamw", "encoder", "bert", 16, 512),
+        _case("bert-amp-fp16", "encoder", "bert", 16, 512, precision="amp-fp16"),
+        _case("bert-bf16-adafactor", "encoder", "bert", 16, 512, precision="bf16", optimizer="adafactor"),
+        _case("bert-eager-attention", "encoder", "bert", 8, 512, precision="bf16", attention="eager"),
+        _case("bert-checkpointing", "encoder", "bert", 32, 512, checkpointing=True),
+        _case("bert-infer", "encoder", "bert", 32, 512, task="infer"),
+        _case("roberta-amp-bf16", "encoder", "roberta", 16, 512, precision="amp-bf16"),
+        _case("roberta-sgd", "encoder", "roberta", 16, 384, optimizer="sgd"),
+        _case("t5-adafactor", "encoder", "t5", 8, 512, optimizer="adafactor"),
+        _case("t5-bf16", "encoder", "t5", 16, 512, precision="bf16"),
+        _case("t5-generate", "encoder", "t5", 4, 128, precision="bf16", task="generate", new_tokens=32, steps=2),
+    ]  # fmt: skip
+
+
+def _decoder() -> list[Case]:
+    return [
+        _case("llama-bf16", "decoder", "llama", 4, 2048, precision="bf16"),
+        _case("llama-bf16-fused", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adamw-fused"),
+        _case("llama-bf16-loop", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adamw-loop"),
+        _case("llama-fp32", "decoder", "llama", 2, 1024),
+        _case("llama-amp-bf16", "decoder", "llama", 2, 2048, precision="amp-bf16"),
+        _case("llama-amp-fp16", "decoder", "llama", 2, 1024, precision="amp-fp16"),
+        _case("llama-sgd", "decoder", "llama", 4, 2048, precision="bf16", optimizer="sgd"),
+        _case("llama-sgd-momentum", "decoder", "llama", 4, 1536, precision="bf16", optimizer="sgd-momentum"),
+        _case("llama-adafactor", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adafactor"),
+        _case("llama-adamw8bit", "decoder", "llama", 4, 2048, precision="bf16", optimizer="adamw8bit"),
+        _case("llama-checkpointing", "decoder", "llama", 8, 2048, precision="bf16", checkpointing=True),
+        _case("llama-checkpointing-amp", "decoder", "llama", 4, 2048, precision="amp-bf16", checkpointing=True),
+        _case("llama-lora", "decoder", "llama", 4, 2048, precision="bf16", lora=True),
+        _case("llama-lora-checkpointing", "decoder", "llama", 8, 2048, precision="bf16", lora=True,
+              checkpointing=True),
+        _case("llama-eager-attention", "decoder", "llama", 2, 1024, precision="bf16", attention="eager"),
+        _case("llama-odd-length", "decoder", "llama", 3, 1337, precision="bf16"),
+        _case("llama-infer", "decoder", "llama", 4, 4096, precision="bf16", task="infer"),
+        _case("llama-generate", "decoder", "llama", 4, 512, precision="bf16", task="generate", new_tokens=32,
+              steps=2),
+        _case("llama-generate-fp32", "decoder", "llama", 1, 1024, task="generate", new_tokens=16, steps=2),
+        _case("gpt2-adamw", "decoder", "gpt2", 8, 1024),
+        _case("gpt2-amp-fp16", "decoder", "gpt2", 8, 1024, precision="amp-fp16"),
+        _case("gpt2-bf16", "decoder", "gpt2", 16, 1024, precision="bf16"),
+        _case("gpt2-generate", "decoder", "gpt2", 8, 256, precision="bf16", task="generate", new_tokens=32, steps=2),
+        _case("qwen3-bf16", "decoder", "qwen3", 4, 2048, precision="bf16"),
+        _case("qwen3-lora-amp", "decoder", "qwen3", 2, 2048, precision="amp-bf16", lora=True),
+        _case("gemma-bf16", "decoder", "gemma", 4, 1024, precision="bf16"),
+        _case("mamba-fp32", "decoder", "mamba", 2, 64, steps=2),
+    ]  # fmt: skip
+
+
+def _moe() -> list[Case]:
+    return [
+        _case("moe-bf16", "moe", "moe", 4, 1024, precision="bf16"),
+        _case("moe-amp-bf16", "moe", "moe", 2, 1024, precision="amp-bf16"),
+        _case("moe-checkpointing", "moe", "moe", 8, 1024, precision="bf16", checkpointing=True),
+        _case("moe-infer", "moe", "moe", 8, 1024, precision="bf16", task="infer"),
+        _case("mixtral-bf16", "moe", "mixtral", 4, 1024, precision="bf16"),
+        _case("mixtral-sgd", "moe", "mixtral", 4, 1024, precision="bf16", optimizer="sgd"),
+    ]  # fmt: skip
+
+
+def _diffusion() -> list[Case]:
+    return [
+        _case("unet-adamw", "diffusion", "unet", 8, 64),
+        _case("unet-amp-fp16", "diffusion", "unet", 16, 64, precision="amp-fp16"),
+        _case("unet-bf16", "diffusion", "unet", 16, 64, precision="bf16"),
+        _case("unet-infer", "diffusion", "unet", 16, 64, precision="bf16", task="infer"),
+        _case("dit-adamw", "diffusion", "dit", 16, 32),
+        _case("dit-bf16", "diffusion", "dit", 64, 32, precision="bf16"),
+        _case("dit-amp-bf16-fused", "diffusion", "dit", 32, 32, precision="amp-bf16", optimizer="adamw-fused"),
+    ]  # fmt: skip
+
+
+_ALL = (*_cnn(), *_vit(), *_encoder(), *_decoder(), *_moe(), *_diffusion())
+CASES: Mapping[str, Case] = {case.name: case for case in _ALL}
 FAMILIES = tuple(dict.fromkeys(case.family for case in CASES.values()))

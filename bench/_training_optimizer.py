@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import mmap
 import os
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.memory.tiers import cpu_memory
-from brim.techniques.optimizer_offload import apply
+from brim.techniques.optimizer_offload import BLOCK_BYTES, apply
 
 MIB = 1 << 20
 _CHUNK_BYTES = 16 * MIB
@@ -36,10 +37,18 @@ class Size:
 FULL, TINY = Size(layers=48, width=1024), Size(layers=8, width=256)
 
 
-def measure(size: Size, directory: Path, *, rounds: int, buffer_bytes: int | None = None) -> dict[str, Any]:
+def measure(
+    size: Size,
+    directory: Path,
+    *,
+    rounds: int,
+    block_bytes: int = BLOCK_BYTES,
+    buffer_bytes: int | None = None,
+) -> dict[str, Any]:
     """Medians over interleaved rounds: seconds of a step whose states are on disk, and of the raw transfer.
 
-    The raw transfer reads and writes as many bytes by O_DIRECT, in turn or both at once, whichever is faster here.
+    The raw transfer reads and writes as many bytes by O_DIRECT, in turn or both at once, with one or two requests in
+    flight each way: whichever is fastest here.
     """
     model = nn.Sequential(*[nn.Linear(size.width, size.width, bias=False) for _ in range(size.layers)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -48,17 +57,17 @@ def measure(size: Size, directory: Path, *, rounds: int, buffer_bytes: int | Non
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     twin = _resident(size)
-    handle = apply(model, optimizer, memory, states="disk", buffer_bytes=buffer_bytes)
+    handle = apply(model, optimizer, memory, states="disk", block_bytes=block_bytes, buffer_bytes=buffer_bytes)
     records = handle._places.states.records
     try:
         optimizer.step()  # makes the states
         records.settle()
         moved = sum(records.sizes.values())
-        seconds: dict[str, list[float]] = {name: [] for name in ("step", "resident", "raw_in_turn", "raw_at_once")}
+        seconds: dict[str, list[float]] = {name: [] for name in ("step", "resident", *_RAW_WAYS)}
         with _RawFile(directory, moved) as raw:
             for _ in range(rounds):
-                seconds["raw_in_turn"].append(raw.in_turn_s())
-                seconds["raw_at_once"].append(raw.at_once_s())
+                for name, way in _RAW_WAYS.items():
+                    seconds[name].append(way(raw))
                 began_s = time.perf_counter()
                 twin.step()
                 seconds["resident"].append(time.perf_counter() - began_s)
@@ -77,7 +86,7 @@ def measure(size: Size, directory: Path, *, rounds: int, buffer_bytes: int | Non
 
 def _report(seconds: dict[str, list[float]], moved: int, ram_bytes: int, written: int) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    raw_s = min(medians["raw_in_turn"], medians["raw_at_once"])
+    raw_s = min(medians[name] for name in _RAW_WAYS)
     bound_s = max(raw_s, medians["resident"])
     return {
         "state_bytes": moved,
@@ -105,7 +114,10 @@ def _resident(size: Size) -> torch.optim.Optimizer:
 
 
 class _RawFile:
-    """A file without a name, twice as long as what is moved: the first half is read, the second half is written."""
+    """A file without a name, twice as long as what is moved: the first half is read, the second half is written.
+
+    Buffers have huge pages, as a fair bound must (see RawReader in _harness.py).
+    """
 
     def __init__(self, directory: Path, bytes: int) -> None:
         self._bytes = bytes // _CHUNK_BYTES * _CHUNK_BYTES or bytes
@@ -114,11 +126,9 @@ class _RawFile:
         self._fd = os.open(name, os.O_RDWR | os.O_DIRECT)
         os.close(descriptor)
         Path(name).unlink()
-        self._buffers = [mmap.mmap(-1, min(_CHUNK_BYTES, self._bytes)) for _ in range(3)]
-        for buffer in self._buffers:
-            buffer.write(os.urandom(len(buffer)))
-        self._write(0)
-        self._write(self._bytes)
+        self._buffers = [_huge(min(_CHUNK_BYTES, self._bytes)) for _ in range(4)]
+        for half in (0, self._bytes):
+            self._together(lambda half=half: self._write(half, 0, 0, 1))
 
     def __enter__(self) -> _RawFile:
         return self
@@ -126,32 +136,49 @@ class _RawFile:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def in_turn_s(self) -> float:
-        began_s = time.perf_counter()
-        self._read()
-        self._write(self._bytes)
-        return (time.perf_counter() - began_s) * self._scale
+    def in_turn_s(self, each: int) -> float:
+        """Seconds for reading everything and then writing everything, ``each`` requests in flight."""
+        reading = [functools.partial(self._read, i, i, each) for i in range(each)]
+        writing = [functools.partial(self._write, self._bytes, i, i, each) for i in range(each)]
+        return (self._together(*reading) + self._together(*writing)) * self._scale
 
-    def at_once_s(self) -> float:
-        began_s = time.perf_counter()
-        others = [
-            threading.Thread(target=self._write, args=(self._bytes,)),
-            threading.Thread(target=self._read, args=(1, 2)),
-        ]
-        for other in others:
-            other.start()
-        self._read(0, 2)
-        for other in others:
-            other.join()
-        return (time.perf_counter() - began_s) * self._scale
+    def at_once_s(self, readers: int) -> float:
+        """Seconds for both at once: ``readers`` requests in flight one way, one the other."""
+        reading = [functools.partial(self._read, i, i, readers) for i in range(readers)]
+        return self._together(*reading, lambda: self._write(self._bytes, 3, 0, 1)) * self._scale
 
-    def _read(self, first: int = 0, step: int = 1) -> None:
-        size = len(self._buffers[first])
+    @staticmethod
+    def _together(*jobs: Callable[[], None]) -> float:
+        threads = [threading.Thread(target=job) for job in jobs]
+        began_s = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began_s
+
+    def _read(self, buffer: int, first: int, step: int) -> None:
+        size = len(self._buffers[buffer])
         for offset in range(first * size, self._bytes, step * size):
-            os.preadv(self._fd, [self._buffers[first]], offset)
+            os.preadv(self._fd, [self._buffers[buffer]], offset)
 
-    def _write(self, offset: int) -> None:
-        window = (ctypes.c_char * len(self._buffers[2])).from_buffer(self._buffers[2])
-        done = 0
-        while done < self._bytes:
-            done += os.pwrite(self._fd, window, offset + done)
+    def _write(self, begin: int, buffer: int, first: int, step: int) -> None:
+        size = len(self._buffers[buffer])
+        for offset in range(first * size, self._bytes, step * size):
+            put = os.pwrite(self._fd, self._buffers[buffer], begin + offset)
+            assert put == size, "a regular file takes what it is given, or says why not"
+
+
+def _huge(bytes: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    buffer.write(os.urandom(4096) * (bytes // 4096))
+    return buffer
+
+
+_RAW_WAYS: dict[str, Callable[[_RawFile], float]] = {
+    "raw_in_turn_1": lambda raw: raw.in_turn_s(1),
+    "raw_in_turn_2": lambda raw: raw.in_turn_s(2),
+    "raw_at_once_1": lambda raw: raw.at_once_s(1),
+    "raw_at_once_2": lambda raw: raw.at_once_s(2),
+}

@@ -58,7 +58,7 @@ CPU_SHAPES = (
 )
 CUDA_SHAPES = (
     Shape(name="narrow", width=512, inner=1408, heads=8, blocks=16, batch=16, length=1024),
-    Shape(name="wide", width=4096, inner=11008, heads=32, blocks=8, batch=8, length=1024),
+    Shape(name="wide", width=8192, inner=22016, heads=64, blocks=4, batch=8, length=1024),
 )
 
 
@@ -85,9 +85,7 @@ class Block(nn.Module):
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    shapes = CUDA_SHAPES if options.device == "cuda" else CPU_SHAPES
-    if options.tiny:
-        shapes = tuple(replace(shape, batch=max(1, shape.batch // 16)) for shape in shapes)
+    shapes = shapes_for(options)
     document: dict[str, Any] = {"device": options.device, "machine": harness.machine_facts(("brim", "torch"))}
     document["settings"] = {"rounds": options.rounds, "threads": options.threads}
     document["shapes"] = [measure(shape, options) for shape in shapes]
@@ -95,6 +93,13 @@ def main() -> None:
         harness.write_json(options.output, document)
     for result in document["shapes"]:
         show(result)
+
+
+def shapes_for(options: argparse.Namespace) -> tuple[Shape, ...]:
+    shapes = CUDA_SHAPES if options.device == "cuda" else CPU_SHAPES
+    if options.tiny:
+        shapes = tuple(replace(shape, batch=max(1, shape.batch // 16)) for shape in shapes)
+    return shapes
 
 
 def _options() -> argparse.Namespace:

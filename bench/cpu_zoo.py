@@ -38,7 +38,7 @@ def hugging_face(model: str, config: str, **values: Any) -> Callable[[], nn.Modu
     return make
 
 
-def _stepper(
+def stepper(
     model: nn.Module, loss: Callable[[], torch.Tensor], optimizer: str, amp: torch.dtype | None, infer: bool
 ) -> Step:
     if infer:
@@ -79,7 +79,7 @@ def text(
             model.gradient_checkpointing_enable()
         ids = torch.randint(3, 1000, (batch, tokens))
         labels = {} if infer else {"labels": ids}
-        return _stepper(model, lambda: model(input_ids=ids, **labels)[0], optimizer, amp, infer)
+        return stepper(model, lambda: model(input_ids=ids, **labels)[0], optimizer, amp, infer)
 
     return build
 
@@ -106,7 +106,7 @@ def image(
             logits = out if isinstance(out, torch.Tensor) else out.logits
             return logits.sum() if infer else F.cross_entropy(logits, classes)
 
-        return _stepper(model, loss, optimizer, amp, infer)
+        return stepper(model, loss, optimizer, amp, infer)
 
     return build
 
@@ -117,7 +117,7 @@ def speech() -> Step:
     values = {"d_model": 96, "vocab_size": 1000, "max_source_positions": 100, "decoder_start_token_id": 1}
     model = hugging_face("WhisperForConditionalGeneration", "WhisperConfig", **values, **shape, **_TOKENS)().train()
     sound, words = torch.randn(2, 80, 200), torch.randint(3, 1000, (2, 32))
-    return _stepper(model, lambda: model(input_features=sound, labels=words).loss, "adamw", None, False)
+    return stepper(model, lambda: model(input_features=sound, labels=words).loss, "adamw", None, False)
 
 
 def diffusion(infer: bool) -> Step:
@@ -128,7 +128,7 @@ def diffusion(infer: bool) -> Step:
         sample_size=32, layers_per_block=1, block_out_channels=(32, 64), down_block_types=down, up_block_types=up
     )
     source, times = torch.randn(2, 3, 32, 32), torch.tensor([3, 7])
-    return _stepper(model, lambda: F.mse_loss(model(source, times).sample, source), "adamw", None, infer)
+    return stepper(model, lambda: F.mse_loss(model(source, times).sample, source), "adamw", None, infer)
 
 
 _BF16 = torch.bfloat16

@@ -7,7 +7,9 @@
 Predictions are made first, in processes that see no GPU. Then every family runs in one fresh process, case by case:
 peaks after a few steps, the median of three timed steps, and the same case again with memory capped at the predicted
 upper bound. ``position`` 0 is a fresh process; later ones have more kernels loaded, so their context is larger. Cases
-that the time limit leaves no room for are not recorded.
+that the time limit leaves no room for are not recorded. One command does it all in under ten minutes on an H200; run
+again it goes on with the cases that are not recorded for this GPU, driver and PyTorch (``--again``: with all). A case
+that crashes or hangs is recorded as such, and the next one has a fresh process.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ import argparse
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -28,13 +28,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from _gpu_zoo import CASES, FAMILIES, Case, has_eight_bits
+from _gpu_supervisor import Supervisor
+from _gpu_zoo import CASES, Case, has_eight_bits
 from accuracy.table import summary
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE.parent / "measurements" / "gpu_truth.jsonl"
 QUANTITIES = ("allocated", "reserved", "process", "step_s")
-_FAMILY_LIMIT_S = 240.0
+_CASE_LIMIT_S = {"predict": 120.0, "measure": 60.0}
 _WIDTH = 150  # of the table: a case and its error in one line
 
 Record = dict[str, Any]
@@ -43,23 +44,33 @@ Record = dict[str, Any]
 def main() -> None:
     options = _options()
     if options.predict:
-        records = read(options.output)
-        show(records, predictions_of(records))
+        recorded = read(options.output)
+        show(recorded, predictions_of(recorded))
         return
     names = [name for name in CASES if re.search(options.only, name)]
-    families = [family for family in FAMILIES if any(CASES[name].family == family for name in names)]
     end_s = time.monotonic() + options.limit_s
-    capability = _capability(options)
-    predicted = _predict_all(families, names, capability, options)
+    capability, device = _machine(options)
+    if not options.again and not options.dry_run:
+        names = [name for name in names if name not in done(options.output, device)]
+    predicted = _predict_all(names, capability, device, options, end_s)
     records: list[Record] = []
-    for family in families:
-        left_s = min(end_s - time.monotonic(), _FAMILY_LIMIT_S)
-        if left_s > 0:
-            made = _work("measure", family, names, options, {"predicted": predicted, "limit_s": left_s})
-            records += made
+    for family in dict.fromkeys(CASES[name].family for name in names):
+
+        def keep(record: Record) -> None:
+            records.append(record)
             if not options.dry_run:
-                append(options.output, made)
+                append(options.output, [record])
+
+        _work("measure", _cases(names, options, family), options, {"predicted": predicted}, end_s, keep)
     show(records, predicted)
+
+
+def done(path: Path, device: Mapping[str, Any]) -> set[str]:
+    """Cases that were measured on this GPU with these versions."""
+    return {
+        record["case"]["name"] for record in read(path)
+        if not record.get("error") and all(record.get(key) == value for key, value in device.items())
+    }  # fmt: skip
 
 
 def _options() -> argparse.Namespace:
@@ -67,62 +78,64 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--predict", action="store_true", help="only compare what is recorded")
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--only", default="", help="a regular expression of case names")
+    parser.add_argument("--again", action="store_true", help="also what is recorded already")
     parser.add_argument("--limit-s", type=float, default=560.0)
-    parser.add_argument("--jobs", type=int, default=max(min((os.cpu_count() or 2) // 2, 8), 1))
+    parser.add_argument("--jobs", type=int, default=max(min((os.cpu_count() or 2) - 2, 12), 1))
     parser.add_argument("--output", type=Path, default=RECORDS)
     return parser.parse_args()
 
 
-def _capability(options: argparse.Namespace) -> tuple[int, int]:
+def _machine(options: argparse.Namespace) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The GPU's compute capability, and what a record says of where it was made."""
     if options.dry_run:
-        return 8, 0
+        return (8, 0), {"device": "", "torch": "", "driver": ""}
     import torch
+
+    from brim.measure.nvml import driver_version
 
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA GPU here. Use --predict for recorded runs, or --dry-run.")
-    return torch.cuda.get_device_capability(0)
+    told = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "driver": driver_version()}
+    return torch.cuda.get_device_capability(0), told
 
 
 # -- workers --------------------------------------------------------------------------------------------------------
 
 
 def _predict_all(
-    families: list[str], names: list[str], capability: tuple[int, int], options: argparse.Namespace
+    names: list[str], capability: tuple[int, int], device: dict[str, Any], options: argparse.Namespace, end_s: float
 ) -> dict[str, Record]:
-    request = {"capability": list(capability), "device": "" if options.dry_run else _device_name()}
+    """Predictions by name, in several processes that see no GPU."""
+    request = {"capability": list(capability), "device": device["device"]}
+    parts = [names[start :: options.jobs] for start in range(options.jobs)]
+
+    def part(some: list[str]) -> list[Record]:
+        return _work("predict", _cases(some, options), options, request, end_s, lambda record: None)
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        made = pool.map(lambda family: _work("predict", family, names, options, request), families)
-        return {record["case"]["name"]: record for part in made for record in part}
+        return {record["case"]["name"]: record for made in pool.map(part, parts) for record in made}
 
 
-def _device_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0)
+def _cases(names: list[str], options: argparse.Namespace, family: str = "") -> list[Case]:
+    """These cases (of one family) as they can run here."""
+    cases = [CASES[name] for name in names if family in ("", CASES[name].family)]
+    if options.dry_run:
+        return [case.tiny() for case in cases]
+    return [case for case in cases if case.optimizer != "adamw8bit" or has_eight_bits()]
 
 
 def _work(
-    what: str, family: str, names: list[str], options: argparse.Namespace, request: dict[str, Any]
-) -> list[Record]:
-    """One worker's records. A worker that fails is told and leaves what it wrote before."""
-    cases = [CASES[name] for name in names if CASES[name].family == family]
-    if not has_eight_bits() and not options.dry_run:
-        cases = [case for case in cases if case.optimizer != "adamw8bit"]
-    if options.dry_run:
-        cases = [case.tiny() for case in cases]
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "records.jsonl"
-        document = request | {"what": what, "cases": [asdict(case) for case in cases], "result": str(result),
-                              "device_type": "cpu" if options.dry_run else "cuda"}  # fmt: skip
-        asked = Path(folder) / "request.json"
-        asked.write_text(json.dumps(document))
-        environment = dict(os.environ)
-        if what == "predict":
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, str(HERE / "_gpu_truth_worker.py"), str(asked)], env=environment)
-        if done.returncode:
-            print(f"{what} {family}: the worker ended with {done.returncode}", file=sys.stderr)
-        return read(result)
+    what: str, cases: list[Case], options: argparse.Namespace, request: dict[str, Any], end_s: float,
+    told: Callable[[Record], None],
+) -> list[Record]:  # fmt: skip
+    environment = dict(os.environ)
+    if what == "predict":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    supervisor = Supervisor(
+        script=HERE / "_gpu_truth_worker.py", environment=environment, case_limit_s=_CASE_LIMIT_S[what], end_s=end_s,
+        request=request | {"what": what, "device_type": "cpu" if options.dry_run else "cuda"},
+    )  # fmt: skip
+    return supervisor.run([asdict(case) for case in cases], told)
 
 
 def predictions_of(records: list[Record]) -> dict[str, Record]:

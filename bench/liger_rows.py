@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import liger_losses
+import liger_scores
+
 Step = Callable[[], Any]
 CAPABILITIES = {"A100": (8, 0), "3090": (8, 6), "4090": (8, 9), "H100": (9, 0), "B200": (10, 0)}
 
@@ -307,16 +310,26 @@ def _experts(
 
 BUILDERS: dict[tuple[str, str], Callable[[dict[str, Any], int, str], Step]] = {
     ("cross_entropy", "huggingface"): cross_entropy,
+    ("distill_cosine_loss", "torch"): liger_losses.distill_cosine,
+    ("distill_jsd_loss", "torch"): liger_losses.distill_jsd,
     ("fused_add_rms_norm", "huggingface"): fused_add_rms_norm,
+    ("fused_linear_cpo_loss", "huggingface"): liger_losses.cpo,
     ("fused_linear_cross_entropy", "huggingface"): fused_linear_cross_entropy,
+    ("fused_linear_grpo_loss_token", "torch"): liger_losses.grpo,
     ("fused_linear_jsd", "torch"): fused_linear_jsd,
     ("fused_moe", "huggingface"): fused_moe,
     ("fused_neighborhood_attention", "torch"): fused_neighborhood_attention,
     ("geglu", "huggingface"): _llama_mlp,
     ("jsd", "torch"): jsd,
+    ("kto_loss", "huggingface"): liger_losses.kto,
     ("layer_norm", "huggingface"): layer_norm,
+    ("llama4_rope", "huggingface"): liger_scores.llama4_rope,
+    ("megatron_cross_entropy", "megatron-unfused"): liger_scores.megatron_cross_entropy,
+    ("multi_token_attention", "torch"): liger_scores.multi_token_attention,
     ("rope", "huggingface"): rope,
     ("softmax", "torch"): softmax,
+    ("sparse_multi_token_attention", "torch"): liger_scores.sparse_multi_token_attention,
+    ("sparsemax", "torch"): liger_scores.sparsemax,
     ("swiglu", "huggingface"): _llama_mlp,
     ("tiled_swiglu", "huggingface"): _llama_mlp,
     ("tvd", "torch"): tvd,

@@ -17,6 +17,7 @@ from brim.techniques.optimizer_offload import OptimizerOffload, apply
 WIDTH, WORDS = 16, 24
 MIB = 1 << 20
 Make = Callable[[Any], torch.optim.Optimizer]
+PLACES = [("cpu", "disk"), ("emulated", "ram"), ("emulated", "disk")]  # a machine, and where states rest
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from brim.core import Timeline
-from brim.core.hardware import RAM, VRAM
+from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory, fake_memory
+from brim.techniques.activation_offload import ActivationOffload, apply
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCKS = tuple(f"blocks.{index}" for index in range(5))
@@ -73,3 +75,18 @@ def step(net: nn.Module, x: torch.Tensor, seed: int = 7) -> list[torch.Tensor]:
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def fit(net: nn.Module, memory: Memory, blocks: Any = BLOCKS, **options: Any) -> ActivationOffload:
+    return apply(net, blocks, memory, **{"smallest_bytes": SMALLEST, "window_bytes": WINDOW} | options)
+
+
+def moved_bytes(memory: Memory) -> tuple[int, int]:
+    """Out and in."""
+    home = DISK if memory.host is None else RAM
+    copied, compute = memory.recorder.copied_bytes, memory.compute.tier
+    return copied.get((compute, home), 0), copied.get((home, compute), 0)
+
+
+def held_bytes(memory: Memory) -> tuple[int, int]:
+    return memory.compute.held_bytes, memory.ram.held_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import threading
@@ -16,7 +17,11 @@ from brim.run.checkpoint import Checkpointer, Tensors
 from brim.run.checkpoint_reading import Checkpoint
 
 # Every way in which a checkpoint's thread touches the disk.
-CALLS = ("mkdir", "open", "pwrite", "fsync", "preadv", "rename", "unlink", "rmdir", "scandir", "close")
+CALLS = [(os, name) for name in ("mkdir", "open", "pwrite", "fsync", "preadv", "rename", "unlink", "rmdir")]
+CALLS += [(os, name) for name in ("scandir", "listdir", "stat", "close")] + [(builtins, "open")]
+
+
+_COPIED = Path(__file__).with_name("conftest.py").absolute()  # any file will do
 
 
 def content(seed: int) -> dict[str, torch.Tensor]:
@@ -39,7 +44,7 @@ def save(keeper: Checkpointer, step: int, seed: int) -> None:
         step,
         [tensors_of(seed), tensors_of(seed + 1, "optimizer")],
         state={"seed": seed, "step": step},
-        files={"config.json": b'{"model_type": "none"}'},
+        files={"config.json": b'{"model_type": "none"}', "tokenizer.txt": _COPIED},
     )
 
 
@@ -79,6 +84,6 @@ def watched(before: Callable[[int], None]) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for name in CALLS:
-            stack.enter_context(mock.patch.object(os, name, wrapped(getattr(os, name))))
+        for owner, name in CALLS:
+            stack.enter_context(mock.patch.object(owner, name, wrapped(getattr(owner, name))))
         yield

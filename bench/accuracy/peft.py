@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -26,10 +27,14 @@ from accuracy import ground_truth
 from accuracy.table import Row
 from brim.catalog.gpus import gpu as find_gpu
 from brim.catalog.presets import model as preset
+from brim.core import Trace
 from brim.errors import BrimError
+from brim.estimation.insertion import deepened
 
 STEPS = 2
 LONGEST = 768
+_LAYERS = 28
+_FEW = (2, 3, 4)
 _SHORT = 256  # of the batch that creates the optimizer's state
 # What the table's copy of a configuration leaves out: experiments/osf/llama-3.2-3B-rank128/adapter_config.json there.
 _LEFT_OUT: dict[str, dict[str, Any]] = {
@@ -40,17 +45,23 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
 }
 
 
-def _model(row: dict[str, str]) -> Any:
-    settings = dict(preset(row["model"]).config)
+def _model(row: dict[str, str], layers: int) -> Any:
+    settings = dict(preset(row["model"]).config) | {"num_hidden_layers": layers}
     config: Any = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, row["dtype"])).to("cuda")
     if row["peft_type"] == "FULL":
         return model
     given = json.loads(row["peft_config"]) | _LEFT_OUT.get(row["experiment"], {})
+    if given.get("adapter_layers") == _LAYERS:
+        given["adapter_layers"] = layers
     kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(given.pop("peft_type"))]
     fields = {field.name for field in dataclasses.fields(kind)}
     chosen = kind(**{name: value for name, value in given.items() if name in fields})
-    return peft.get_peft_model(model, chosen, autocast_adapter_dtype=row["autocast_adapter_dtype"] == "True")
+    made = peft.get_peft_model(model, chosen, autocast_adapter_dtype=row["autocast_adapter_dtype"] == "True")
+    for name, parameter in made.named_parameters():
+        if ".ranknum." in name:  # AdaLoRA's counters are not among the measured runs' trained parameters
+            parameter.requires_grad_(False)
+    return made
 
 
 def _optimizer(row: dict[str, str], model: Any) -> torch.optim.Optimizer:
@@ -62,21 +73,31 @@ def _optimizer(row: dict[str, str], model: Any) -> torch.optim.Optimizer:
     return getattr(torch.optim, row["optimizer"])(model.parameters(), **options)  # type: ignore[no-any-return]
 
 
-def _check_trained(row: dict[str, str], model: Any) -> None:
+def _check_trained(row: dict[str, str], model: Any, layers: int) -> None:
     """The adapter is the measured one if as many parameters are trained."""
+    if layers < _LAYERS:
+        return
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     measured = int(row["num_trainable_params"])
     if trained != measured:
         print(f"{row['experiment']}: {trained:,} parameters trained here, {measured:,} there", file=sys.stderr)
 
 
-def build(row: dict[str, str]) -> Callable[[], Callable[[], None]]:
+def _clip(model: Any) -> None:
+    """``clip_grad_norm_`` but for its table of norms, four bytes a parameter: its size differs with the depth."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norms = torch._foreach_norm(gradients)
+    coefficient = 1.0 / (norms[0] + 1e-6)
+    torch._foreach_mul_(gradients, torch.clamp(coefficient, max=1.0))
+
+
+def build(row: dict[str, str], layers: int = _LAYERS) -> Callable[[], Callable[[], None]]:
     """One experiment's training step, with the loop's variables alive from step to step."""
 
     def loop() -> Iterator[None]:
-        model = _model(row)
+        model = _model(row, layers)
         optimizer = _optimizer(row, model)
-        _check_trained(row, model)
+        _check_trained(row, model, layers)
         model.train()
         yield
         for tokens in (_SHORT, LONGEST):
@@ -90,7 +111,7 @@ def build(row: dict[str, str]) -> Callable[[], Callable[[], None]]:
             outputs = model(**batch, num_items_in_batch=shape[0] * shape[1])
             loss = outputs.loss
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            _clip(model)
             optimizer.step()
             yield
 
@@ -106,12 +127,33 @@ def build(row: dict[str, str]) -> Callable[[], Callable[[], None]]:
     return make
 
 
-def predict(row: dict[str, str]) -> Row:
-    started = time.perf_counter()
+def _traced(row: dict[str, str]) -> Trace:
+    """From three traces of a few layers where all are alike (``brim.estimation.insertion``), else from one of all."""
     card = find_gpu(row["gpu"])
     major, minor = (card.compute_capability or "8.9").split(".")
-    made = brim.trace(build(row), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
-    timeline = brim.simulate(made, gpu=card.name)
+
+    def traced(layers: int) -> Trace:
+        return brim.trace(build(row, layers), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
+
+    few = [_begun(traced(layers)) for layers in _FEW]
+    found = deepened(few, _LAYERS - _FEW[0])
+    return _begun(traced(_LAYERS)) if found is None else found.trace
+
+
+def _begun(made: Trace) -> Trace:
+    """Without what came and went while the model was built: ``empty_cache`` follows, and peft's order is its own."""
+    start = made.step_starts[0]
+    kept = (storage for storage in made.storages if storage.died is None or storage.died >= start)
+    return replace(
+        made,
+        ops=tuple(op for op in made.ops if op.at >= start),
+        storages=tuple(replace(storage, id=index) for index, storage in enumerate(kept)),
+    )
+
+
+def predict(row: dict[str, str]) -> Row:
+    started = time.perf_counter()
+    timeline = brim.simulate(_traced(row), gpu=find_gpu(row["gpu"]).name)
     return Row(
         name=row["experiment"].replace("/llama-3.2-3B", ""),
         predicted_bytes=timeline.peak_bytes.reserved,

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from brim.estimation.estimate import estimate as estimate
     from brim.estimation.simulation import simulate as simulate
     from brim.measure.probe import probe as probe
+    from brim.measure.watch import watch as watch
     from brim.predict.tracer import trace as trace
     from brim.run.fit import fit as fit
     from brim.run.inference import load as load
@@ -23,9 +24,10 @@ _EXPORTS = {
     "probe": "brim.measure.probe",
     "simulate": "brim.estimation.simulation",
     "trace": "brim.predict.tracer",
+    "watch": "brim.measure.watch",
 }
 
-__all__ = ["__version__", "estimate", "fit", "load", "probe", "simulate", "trace"]
+__all__ = ["__version__", "estimate", "fit", "load", "probe", "simulate", "trace", "watch"]
 
 
 def __getattr__(name: str) -> Any:

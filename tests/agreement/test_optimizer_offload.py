@@ -25,7 +25,9 @@ def facts(memory: Memory, timeline: Timeline, written_bytes: int) -> Facts:
     """Allocations of each tier in their order, all moves (lanes run beside one another), peaks and totals."""
     events = list(timeline)
     return {
-        "pools": [(e.kind.name, e.tier, e.bytes, e.label) for e in events if e.kind is not EventKind.COPY],
+        "pools": [
+            (e.kind.name, e.tier, e.bytes, e.label) for e in events if e.kind not in (EventKind.COPY, EventKind.IDLE)
+        ],
         "moves": Counter((e.source, e.tier, e.bytes, e.label) for e in events if e.kind is EventKind.COPY),
         "peaks": {pool.tier: pool.peak_bytes for pool in (memory.compute, memory.ram)},
         "copied": dict(memory.recorder.copied_bytes),

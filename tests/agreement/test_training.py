@@ -28,23 +28,7 @@ pytestmark = [
 ]
 
 # The loop that everybody writes; it holds weights, gradients and two moments: over 2.1 GB.
-PLAIN = """
-import json, sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from brim.run.data import Batches, open_data
-folder, data, seq, steps, lr = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])
-batches = Batches(open_data(data, AutoTokenizer.from_pretrained(folder), seq), 1, seed=0, pad_to=seq)
-model = AutoModelForCausalLM.from_pretrained(folder).train()
-optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
-losses = []
-for _ in range(steps):
-    loss = model(**next(batches)).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-print(json.dumps(losses))
-"""
+PLAIN = Path(__file__).parents[1] / "trainings.py"
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +89,7 @@ def test_full_fine_tuning_in_900_mib_has_the_losses_of_plain_pytorch(
     arguments += ["--checkpointing", "full", "--offload-optimizer", "disk", "--offload-activations", "0"]
     found, growth_bytes = watched(arguments, probed_home)
     plain = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(smollm2), str(text), str(SEQ), str(STEPS), str(LR)],
+        [sys.executable, str(PLAIN), str(smollm2), str(text), str(STEPS), str(SEQ), "1", str(LR)],
         capture_output=True, text=True, check=True, env=environment(probed_home),
     )  # fmt: skip
     assert found["losses"] == json.loads(plain.stdout)

@@ -25,7 +25,6 @@ from brim.run.fitted import apply_choice
 from brim.run.fitting import emulated_hardware
 from brim.run.training_choice import Choice
 from brim.run.training_prediction import Prediction, Rehearsal
-from brim.techniques import checkpointing
 from brim.techniques.blocks import find_blocks
 from brim.techniques.micro_batch import split
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, RING_SLOTS, STAGING_SLOTS, Weights

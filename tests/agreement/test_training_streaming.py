@@ -182,6 +182,8 @@ def lanes(timeline: Timeline) -> Events:
     """Events by lane: between lanes there is no order."""
     found: Events = {}
     for e in timeline:
+        if e.kind is EventKind.IDLE:
+            continue  # how long compute waited differs from run to run
         lane = f"{e.source} -> {e.tier}" if e.kind is EventKind.COPY else f"{e.tier} pool"
         found.setdefault(lane, []).append((e.kind.name, e.tier, e.bytes, e.label))
     return found

@@ -37,6 +37,8 @@ def lanes(timeline: Timeline) -> Events:
     """
     found: Events = {}
     for e in timeline:
+        if e.kind is EventKind.IDLE:
+            continue  # how long compute waited differs from run to run
         lane = f"{e.source} -> {e.tier}" if e.kind is EventKind.COPY else f"{e.tier} pool"
         if e.label == "bounce buffer":
             lane += ", bounce"

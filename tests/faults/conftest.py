@@ -1,14 +1,17 @@
-"""A machine that is known, a folder for scratch files, and small models to damage."""
+"""A machine that is known, a folder for scratch files, and small models to damage or to train."""
 
 from __future__ import annotations
 
+import gc
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from machine import cache, probed_home
 from tiny_model import save_llama
+from trainings import remember_predictions, write_text
 
 __all__ = ["cache", "llama", "probed_home", "saved_llama", "scratch"]
 
@@ -30,3 +33,26 @@ def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama(saved_llama: Path, tmp_path: Path) -> Path:
     """A small model to damage: one file."""
     return shutil.copytree(saved_llama, tmp_path / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose training steps take milliseconds."""
+    return save_llama(tmp_path_factory.mktemp("saved") / "tiny", hidden=16, layers=2)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
+
+
+@pytest.fixture
+def quick_trainings() -> Iterator[None]:
+    """For tests of many trainings: what each choice takes is predicted once, and garbage is looked for only among
+    what comes now."""
+    forget = remember_predictions()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    forget()

@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,25 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from brim.run.checkpoint import Checkpointer
 from brim.run.checkpoint_reading import latest
+from forked import forked, was_killed
 from saved_steps import hidden, is_whole, save, save_now, watched
-
-
-def forked(child: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child()
-            os._exit(0)
-        finally:
-            traceback.print_exc()
-            os._exit(1)
-    return pid
-
-
-def was_killed(pid: int) -> bool:
-    status = os.waitpid(pid, 0)[1]
-    assert os.WIFSIGNALED(status) or status == 0
-    return os.WIFSIGNALED(status)
 
 
 def die(at: int) -> Callable[[int], None]:

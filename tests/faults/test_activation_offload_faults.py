@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from brim.errors import BrimError, BudgetError, TransferError
-from brim.memory.pool import Buffer, Pool
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Ticket
 from brim.techniques.activation_offload import ActivationOffload, apply
+from failing import Allocations
 from offloaded_activations import KIB, TIERS, Net, example, same, step
 from tiny_model import held
 
@@ -141,33 +141,20 @@ def test_a_disk_budget_that_is_too_small_is_named_and_a_larger_one_works() -> No
 def test_wherever_memory_ends_the_step_is_right_or_one_error(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     want, x = step(Net(blocks=1), example()), example()
     net, handle = fitted(memory)
-    enter, calls, bad = Pool._enter, [0], [0]
-
-    def counted(self: Pool, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
-        calls[0] += 1
-        if calls[0] != bad[0]:
-            return enter(self, bytes, label, make)
-        self.settle()
-        limit, self.limit_bytes = self.limit_bytes, self.held_bytes + bytes - 1
-        try:
-            return enter(self, bytes, label, make)
-        finally:
-            self.limit_bytes = limit
-
-    monkeypatch.setattr(Pool, "_enter", counted)
+    allocations = Allocations(monkeypatch)
     assert same(want, step(net, x))
-    total = calls[0]
+    total = allocations.count
     assert total >= 5
     for n in range(1, total + 1):
         handle.settle()
-        calls[0], bad[0] = 0, n
+        allocations.fail(n)
         try:
             assert same(want, step(net, x))
         except BudgetError as error:
             assert error.smallest_bytes
             del error
-        assert calls[0] >= n
-        bad[0] = 0
+        assert allocations.count >= n
+        allocations.fail(0)
         check_nothing_is_left(memory, handle)
         assert same(want, step(net, x))
 

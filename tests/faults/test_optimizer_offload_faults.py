@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from brim.errors import BrimError, BudgetError, TransferError
-from brim.memory.pool import Buffer, Pool
 from brim.memory.tiers import Memory
 from brim.techniques.away import Away
 from brim.techniques.optimizer_offload import OptimizerOffload, apply
+from failing import Allocations, Calls, full
 from offloaded import Words, assert_same, assert_same_state, backward, groups, machine, make, train
 from tiny_model import held
 
@@ -69,23 +69,11 @@ def test_wherever_memory_ends_nothing_is_lost(
 ) -> None:
     twin, plain = make_both()
     train(twin, plain, steps=range(2))
-    enter, calls, bad = Pool._enter, [0], [0]
-
-    def counted(self: Pool, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
-        calls[0] += 1
-        if calls[0] != bad[0]:
-            return enter(self, bytes, label, make)
-        limit, self.limit_bytes = self.limit_bytes, self.held_bytes + bytes - 1
-        try:
-            return enter(self, bytes, label, make)
-        finally:
-            self.limit_bytes = limit
-
-    monkeypatch.setattr(Pool, "_enter", counted)
+    allocations = Allocations(monkeypatch)
     before, total = held(), 1
     n = 0
     while n <= total:
-        calls[0], bad[0] = 0, n
+        allocations.fail(n)
         memory = machine(kind, folder)
         model, optimizer = make_both()
         options: dict[str, Any] = {"states": states, "gradients": gradients, "block_bytes": 3000}
@@ -107,24 +95,9 @@ def test_wherever_memory_ends_nothing_is_lost(
         assert is_plain(model, optimizer)
         assert memory.ram.held_bytes == memory.compute.held_bytes == 0
         memory.close()
-        total, n = (calls[0] if n == 0 else total), n + 1
+        total, n = (allocations.count if n == 0 else total), n + 1
     assert total >= 2  # at least the buffers that states and gradients pass through
     assert held() == before
-
-
-class Failing:
-    """``os.<name>`` fails at the call number ``at``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
-        self._real, self._code = getattr(os, name), code
-        self.calls = self.at = 0
-        monkeypatch.setattr(os, name, self)
-
-    def __call__(self, *args: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.at:
-            raise OSError(self._code, os.strerror(self._code))
-        return self._real(*args)
 
 
 @pytest.mark.parametrize(("name", "code"), [("pwrite", errno.ENOSPC), ("preadv", errno.EIO)])
@@ -134,13 +107,13 @@ def test_a_disk_that_fails_once_is_one_error_and_the_step_goes_on(
 ) -> None:
     twin, plain = make_both()
     train(twin, plain, steps=range(2))
-    fault = Failing(monkeypatch, name, code)
+    fault = Calls(monkeypatch, name, code)
     n, total = 0, 1
     while n <= total:
         memory = machine("cpu", folder)
         model, optimizer = make_both()
         handle = apply(model, optimizer, memory, states="disk", block_bytes=3000, buffer_bytes=buffer_bytes)
-        fault.calls, fault.at = 0, n
+        fault.fail(n)
         errors = 0
         for step in range(2):
             backward(model, step)
@@ -153,7 +126,7 @@ def test_a_disk_that_fails_once_is_one_error_and_the_step_goes_on(
         assert is_plain(model, optimizer)
         assert memory.ram.held_bytes == 0
         memory.close()
-        total, n = (fault.calls if n == 0 else total), n + 1
+        total, n = (fault.count if n == 0 else total), n + 1
     assert total > 4
 
 
@@ -175,7 +148,7 @@ def test_a_disk_that_stays_full_is_told_at_each_step_and_the_optimizer_can_be_gi
     model, optimizer = make_both()
     handle = apply(model, optimizer, memory, states="disk", block_bytes=3000)
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", _full)
+    monkeypatch.setattr(os, "pwrite", full)
     backward(model, 0)
     backward(twin, 0)
     for _ in range(3):
@@ -188,10 +161,6 @@ def test_a_disk_that_stays_full_is_told_at_each_step_and_the_optimizer_can_be_gi
     handle.remove()
     assert_same_state(optimizer.state_dict(), plain.state_dict())
     memory.close()
-
-
-def _full(*_: object) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_disk_budget_that_is_too_small_is_told_before_anything_is_changed(folder: Path) -> None:

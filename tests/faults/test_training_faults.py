@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import TransferError
 from brim.run.fitting import Need, machine, make_plan, put_in_force
 from brim.techniques.weight_streaming import Weights, WeightStreaming
+from failing import Calls
 from streamed import MIB, X, make_net
 from tiny_model import held
 
@@ -34,22 +34,6 @@ def fit(request: pytest.FixtureRequest) -> Callable[[nn.Module], WeightStreaming
         return put_in_force(net, partition, plan, hardware, Weights(), request.param, training=True)
 
     return fit
-
-
-class Calls:
-    """A system call that fails at chosen times, as the kernel makes it fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
-        self.count = 0
-        self.bad: Callable[[int], bool] = lambda call: False
-        self._code, self._call = code, getattr(os, name)
-        monkeypatch.setattr(os, name, self)
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.count += 1
-        if self.bad(self.count):
-            raise OSError(self._code, os.strerror(self._code))
-        return self._call(*arguments)
 
 
 def gradients(net: nn.Module) -> list[torch.Tensor]:
@@ -74,7 +58,8 @@ def test_any_one_failed_read_is_one_error_and_the_next_step_works(
     per_step = reads.count // 2
     assert per_step >= 5
     for n in range(1, per_step + 1):
-        reads.count, reads.bad, failed = 0, lambda call, n=n: call == n, 0
+        failed = 0
+        reads.fail(n)
         for _ in range(3):  # reads are ahead of use
             try:
                 assert same(gradients(net), wanted)

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "estimate": ("brim.cli.estimate:estimate", "Predict what a step of training or generation takes, without a GPU."),
     "explain": (
         "brim.cli.explain:explain",
-        "Explain what memory did, and what it would have done under other settings.",
+        "Explain what memory did: why it ran out, what took it, what would help.",
     ),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),

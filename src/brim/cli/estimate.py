@@ -2,107 +2,156 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from brim.cli.options import json_option, print_json
+from brim.cli.options import html_option, json_option, print_json, write_html
+from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from brim.estimation.estimate import Estimate
+    from brim.estimation.estimate import Estimate, Study
     from brim.estimation.growth import Growth
-    from brim.estimation.models import Source
-    from brim.estimation.workload import Workload
 
 _MOST_MODULES = 12
 
 
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Everything but MODEL, in the order of the help."""
+    options = [
+        click.option("--task", default="train", show_default=True, help="train or generate."),
+        click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once."),
+        click.option(
+            "--seq", type=int, help="Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]"
+        ),
+        click.option(
+            "--precision",
+            help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the configuration's]",
+        ),
+        click.option(
+            "--optimizer",
+            help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit. [default: adamw]",
+        ),
+        click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
+        click.option("--checkpointing", help="none, selective or full. [default: none]"),
+        click.option(
+            "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
+        ),
+        click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".'),
+        click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
+        click.option(
+            "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
+        ),
+        html_option,
+        json_option,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command()
 @click.argument("model")
-@click.option("--task", default="train", show_default=True, help="train or generate.")
-@click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once.")
-@click.option("--seq", type=int, help="Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]")
-@click.option(
-    "--precision",
-    help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the configuration's]",
-)
-@click.option(
-    "--optimizer",
-    help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit. [default: adamw]",
-)
-@click.option("--method", help="full or lora (PEFT's defaults). [default: full]")
-@click.option("--checkpointing", help="none, selective or full. [default: none]")
-@click.option(
-    "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
-)
-@click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".')
-@click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]")
-@click.option(
-    "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
-)
-@json_option
+@_options
 def estimate(
     model: str,
-    task: str,
-    batch: int,
-    seq: int | None,
-    precision: str | None,
-    optimizer: str | None,
-    method: str | None,
-    checkpointing: str | None,
     gpu: str | None,
     alloc_conf: str,
-    new_tokens: int | None,
     explain_formula: bool,
+    html: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Predict what a step of training or generation takes, without a GPU.
 
     MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, or file.py:function. The
     function returns a step to trace, or a model and its inputs as a pair.
     """
+    if not explain_formula:
+        _report(model, options, gpu, alloc_conf, html, as_json)
+    elif html is None:
+        _explain(model, options, as_json)
+    else:
+        raise UsageError("--html was given with --explain-formula.", "Nothing is traced, so there is no picture.")
+
+
+def _report(
+    model: str, settings: dict[str, Any], gpu: str | None, alloc_conf: str, html: Path | None, as_json: bool
+) -> None:
     from rich.console import Console
 
     from brim.estimation.workload import Workload
 
-    workload = Workload(
-        task=task, batch=batch, seq=seq, precision=precision, optimizer=optimizer, method=method,
-        checkpointing=checkpointing, new_tokens=new_tokens,
-    )  # fmt: skip
-    progress = Console(stderr=True)
-    with progress.status("Loading PyTorch"):
+    workload = Workload(**settings)
+    with Console(stderr=True).status("Loading PyTorch") as status:
         from brim.estimation.estimate import Study, hardware_of
         from brim.estimation.models import find_model
         from brim.estimation.simulation import place_of
 
         place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
-    if explain_formula:
-        _explain(source, workload, as_json)
-        return
-    with progress.status("Tracing one step on fake tensors") as status:
+        status.update("Tracing one step on fake tensors")
         study = Study(source, workload, place, hardware, alloc_conf)
         found = study.estimate()
-        if not as_json:
-            status.update("Solving for other sizes")
-            growth = study.growth()
-    if as_json:
+        status.update("Solving for other sizes")
+        growth = None if as_json else study.growth()
+    if html is not None:
+        _write_html(html, study, found)
+    if growth is None:
         print_json(found.to_json())
     else:
         _print(found, growth)
 
 
-def _explain(source: Source, workload: Workload, as_json: bool) -> None:
+def _write_html(path: Path, study: Study, found: Estimate) -> None:
+    """What memory does on this GPU; of a step that does not fit, also what it would do without end."""
+    import dataclasses
+
+    from brim.estimation.simulation import simulate
+    from brim.report.html import Table, View
+
+    here = simulate(study.trace, study.place, study.alloc_conf)
+    views = [View(timeline=here)]
+    if found.fits is False:
+        endless = dataclasses.replace(study.place, total_bytes=None)
+        rest = simulate(study.trace, endless, study.alloc_conf)
+        views.append(View(timeline=rest, title=f"{found.model} (predicted, if memory had no end)"))
+    peak = found.peak_bytes
+    rows = [
+        ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),
+        ("reserved", peak.reserved, "what the allocator holds for them"),
+        ("process", peak.process, "and the CUDA context, as nvidia-smi counts"),
+        *((f"+ {margin.name}", margin.bytes, margin.why) for margin in found.margins),
+        ("safe upper bound", found.upper_bound_bytes, ""),
+    ]
+    table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
+    where = f" on {found.gpu}" if found.gpu else ""
+    failed = [f"It does not fit. {found.out_of_memory}"] if found.fits is False else []
+    told = Table(title="What was assumed", columns=("note",), rows=tuple((note,) for note in found.notes))
+    title = f"{found.model}{where}: {found.workload.describe()}"
+    write_html(path, views, title=title, tables=[table, told], notes=failed)
+
+
+def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
     import dataclasses
 
     from rich.console import Console
 
-    from brim.estimation.closed_forms import closed_forms
+    with Console(stderr=True).status("Loading PyTorch"):
+        from brim.estimation.closed_forms import closed_forms, forms_of_weights
+        from brim.estimation.models import find_model, weights_of
+        from brim.estimation.workload import Workload
 
-    forms = closed_forms(source, workload)
+    files = weights_of(Path(model)) if model else []
+    if files:
+        forms = forms_of_weights(files, settings["precision"])
+    else:
+        forms = closed_forms(find_model(model), Workload(**settings))
     if as_json:
         print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
         return
@@ -181,8 +230,8 @@ def _growth(growth: Growth) -> list[Table]:
 def _last_lines(console: Console, found: Estimate, growth: Growth) -> None:
     if growth.largest_batch is not None:
         console.print(f"largest batch that fits: {growth.largest_batch:,}", markup=False)
-    elif not growth.batches and found.workload.task:
-        console.print("other batches are not solved: the step does other things at other sizes", markup=False)
+    elif growth.why_not:
+        console.print(f"other batches are not solved: {growth.why_not}", markup=False)
     time = f", {format_seconds(found.step_s)} by roofline" if found.step_s is not None else ""
     console.print(f"{found.flops:,} FLOP a step{time}", markup=False)
     if found.not_modelled:

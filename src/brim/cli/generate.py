@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from brim.cli.options import BYTES, device_option, json_option, print_json
+from brim.cli.options import BYTES, device_option, html_option, json_option, print_json, write_html
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -26,19 +27,9 @@ if TYPE_CHECKING:
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")
 @click.option("--verify", is_flag=True, help="First compare a hub download with its SHA-256: reads all of it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
+@html_option
 @json_option
-def generate(
-    model: str,
-    prompt: str,
-    vram: int | None,
-    ram: int | None,
-    device: str,
-    max_new_tokens: int,
-    chat: bool | None,
-    verify: bool,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def generate(model: str, html: Path | None, as_json: bool, **options: Any) -> None:
     """Generate text with a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
@@ -46,17 +37,7 @@ def generate(
     from brim.run.generation import Request
     from brim.run.generation import generate as run
 
-    request = Request(
-        model=model,
-        prompt=prompt,
-        vram=vram,
-        ram=ram,
-        device=device,  # type: ignore[arg-type]  # click's choice has checked it
-        max_new_tokens=max_new_tokens,
-        chat=chat,
-        verify=verify,
-        trust_remote_code=trust_remote_code,
-    )
+    request = Request(model=model, **options)
     progress = Console(stderr=True)
     with progress.status("starting", spinner="dots") as status:
 
@@ -71,11 +52,37 @@ def generate(
                 sys.stdout.flush()
 
         result = run(request, on_stage=on_stage, on_text=on_text)
+    if html is not None:
+        _write_html(html, result)
     if as_json:
         print_json(result.to_json())
         return
     sys.stdout.write("\n")
     _summary(result, progress)
+
+
+def _write_html(path: Path, result: Generation) -> None:
+    from brim.report.html import Table, View
+
+    plan = result.plan
+    promised, measured = result.promised_bytes, result.measured_bytes
+    rows = tuple(
+        (tier.upper(), plan.budget_bytes[tier], promised[tier], measured[tier]) for tier in plan.budget_bytes
+    )
+    memory = Table(
+        title="Memory, promised and measured",
+        columns=("tier", "budget_bytes", "promised_bytes", "measured_bytes"),
+        rows=rows,
+        note="Measured is the whole process; the picture shows what brim's pools held.",
+    )
+    time = Table(
+        title="Time per token",
+        columns=("promised_s", "measured_s", "eta"),
+        rows=((plan.promise.step_s, result.s_per_token, result.eta),),
+        note="Eta is the least time that this machine's probe allows, over the time that was taken.",
+    )
+    view = View(timeline=result.timeline, plan=plan)
+    write_html(path, [view], title=f"{plan.model}: {plan.task}", tables=[memory, time])
 
 
 def _summary(result: Generation, console: Console) -> None:

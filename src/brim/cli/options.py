@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from brim.errors import UsageError
-from brim.units import parse_bytes
+from brim.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from brim.report.html import Table, View
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,12 +30,31 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             self.fail(" ".join(str(error).split("\n")), param, ctx)
 
 
+class OutputFile(click.Path):
+    """A file in a folder that exists: said at once, not after a run of hours."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Any = super().convert(value, param, ctx)
+        if not Path(path).parent.is_dir():
+            self.fail(f"'{Path(path).parent}' is not a folder.", param, ctx)
+        return path
+
+
 BYTES = _Bytes()
 
 
 def json_option(command: F) -> F:
     """``--json``, given to the command as ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(command)
+
+
+def html_option(command: F) -> F:
+    """``--html``, given to the command as ``html``: None, or where ``write_html`` is to write."""
+    text = "Also write a report with pictures: one file, no network."
+    return click.option("--html", type=OutputFile(), help=text)(command)
 
 
 def device_option(command: F) -> F:
@@ -41,5 +64,20 @@ def device_option(command: F) -> F:
     return click.option("--device", type=choice, default="auto", show_default=True, help=text)(command)
 
 
+def readable(text: str) -> str:
+    """``text`` with nothing in it that a terminal would obey or could not show, line ends included."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def print_json(document: dict[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2))
+
+
+def write_html(
+    path: Path, views: Sequence[View], *, title: str, tables: Sequence[Table] = (), notes: Sequence[str] = ()
+) -> None:
+    """Write the report and say so on stderr."""
+    from brim.report.html import write
+
+    size = write(path, views, title=title, tables=tables, notes=notes)
+    click.echo(f"report: {path} ({format_bytes(size)})", err=True)

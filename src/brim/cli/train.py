@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from brim.cli.options import BYTES, device_option, json_option, print_json
+from brim.cli.options import BYTES, device_option, html_option, json_option, print_json, write_html
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def _auto_choice(*values: str) -> click.Choice:  # type: ignore[type-arg]
     return click.Choice(["auto", *values])
 
 
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Everything but MODEL, in the order of the help."""
-    options = [
+def _what() -> list[Callable[..., Any]]:
+    """The data, the budget and the course of the training."""
+    return [
         click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL or plain text."),
         click.option(
             "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the model goes."
@@ -73,6 +73,12 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--clip-norm", type=click.FloatRange(min=0, min_open=True), help="Largest norm of all gradients."
         ),
+    ]
+
+
+def _how() -> list[Callable[..., Any]]:
+    """Techniques, which the planner chooses where they are not given, and what is kept."""
+    return [
         click.option("--optimizer", default="adamw", show_default=True),
         click.option("--precision", default="auto", show_default=True),
         click.option(
@@ -89,9 +95,12 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
-        json_option,
     ]
-    for option in reversed(options):
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Everything but MODEL, in the order of the help."""
+    for option in reversed([*_what(), *_how(), html_option, json_option]):
         command = option(command)
     return command
 
@@ -99,7 +108,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @click.argument("model")
 @_options
-def train(model: str, as_json: bool, disk: tuple[str, int | None] | None, **options: Any) -> None:
+def train(model: str, html: Path | None, as_json: bool, disk: tuple[str, int | None] | None, **options: Any) -> None:
     """Train a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's
@@ -123,6 +132,8 @@ def train(model: str, as_json: bool, disk: tuple[str, int | None] | None, **opti
             console.print(text, highlight=False)
 
         result = run(request, on_stage=status.update, on_step=on_step, on_note=on_note)
+    if html is not None:
+        _write_html(html, result)
     if as_json:
         print_json(result.to_json())
         return
@@ -139,6 +150,30 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
     made["offload_optimizer"] = {"auto": None, "none": "keep"}.get(offload, offload)
     made["stream_weights"] = None if made["stream_weights"] == "auto" else False
     return made
+
+
+def _write_html(path: Path, result: Training) -> None:
+    from brim.report.html import Table, View
+
+    budget, promised = result.plan.budget_bytes, result.promised_bytes
+    memory = Table(
+        title="Memory, promised and measured",
+        columns=("tier", "budget_bytes", "promised_bytes", "measured_bytes"),
+        rows=tuple(
+            (tier.upper(), budget.get(tier), promised.get(tier), measured)
+            for tier, measured in result.measured_bytes.items()
+        ),
+        note="Measured is the whole process; the picture shows what brim's pools held.",
+    )
+    time = Table(
+        title="Time per step",
+        columns=("promised_s", "measured_s"),
+        rows=((result.plan.promise.step_s, result.step_s),),
+    )
+    losses = Table(title="Loss", columns=("step", "loss"), rows=tuple(enumerate(result.losses, 1)), spread=True)
+    view = View(timeline=result.timeline, plan=result.plan)
+    title = f"{result.plan.model}: {result.plan.task}"
+    write_html(path, [view], title=title, tables=[memory, time, losses], notes=result.notes)
 
 
 def _summary(result: Training, console: Console) -> None:

@@ -82,7 +82,10 @@ def decode(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind is float:
         _expect(isinstance(value, (int, float)) and not isinstance(value, bool), value, "a number", where)
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            _expect(False, value, "a number below 1.8e308", where)
     _expect(type(value) is kind, value, f"{kind.__name__}", where)
     return value
 

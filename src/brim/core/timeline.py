@@ -6,8 +6,9 @@ million objects would be several.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -21,6 +22,9 @@ VERSION = 2
 CONTEXT_BYTES = "context_bytes"  # the fact that PeakBytes.process adds: held outside of the allocator
 
 
+LONGEST_S = 1e15  # thirty million years: what is beyond is no time, and sums of fewer are finite
+
+
 class EventKind(IntEnum):
     ALLOC = 0
     FREE = 1
@@ -29,7 +33,7 @@ class EventKind(IntEnum):
     SEGMENT_FREE = 4
     COMPUTE = 5
     OOM = 6
-    IDLE = 7  # nothing computed in `tier`; the label says what it waited for
+    IDLE = 7  # nothing computed in `tier`; the label says what it waited for, the category why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +111,29 @@ class Timeline:
         for column, text in zip(self._text_columns.values(), (tier, source, label, category, stack), strict=True):
             column.append(texts.setdefault(text, len(texts)))
 
+    def extend(
+        self,
+        kinds: Sequence[int],
+        numbers: Mapping[str, Iterable[Any]],
+        texts: Mapping[str, tuple[Sequence[int], Sequence[str]]],
+    ) -> None:
+        """Append many events at once, given as columns of one length.
+
+        ``texts`` holds indices and the texts that they point to. Columns that are left out are as in ``add``.
+        Raises ValueError for columns of other lengths.
+        """
+        end = len(self) + len(kinds)
+        for key, column in self._columns.items():
+            default = -1 if key in ("address", "storage") else 0
+            values = kinds if key == "kind" else numbers.get(key)
+            column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
+        for key, column in self._text_columns.items():
+            indices, names = texts.get(key, (array("i", [0]) * len(kinds), ("",)))
+            known = [self._texts.setdefault(name, len(self._texts)) for name in names]
+            column.extend(map(known.__getitem__, indices))
+        if any(len(column) != end for column in self._all_columns().values()):
+            raise ValueError("Columns of events are of different lengths.")
+
     def __len__(self) -> int:
         return len(self._columns["kind"])
 
@@ -181,6 +208,7 @@ class Timeline:
                 column.extend(body.columns[key])
             except (TypeError, OverflowError) as error:
                 raise FormatError(f"Timeline column {key!r} was to be read.", f"{error}.") from error
+        _check_numbers(made)
         return made
 
 
@@ -261,3 +289,16 @@ def _check_columns(body: _Document) -> None:
         for value in body.columns[key]:
             if type(value) is not int or not 0 <= value < limit:
                 raise FormatError(f"Timeline column {key!r} was to be read.", f"Found {str(value)[:80]!r}.")
+
+
+def _check_numbers(made: Timeline) -> None:
+    """JSON as Python reads it has NaN and infinities; nothing can be computed with those, and no JSON written."""
+    for key in ("time_s", "duration_s"):
+        for value in made.column(key):
+            if not abs(value) <= LONGEST_S:  # so that NaN is refused too
+                raise FormatError(f"Timeline column {key!r} was to be read.", f"{value} is no time in seconds.")
+    for name, value in made.facts.items():
+        if not math.isfinite(value):
+            raise FormatError(
+                f"The fact {name[:80]!r} of a Timeline was to be read.", f"{value} is no finite number."
+            )

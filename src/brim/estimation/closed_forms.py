@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
 
 from brim.errors import BrimError, ModelError, UsageError
-from brim.estimation.estimate import quiet
 from brim.estimation.models import Source, short
 from brim.estimation.quantization import SCHEMES
+from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
-from brim.predict.formulas import Result, explain_generation, explain_training
+from brim.predict.formulas import (
+    Result,
+    checkpoint_weights,
+    explain_generation,
+    explain_training,
+    parameters_from_size,
+)
 
 _DTYPES = {"bf16": "bfloat16"}
+_STORED = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
 
 
 def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
@@ -32,7 +41,7 @@ def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
         )  # fmt: skip
     job = Job(source, workload)
     try:
-        with quiet(), FakeTensorMode():
+        with quiet(), torch.device("meta"):
             model: Any = job.module()
     except BrimError:
         raise
@@ -42,7 +51,27 @@ def closed_forms(source: Source, workload: Workload) -> dict[str, Result]:
     dtype, tokens = _DTYPES.get(done.precision or "", "float32"), done.seq or 1
     if done.task == "generate":
         total = tokens + (done.new_tokens or 0)
-        return explain_generation(model, source.config, batch=done.batch, tokens=total, dtype=dtype)
+        cached = source.config if done.new_tokens else {}  # a model that generates nothing caches nothing
+        return explain_generation(model, cached, batch=done.batch, tokens=total, dtype=dtype)
     return explain_training(
-        model, source.config, batch=done.batch, sequence=tokens, dtype=dtype, optimizer=done.optimizer or "adamw"
-    )
+        model, source.config if done.seq else {}, batch=done.batch, sequence=tokens, dtype=dtype,
+        optimizer=done.optimizer or "adamw", recompute=done.checkpointing or "none",
+    )  # fmt: skip
+
+
+def forms_of_weights(files: Sequence[Path], dtype: str | None) -> dict[str, Result]:
+    """What checkpoint files alone tell: their tensors' bytes by header, else their count by size and ``dtype``.
+
+    ``dtype`` as ``--precision`` has it. Raises UsageError where it is needed and not given, ModelError for a damaged
+    header.
+    """
+    if all(file.suffix == ".safetensors" for file in files):
+        return {"weights": checkpoint_weights(files[0] if len(files) == 1 else files[0].parent)}
+    size = sum(file.stat().st_size for file in files)
+    if dtype not in _STORED:
+        raise UsageError(
+            f"The parameters of {files[0]} were asked for.",
+            f"Its size is {size:,} B, and its dtype is not given.",
+            f"Give --precision: one of {', '.join(_STORED)}.",
+        )
+    return {"parameters": parameters_from_size(size, _STORED[dtype])}

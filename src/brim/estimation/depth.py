@@ -37,20 +37,38 @@ class Depth:
     def job(self, job: Job, layers: int) -> Job:
         """The job of the same model with fewer layers."""
         source = replace(job.source, config={**job.source.config, self.field: layers})
-        return Job(source, job.workload, asked=job.asked)
+        return Job(source, job.workload, asked=job.asked, later=job.later)
 
 
-def repeated(job: Job, traced: Callable[[Job], Trace]) -> Trace | None:
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A shallow model's trace whose storages those of a deep one are copies of: ``storages`` gives their positions.
+
+    ``depth`` and ``layers`` make the same shallow model of another job.
+    """
+
+    depth: Depth
+    layers: int
+    trace: Trace
+    storages: tuple[int, ...]
+
+    def job(self, job: Job) -> Job:
+        return self.depth.job(job, self.layers)
+
+
+def repeated(job: Job, traced: Callable[[Job], Trace]) -> tuple[Trace, Template] | None:
     """The trace of a deep model from three of a few layers; None where its layers differ or too few are left out."""
     depth = depth_of(job.source)
     if depth is None:
         return None
     few = depth.special + _REGULAR
     jobs = [depth.job(job, few + more) for more in range(3)]
-    found = deepened([traced(one) for one in jobs], depth.layers - few)
-    if found is not None:
-        job.adopt(jobs[0])
-    return found
+    traces = [traced(one) for one in jobs]
+    found = deepened(traces, depth.layers - few)
+    if found is None:
+        return None
+    job.adopt(jobs[0])
+    return found.trace, Template(depth=depth, layers=few + 1, trace=traces[1], storages=found.templates)
 
 
 def depth_of(source: Source) -> Depth | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,23 @@ from typing import Any
 from brim import catalog
 from brim.core import Hardware, Timeline, Trace
 from brim.errors import BrimError, ModelError, UnsupportedError
-from brim.estimation import growth
+from brim.estimation import growth as growing
 from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
-from brim.estimation.depth import repeated
-from brim.estimation.models import Source, find_model, short
+from brim.estimation.depth import Template, repeated
+from brim.estimation.models import Source, find_model, place_in, short
+from brim.estimation.quiet import quiet
 from brim.estimation.repetition import TRACED_TOKENS, stretched
 from brim.estimation.simulation import Place, place_of, simulate
 from brim.estimation.steps import Job
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
+from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
+from brim.memory.device_memory import SimulatedDevice
 from brim.predict import cost
 from brim.predict.tracer import trace
 
+_MOST_BYTES = 1 << 56  # of one tensor: sums of many are still integers of 64 bits
 _STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
 
 
@@ -117,12 +119,14 @@ class Study:
     def __init__(
         self, source: Source, workload: Workload, place: Place, hardware: Hardware | None, alloc_conf: str
     ) -> None:
-        AllocatorConfig.parse(alloc_conf)  # a mistake in it is told before the trace
+        device = SimulatedDevice(place.available_bytes, place.total_bytes)
+        CachingAllocator(AllocatorConfig.parse(alloc_conf), device=device)  # a mistake is told before the trace
         self.source, self.place, self.hardware, self.alloc_conf = source, place, hardware, alloc_conf
         self.capability = _capability(place)
         _check_float8(workload, place, self.capability)
         self.job = Job(source, workload)
         self.trace = traced(self.job, self.capability)
+        _check_bytes(self.trace, source)
         for ignored in self.job.ignored:
             warnings.warn(ignored, stacklevel=4)
 
@@ -175,17 +179,33 @@ class Study:
         notes.append(f"CUDA context of {self.place.context.bytes:,} B: {self.place.context.source}")
         return tuple(notes)
 
-    def growth(self) -> growth.Growth:
+    def growth(self) -> growing.Growth:
         """How the peak grows with batch and sequence, from traces at other sizes."""
-        setting = growth.Setting(
-            source=self.source, workload=self.workload, place=self.place, capability=self.capability,
-            alloc_conf=self.alloc_conf, known=self.trace,
-        )  # fmt: skip
-        return growth.solve(setting, traced)
+        setting = growing.Setting(
+            source=self.source, place=self.place, alloc_conf=self.alloc_conf, sample=self._sample, again=self._again
+        )
+        return growing.solve(setting, self._known(self.job, self.trace))
+
+    def _sample(self, workload: Workload, template: Template | None) -> Trace:
+        job = Job(self.source, workload)
+        if template is None:
+            return traced(job, self.capability, checked=False)
+        with quiet():
+            return _traced_whole(template.job(job), self.capability)
+
+    def _again(self, workload: Workload) -> growing.Known:
+        job = Job(self.source, workload)
+        return self._known(job, traced(job, self.capability, checked=False))
+
+    def _known(self, job: Job, made: Trace) -> growing.Known:
+        return growing.Known(workload=job.workload, trace=made, template=job.template, most_tokens=job.most_tokens)
 
 
-def traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
-    """The trace of a job; of a long generation, a few tokens are traced and repeated where that is exact."""
+def traced(job: Job, capability: tuple[int, int], routing: str = "balanced", *, checked: bool = True) -> Trace:
+    """The trace of a job; of a long generation, a few tokens are traced and repeated where that is exact.
+
+    ``checked`` False: another size of this workload was found to repeat exactly, and this one is taken to.
+    """
     asked = job.workload
     new = asked.new_tokens or DEFAULT_NEW_TOKENS
     if asked.task != "generate" or job.source.library != "transformers" or new <= TRACED_TOKENS + 1:
@@ -193,12 +213,15 @@ def traced(job: Job, capability: tuple[int, int], routing: str = "balanced") -> 
     brief = Job(job.source, replace(asked, new_tokens=TRACED_TOKENS), asked=asked)
     few = _traced(brief, capability, routing)
     job.adopt(brief)
+    job.template = None  # what follows is longer than the deep trace that it tells of
     if brief.workload.new_tokens is None:  # it does not generate text
         return few
     job.workload = replace(brief.workload, new_tokens=new)
-    prompt = brief.workload.seq or 1
-    longer = Job(job.source, replace(brief.workload, seq=prompt + new - TRACED_TOKENS))
-    found = stretched(few, new, _traced(longer, capability, routing))
+    far = None
+    if checked or job.has_windows:
+        later = Job(job.source, brief.workload, asked=asked, later=new - TRACED_TOKENS)
+        far = _traced(later, capability, routing)
+    found = stretched(few, new, far)
     return found if found is not None else _traced(Job(job.source, job.workload), capability, routing)
 
 
@@ -206,7 +229,10 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
     """The trace of a job; of a deep model, a few layers are traced and repeated where that is exact."""
     with quiet():
         found = repeated(job, lambda part: _traced_whole(part, capability, routing))
-    return found if found is not None else _traced_whole(job, capability, routing)
+    if found is None:
+        return _traced_whole(job, capability, routing)
+    made, job.template = found
+    return made
 
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
@@ -219,18 +245,33 @@ def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balance
             )  # fmt: skip
     except BrimError:
         raise
-    except Exception as error:
-        raise ModelError(
-            f"A {job.workload.task} step of {job.source.name} was to be traced.",
-            f"It fails: {short(error)}",
-            "Correct the configuration: its sizes may not go together.",
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(job, error) from error
+
+
+def _failed(job: Job, error: BaseException) -> ModelError:
+    asked = f"A {job.workload.task} step of {job.source.name} was to be traced."
+    if job.source.library == "python":
+        return ModelError(
+            asked, f"It fails{place_in(error, job.source.file)}: {short(error)}", "Correct the function."
+        )
+    return ModelError(asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may not go together.")
 
 
 def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
     if gpu is None or isinstance(gpu, Hardware):
         return gpu
     return (catalog.gpu(gpu) if isinstance(gpu, str) else gpu).hardware()
+
+
+def _check_bytes(made: Trace, source: Source) -> None:
+    largest = max((storage.bytes for storage in made.storages), default=0)
+    if largest > _MOST_BYTES:
+        raise ModelError(
+            f"A step of {source.name} was traced.",
+            f"One of its tensors has {largest:,} B.",
+            "Correct its sizes: no machine has as much.",
+        )
 
 
 def _check_float8(workload: Workload, place: Place, capability: tuple[int, int]) -> None:
@@ -247,19 +288,3 @@ def _capability(place: Place) -> tuple[int, int]:
     known = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
     match = re.fullmatch(r"(\d+)\.(\d+)", known or "")
     return (int(match[1]), int(match[2])) if match else (8, 0)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Libraries' remarks on models that nobody runs stay off."""
-    loggers = [logging.getLogger(name) for name in ("transformers", "diffusers", "peft")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

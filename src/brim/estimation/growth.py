@@ -1,37 +1,32 @@
 """How memory grows with batch and sequence, solved from a few traces instead of tried.
 
-The size of every tensor of a step is linear in the batch and at most quadratic in the sequence length. So two traces
-(three, for the sequence) of one structure give every storage's size at any other batch or length, and the simulated
-allocator does the rest.
+The size of nearly every tensor of a step is a constant times powers of the batch and of the sequence length. One more
+trace, with three times the batch and another length, tells the powers apart (``sizes``). Where a size is of another
+form, the batch's straight line and the length's parabola are drawn through more traces. The simulated allocator does
+the rest. Of a deep model, one shallow trace tells the sizes of all layers (``depth.Template``).
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
-import itertools
-import math
-import operator
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any
-
-import numpy as np
 
 from brim.core import Trace
-from brim.errors import UsageError
+from brim.errors import BrimError
+from brim.estimation.depth import Template
 from brim.estimation.models import Source
-from brim.estimation.simulation import Place, simulate
-from brim.estimation.steps import Job
+from brim.estimation.simulation import Place, Replay
+from brim.estimation.sizes import Powers, Sizes, Through, powers, structure
 from brim.estimation.workload import Workload
 
-Traced = Callable[[Job, tuple[int, int]], Trace]
-
 _LARGEST_BATCH = 1 << 20
-_BLOCK_BYTES = 512  # every block is a multiple of it
+_MORE = 3  # times the batch: no power of two, which lengths are multiplied by
 _COARSEST_LENGTH = 64  # sequence lengths to trace are multiples of this: kernels pad to 8 or 16 elements
+_MANY_TOKENS = 4096  # PyTorch's embeddings sort their gradients from 3,073 on (EmbeddingBackwardKernel.cu)
+_MOST_OPS = 100_000  # of a step that is traced whole: a loop over tokens, minutes for each size
+_BATCHES = (1, 2, 4, 8)
+_UPWARDS, _DOWNWARDS = (1, 2, 4, 8, 16), (8, 4, 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,174 +47,202 @@ class Growth:
     batches: tuple[Point, ...]
     lengths: tuple[Point, ...]
     largest_batch: int | None
+    why_not: str = ""  # no other batches are told
 
 
-class Solved:
-    """Traces of one structure at several values of one setting; ``at`` gives the trace at any other value."""
+NOT_ALIKE = "the step does other things at other sizes"
 
-    def __init__(self, traces: Sequence[tuple[int, Trace]]) -> None:
-        self.traces = traces
-
-    @functools.cached_property
-    def of_one_structure(self) -> bool:
-        first = _structure(self.traces[0][1])
-        return all(_structure(trace) == first for _, trace in self.traces[1:])
-
-    def at(self, value: int) -> Trace:
-        first = self.traces[0][1]
-        sizes = zip(first.storages, self._bytes(value), strict=True)
-        return replace(
-            first, storages=tuple(s if s.bytes == bytes else replace(s, bytes=bytes) for s, bytes in sizes)
-        )
-
-    def least_bytes(self, value: int) -> int:
-        """What is allocated at the peak, in blocks of the allocator's smallest size: no setting takes less."""
-        order, signs = self._changes
-        blocks = -(-np.array(self._bytes(value), dtype=np.int64) // _BLOCK_BYTES) * _BLOCK_BYTES
-        return int(np.cumsum(blocks[order] * signs).max(initial=0))
-
-    def _bytes(self, value: int) -> list[int]:
-        """Every storage's size by the polynomial through the traced sizes (Lagrange), without rounding errors."""
-        xs = [x for x, _ in self.traces]
-        weights = [_weight(xs, index, value) for index in range(len(xs))]
-        divisor = math.lcm(*(weight.denominator for weight in weights))
-        factors = [int(weight * divisor) for weight in weights]
-        return [
-            max(-(-sum(map(operator.mul, factors, sizes)) // divisor), 0)
-            for sizes in zip(*self._traced_bytes, strict=True)
-        ]
-
-    @functools.cached_property
-    def _traced_bytes(self) -> list[list[int]]:
-        return [[storage.bytes for storage in trace.storages] for _, trace in self.traces]
-
-    @functools.cached_property
-    def _changes(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Which storage each allocation and free is of, in order, and its sign."""
-        changes = [(s.born, index, 1) for index, s in enumerate(self.traces[0][1].storages)]
-        changes += [(s.died, index, -1) for index, s in enumerate(self.traces[0][1].storages) if s.died is not None]
-        changes.sort()
-        return np.array([index for _, index, _ in changes], dtype=np.int64), np.array([sign for *_, sign in changes])
+NOTHING = Growth(batches=(), lengths=(), largest_batch=None)
 
 
-def _weight(xs: Sequence[int], index: int, value: int) -> Fraction:
-    weight = Fraction(1)
-    for other, x in enumerate(xs):
-        if other != index:
-            weight *= Fraction(value - x, xs[index] - x)
-    return weight
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """One size that was traced. ``template``: the shallow trace that a deep one was made from."""
+
+    workload: Workload
+    trace: Trace
+    template: Template | None
+    most_tokens: int | None  # where the model's positions end
 
 
-def _structure(trace: Trace) -> list[tuple[int, bool]]:
-    """Births and deaths by the storage's number, without the clock and the order of deaths in a row."""
-    changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
-    changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
-    changes.sort()
-    found: list[tuple[int, bool]] = []
-    for born, group in itertools.groupby(changes, key=lambda change: change[2]):
-        numbers = [index for _, index, _ in group]
-        found += [(index, born) for index in (numbers if born else sorted(numbers))]
-    return found
+Tracer = Callable[[Workload, Template | None], Trace]  # with a template, of the shallow model
+Again = Callable[[Workload], Known]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where and how the workload runs; ``known`` is its trace."""
+    """Where and how the workload runs, and how other sizes of it are traced."""
 
     source: Source
-    workload: Workload
     place: Place
-    capability: tuple[int, int]
     alloc_conf: str
-    known: Trace
+    sample: Tracer
+    again: Again
 
 
-def solve(setting: Setting, traced: Traced) -> Growth:
+def solve(setting: Setting, known: Known) -> Growth:
     """Trace at a few sizes, and solve for the rest. A user's own step has its sizes inside: nothing to vary."""
     if setting.source.library == "python":
-        return Growth(batches=(), lengths=(), largest_batch=None)
-    return _Solver(setting, traced).solve()
+        return NOTHING
+    ops = len(known.trace.ops)
+    if known.workload.task == "train" and known.template is None and ops > _MOST_OPS:
+        return replace(
+            NOTHING, why_not=f"one step has {ops:,} operations, and three more traces would take as long each"
+        )
+    one, batch, seq = _Solver(setting, known), known.workload.batch, known.workload.seq
+    if batch > 1 or not seq:
+        growth = one.solve()
+        if growth.batches:
+            return growth
+    else:
+        growth = replace(NOTHING, lengths=one.lengths(None))
+    # At 1, tensors are contiguous that are not otherwise, and with few tokens kernels have other ways: larger batches
+    # are a family of their own.
+    base = max(2 * batch, -(-_MANY_TOKENS // seq) if seq else 2)
+    try:
+        more = _Solver(setting, setting.again(replace(known.workload, batch=base)))
+    except BrimError as error:
+        return replace(growth, why_not=error.found or error.asked)
+    found = more.by_batch()
+    if found is None:
+        return replace(growth, why_not=more.failure or NOT_ALIKE)
+    larger = more.growth(found, growth.lengths)
+    if larger.largest_batch is not None and larger.largest_batch < base:
+        larger = replace(larger, largest_batch=batch if one.replay.fits(None, setting.place) else None)
+        if larger.largest_batch is None and batch == 1:
+            larger = replace(larger, largest_batch=0)
+    return replace(larger, batches=(one.point(None), *larger.batches[:-1]))
 
 
 class _Solver:
-    def __init__(self, setting: Setting, traced: Traced) -> None:
-        self.setting, self.workload, self.place = setting, setting.workload, setting.place
-        self.traced = traced
+    def __init__(self, setting: Setting, known: Known) -> None:
+        self.setting, self.known, self.place = setting, known, setting.place
+        self.workload = known.workload
+        self.batch, self.seq = known.workload.batch, known.workload.seq
+        self.replay = Replay(known.trace, setting.alloc_conf)
+        self.bytes = [storage.bytes for storage in known.trace.storages]
+        self.failure = ""  # of a trace at another size
 
     def solve(self) -> Growth:
-        batch, seq = self.workload.batch, self.workload.seq
-        first = max(batch, 2)  # at 1, tensors are contiguous that are not otherwise
-        batches = Solved([(size, self._trace(batch=size)) for size in (first, first + 1)])
-        points, largest = [], None
-        if batches.of_one_structure:
-            sizes = sorted({first * factor for factor in (1, 2, 4, 8)})
-            points = [self._point(batches.at(size), batch=size) for size in sizes]
-            largest = self._largest(batches)
-        return Growth(batches=tuple(points), lengths=self._lengths(seq) if seq else (), largest_batch=largest)
+        """Where a step does other things at another batch, or at another length, that is left out."""
+        other = self._other_length()
+        both = None
+        if other and self.workload.task == "train":  # a cache of the prompt and the new tokens is no pure power
+            both = self._powers(self.batch * _MORE, other)
+        lengths = self.lengths(both)
+        by_batch: Sizes | None = both or self.by_batch()
+        return replace(NOTHING, lengths=lengths) if by_batch is None else self.growth(by_batch, lengths)
 
-    def _lengths(self, seq: int) -> tuple[Point, ...]:
-        """From the length that was asked for upwards: kernels change their ways at lengths below. Where positions
-        end before that, downwards."""
-        if seq % _COARSEST_LENGTH == 0:
-            with suppress(UsageError):  # longer than the model's table of positions
-                return self._points_at((seq, 2 * seq, 4 * seq))
-        unit = max(seq // (4 * _COARSEST_LENGTH), 1) * _COARSEST_LENGTH
-        if 4 * unit > seq:
-            return ()  # too short a sequence to tell a square from a line
-        return self._points_at((unit, 2 * unit, 4 * unit))
-
-    def _points_at(self, lengths: Sequence[int]) -> tuple[Point, ...]:
-        solved = Solved([(length, self._trace(seq=length)) for length in lengths])
-        if not solved.of_one_structure:
-            return ()
-        last = lengths[-1]
-        return tuple(self._point(solved.at(length), seq=length) for length in (*lengths, 2 * last, 4 * last))
-
-    def _trace(self, **sizes: int) -> Trace:
-        workload = replace(self.workload, **sizes)  # type: ignore[arg-type]
-        if workload == self.workload:
-            return self.setting.known
-        return self.traced(Job(self.setting.source, workload), self.setting.capability)
-
-    def _point(self, trace: Trace, *, batch: int | None = None, seq: int | None = None) -> Point:
-        peaks = simulate(trace, replace(self.place, total_bytes=None), self.setting.alloc_conf).peak_bytes
-        return Point(
-            batch=batch or self.workload.batch,
-            seq=seq or self.workload.seq or 0,
-            allocated_bytes=peaks.allocated,
-            reserved_bytes=peaks.reserved,
-            process_bytes=peaks.process,
+    def growth(self, by_batch: Sizes, lengths: tuple[Point, ...]) -> Growth:
+        return Growth(
+            batches=tuple(self.point(by_batch, batch=self.batch * factor) for factor in _BATCHES),
+            lengths=lengths,
+            largest_batch=self._largest(by_batch),
         )
 
-    def _fits(self, trace: Trace) -> bool:
-        return simulate(trace, self.place, self.setting.alloc_conf).out_of_memory is None
+    # -- other sizes ---------------------------------------------------------------------------------------------
 
-    def _largest(self, batches: Solved) -> int | None:
-        """Where allocated bytes alone no longer fit is solved; below it the allocator decides.
+    def _sample(self, batch: int, seq: int | None) -> list[int] | None:
+        """Every storage's bytes at other sizes; None where the step does other things there."""
+        template = self.known.template
+        try:
+            trace = self.setting.sample(replace(self.workload, batch=batch, seq=seq), template)
+        except BrimError as error:  # the size that was asked for is told all the same
+            self.failure = error.found or error.asked
+            return None
+        like = template.trace if template is not None else self.known.trace
+        if structure(trace) != structure(like):
+            return None
+        bytes = [storage.bytes for storage in trace.storages]
+        return bytes if template is None else [bytes[position] for position in template.storages]
 
-        The answer is traced itself before it is given.
-        """
-        available = self.place.available_bytes
+    def _powers(self, batch: int, seq: int | None) -> Powers | None:
+        found = self._sample(batch, seq)
+        return None if found is None else powers(self.bytes, found, (self.batch, self.seq), (batch, seq))
+
+    def by_batch(self) -> Sizes | None:
+        """From one more trace: every size is a straight line in the batch. None where the step does other things."""
+        more = self.batch * _MORE
+        found = self._sample(more, self.seq)
+        return None if found is None else Through(((self.batch, self.bytes), (more, found))).by_batch
+
+    def _other_length(self) -> int | None:
+        """A second sequence length to trace at: upwards, as kernels change their ways below, if positions allow."""
+        seq = self.seq
+        if not seq or seq % _COARSEST_LENGTH:
+            return None
+        if 2 * seq <= self._most:
+            return 2 * seq
+        return seq // 2 if seq // 2 % _COARSEST_LENGTH == 0 else None
+
+    def lengths(self, both: Powers | None) -> tuple[Point, ...]:
+        """Peaks at other lengths; empty where there are none, or too odd a one to tell what kernels pad."""
+        seq, other = self.seq, self._other_length()
+        if not seq or other is None:
+            return ()
+        sizes: Sizes | None = both or self._parabola(seq, other)
+        if sizes is None:
+            return ()
+        if other > seq:
+            lengths = [seq * factor for factor in _UPWARDS if seq * factor <= self._most]
+        else:
+            lengths = [seq // factor for factor in _DOWNWARDS if seq % (factor * _COARSEST_LENGTH) == 0]
+        return tuple(self.point(sizes, seq=length) for length in lengths)
+
+    def _parabola(self, seq: int, other: int) -> Sizes | None:
+        second = self._sample(self.batch, other)
+        if second is None:
+            return None
+        found = powers(self.bytes, second, (self.batch, seq), (self.batch, other))
+        if found is not None:
+            return found
+        third = 2 * other if other > seq else other // 2
+        if third % _COARSEST_LENGTH or third > self._most:
+            return None
+        last = self._sample(self.batch, third)
+        return None if last is None else Through(((seq, self.bytes), (other, second), (third, last))).by_seq
+
+    @property
+    def _most(self) -> int:
+        return self.known.most_tokens or 1 << 62
+
+    # -- peaks ---------------------------------------------------------------------------------------------------
+
+    def point(self, sizes: Sizes | None, *, batch: int | None = None, seq: int | None = None) -> Point:
+        batch, seq = batch or self.batch, seq or self.seq or 0
+        peaks = self.replay.peaks(sizes(batch, seq) if sizes is not None else None, self.place)
+        return Point(
+            batch=batch, seq=seq, allocated_bytes=peaks.allocated_bytes, reserved_bytes=peaks.reserved_bytes,
+            process_bytes=peaks.reserved_bytes + self.place.context.bytes,
+        )  # fmt: skip
+
+    def _largest(self, sizes: Sizes) -> int | None:
+        """Where allocated bytes alone no longer fit is solved; below it the allocator decides."""
+        available, seq = self.place.available_bytes, self.seq or 0
         if available is None:
             return None
-        if batches.least_bytes(_LARGEST_BATCH) <= available:
-            return None
-        most = bisect.bisect_right(range(2, _LARGEST_BATCH), available, key=batches.least_bytes) + 1
-        fits = self._below(batches, most)
-        while fits > 1 and not self._fits(self._trace(batch=fits)):
-            fits -= 1
-        return fits if fits > 1 else int(self._fits(self._trace(batch=1)))
 
-    def _below(self, batches: Solved, most: int) -> int:
-        """The largest batch up to ``most`` that fits, or 1: down in growing strides, then by halves."""
-        fails, stride = most + 1, 1
-        fits = most
-        while fits > 1 and not self._fits(batches.at(fits)):
-            fails, fits, stride = fits, max(fits - stride, 1), 2 * stride
-        while fits > 1 and fails - fits > 1:
-            middle = (fits + fails) // 2
-            if self._fits(batches.at(middle)):
-                fits = middle
-            else:
-                fails = middle
-        return fits
+        def least_bytes(batch: int) -> int:
+            return self.replay.least_bytes(sizes(batch, seq))
+
+        if least_bytes(_LARGEST_BATCH) <= available:
+            return None
+        most = bisect.bisect_right(range(1, _LARGEST_BATCH), available, key=least_bytes)
+        return _below(most, lambda batch: self.replay.fits(sizes(batch, seq), self.place))
+
+
+def _below(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to ``most`` that fits, or 0: down in growing strides, then by halves."""
+    fails, stride, found = most + 1, 1, most
+    while found > 0 and not fits(found):
+        fails, found, stride = found, max(found - stride, 0), 2 * stride
+    while fails - found > 1:
+        middle = (found + fails) // 2
+        if fits(middle):
+            found = middle
+        else:
+            fails = middle
+    return found
+
+
+__all__ = ["NOTHING", "NOT_ALIKE", "Growth", "Known", "Point", "Setting", "solve"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def forward_inputs(model: nn.Module, workload: Workload) -> Inputs:
     kind, batch = getattr(model, "main_input_name", "input_ids"), workload.batch
     config: Any = model.config
     makers = {
-        "input_ids": lambda: {"input_ids": _tokens(batch, workload.seq or 1)},
+        "input_ids": lambda: {"input_ids": token_ids(batch, workload.seq or 1)},
         "pixel_values": lambda: {"pixel_values": _image(getattr(config, "vision_config", config), batch)},
         "input_features": lambda: {
             "input_features": torch.zeros(batch, config.num_mel_bins, 2 * config.max_source_positions, device="cuda")
@@ -68,34 +68,34 @@ def training_inputs(model: nn.Module, workload: Workload) -> Inputs:
     elif "labels" in accepted:
         inputs["labels"] = _labels(model, inputs, workload)
     elif "start_positions" in accepted:
-        inputs |= {"start_positions": _tokens(batch), "end_positions": _tokens(batch)}
+        inputs |= {"start_positions": token_ids(batch), "end_positions": token_ids(batch)}
     elif config.is_encoder_decoder and "decoder_input_ids" in accepted:
-        inputs["decoder_input_ids"] = _tokens(batch, workload.seq or 1)
+        inputs["decoder_input_ids"] = token_ids(batch, workload.seq or 1)
     if "use_cache" in accepted:
         inputs["use_cache"] = False
     return inputs
 
 
-def takes_tokens(model: nn.Module) -> bool:
-    """Whether the sequence length means something to the model."""
+def takes_tokens(model: nn.Module, *, generates: bool) -> bool:
+    """Whether the sequence length means something to the model; what it generates is no part of it."""
     kind = getattr(model, "main_input_name", "")
     if "return_loss" in inspect.signature(model.forward).parameters:
         return True
-    return kind in ("input_ids", "input_features", "input_values")
+    return kind in ("input_ids", "input_values") or (kind == "input_features" and not generates)
 
 
 def _labels(model: nn.Module, inputs: Inputs, workload: Workload) -> torch.Tensor:
     config: Any = model.config
     batch, name = workload.batch, type(model).__name__
     if name.endswith(("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")):
-        return _tokens(batch) if config.num_labels > 1 else torch.zeros(batch, device="cuda")
+        return token_ids(batch) if config.num_labels > 1 else torch.zeros(batch, device="cuda")
     if getattr(model, "main_input_name", "") == "pixel_values":
         raise UnsupportedError(
             f"Labels for {name} were to be made.",
             "brim estimate makes labels of images for classification only.",
             "Write a function that builds the model and returns its step, and give it as file.py:function.",
         )
-    return _tokens(batch, workload.seq or 1)
+    return token_ids(batch, workload.seq or 1)
 
 
 def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
@@ -111,7 +111,7 @@ def diffusion_inputs(model: nn.Module, workload: Workload) -> Inputs:
     if name == "UNet2DModel":
         return {"sample": sample, "timestep": steps}
     if name == "DiTTransformer2DModel":
-        return {"hidden_states": sample, "timestep": steps, "class_labels": _tokens(batch)}
+        return {"hidden_states": sample, "timestep": steps, "class_labels": token_ids(batch)}
     if name != "UNet2DConditionModel":
         raise UnsupportedError(
             f"Inputs for {name} were to be made.",
@@ -146,9 +146,9 @@ def position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
             yield name, module.num_embeddings - int(getattr(module, "offset", padding))
 
 
-def check_positions(model: nn.Module, tokens: int) -> None:
+def check_positions(model: nn.Module, limits: Mapping[str, int], tokens: int) -> None:
     """A learned table of positions ends; a real run would fail there and a fake one does not notice."""
-    for name, limit in position_tables(model):
+    for name, limit in limits.items():
         if tokens > limit:
             raise UsageError(
                 f"{tokens:,} tokens were asked of {type(model).__name__}.",
@@ -157,7 +157,7 @@ def check_positions(model: nn.Module, tokens: int) -> None:
             )
 
 
-def _tokens(*shape: int) -> torch.Tensor:
+def token_ids(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.long, device="cuda")
 
 

@@ -87,7 +87,15 @@ class _Chunk:
     length: int
 
 
-def deepened(traces: Sequence[Trace], layers: int) -> Trace | None:
+@dataclass(frozen=True, slots=True)
+class Deepened:
+    """The deep trace, and which storage of the second trace each of its storages is like, by position."""
+
+    trace: Trace
+    templates: tuple[int, ...]
+
+
+def deepened(traces: Sequence[Trace], layers: int) -> Deepened | None:
     """The trace with ``layers`` layers more than the first of three has, or None where the rule does not hold."""
     numbers: dict[Any, int] = {}
     first, second, third = (_Sequence(trace, numbers) for trace in traces)
@@ -101,7 +109,7 @@ def deepened(traces: Sequence[Trace], layers: int) -> Trace | None:
         if [second.tokens[homes[number, 0, offset]] for number, _, offset in places[1]] != third.tokens:
             return None
         with suppress(_NoRule):
-            return _Growth(traces[0], (first, second, third), chunks, places).at(layers)
+            return _Growth(traces, (first, second, third), chunks, places).at(layers)
     return None
 
 
@@ -182,9 +190,14 @@ class _Growth:
     """Every event's rule, found from three traces and applied to any number of copies."""
 
     def __init__(
-        self, trace: Trace, sequences: Sequence[_Sequence], chunks: Sequence[_Chunk], places: Sequence[list[Place]]
+        self,
+        traces: Sequence[Trace],
+        sequences: Sequence[_Sequence],
+        chunks: Sequence[_Chunk],
+        places: Sequence[list[Place]],
     ) -> None:
-        self.trace, self.chunks = trace, chunks
+        self.trace, self.chunks = traces[0], chunks
+        self.positions = {storage.id: position for position, storage in enumerate(traces[1].storages)}
         self.first, self.second, self.third = (sequence.events for sequence in sequences)
         self.places = places  # of the second's and of the third's events
         self.index = [{place: index for index, place in enumerate(own)} for own in places]
@@ -192,9 +205,10 @@ class _Growth:
         self._origins: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._names: dict[tuple[int, int], tuple[Any, ...]] = {}
 
-    def at(self, copies: int) -> Trace:
+    def at(self, copies: int) -> Deepened:
         ops: list[Op] = []
         born: list[tuple[Storage, str, int]] = []
+        templates: list[int] = []
         died: dict[int, int] = {}
         births: dict[Place, int] = {}
         starts: dict[int, int] = {}
@@ -205,10 +219,11 @@ class _Growth:
                 ops.append(self._op(place, event.what, copies, tick))
             elif event.kind == "born":
                 births[place] = len(born)
+                templates.append(self._template(place))
                 born.append((event.what, self._name(place, copies), tick))
             else:
                 died[births[self._origin(place, copies)]] = tick
-        return replace(
+        trace = replace(
             self.trace,
             ops=tuple(ops),
             storages=tuple(
@@ -217,6 +232,15 @@ class _Growth:
             ),
             step_starts=tuple(starts[step] for step in range(len(self.trace.step_starts))),
         )
+        return Deepened(trace, tuple(templates))
+
+    def _template(self, place: Place) -> int:
+        """The position of the second trace's storage that is born at this place."""
+        number, _, offset = place
+        index = self.index[0][-1, 0, offset] if number < 0 else self.chunks[number].start + offset
+        storage = self.second[index].what
+        assert isinstance(storage, Storage)
+        return self.positions[storage.id]
 
     def _sample(self, place: Place) -> _Event:
         number, _, offset = place

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,9 @@ from brim import catalog
 from brim.catalog.names import unknown
 from brim.errors import ModelError, UnsupportedError, UsageError
 
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+_SIZE = re.compile(r"(^|_)(hidden_size|vocab_size|intermediate_size|layers?|heads?|embd|experts|channels)$|^d_")
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")  # by transformers' common names
 _MOST_LAYERS = 10_000  # deeper than any model: a mistake that would take hours to build
 
 
@@ -27,6 +32,7 @@ class Source:
     architecture: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
+    file: str = ""  # that the factory is in
 
 
 def find_model(model: str | Path | Callable[[], Any]) -> Source:
@@ -36,8 +42,17 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     UnsupportedError for a model that needs Python code of its own.
     """
     if callable(model):
-        return Source(name=getattr(model, "__name__", "build"), library="python", factory=model)
+        file = getattr(getattr(model, "__code__", None), "co_filename", "")
+        return Source(name=getattr(model, "__name__", "build"), library="python", factory=model, file=file)
     text = os.fspath(model)
+    if not text:
+        raise UsageError("An empty name was given as the model.", todo="Name a model, a folder or file.py:function.")
+    if weights := weights_of(Path(text)):
+        raise ModelError(
+            f"{text} was given as the model.",
+            f"It has weights ({weights[0].name}) and no config.json: what the model does with them is not known.",
+            "Add its config.json, or ask for --explain-formula, which tells what the weights alone say.",
+        )
     file, colon, attribute = text.rpartition(":")
     if colon and file.endswith(".py"):
         return _of_python(Path(file), attribute)
@@ -52,6 +67,16 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     return Source(
         name=preset.name, library=preset.library, architecture=preset.architecture, config=preset.config
     )  # fmt: skip
+
+
+def weights_of(path: Path) -> list[Path]:
+    """The weights' files where MODEL is only that: a checkpoint, or a folder of them without a config.json."""
+    if path.is_file():
+        return [path] if path.suffix in _WEIGHTS else []
+    if not path.is_dir() or (path / "config.json").exists():
+        return []
+    found = (sorted(path.glob(f"*{suffix}")) for suffix in _WEIGHTS)
+    return next((files for files in found if files), [])
 
 
 def _of_file(path: Path, asked: Path) -> Source:
@@ -95,7 +120,19 @@ def _of_transformers(path: Path, name: str, config: dict[str, Any]) -> Source:
             "Remove quantization_config to estimate the model in a floating precision.",
         )
     names = config.get("architectures") or [""]
+    if config.get("auto_map") and not _known(str(names[0])):
+        raise UnsupportedError(
+            f"{path} was given as the model.",
+            f"Its class {names[0]} is Python code of its own, which brim does not run.",
+            "Build the model in a file of yours and give it as file.py:function.",
+        )
     return Source(name=name, library="transformers", architecture=str(names[0]), config=config)
+
+
+def _known(architecture: str) -> bool:
+    import transformers
+
+    return hasattr(transformers, architecture)
 
 
 def transformers_config(source: Source) -> Any:
@@ -116,7 +153,18 @@ def transformers_config(source: Source) -> Any:
         raise ModelError(
             f"{source.name} was to be built.", f"Its configuration has {layers:,} layers.", "Correct it."
         )
+    _check_sizes(source, config)
     return config
+
+
+def _check_sizes(source: Source, config: Any) -> None:
+    """transformers builds a model of -3 layers without a word: it has none."""
+    wrong = [(name, value) for name, value in source.config.items()
+             if _SIZE.search(name) and type(value) is int and value < 0]  # fmt: skip
+    wrong += [(name, 0) for name in _NEEDED if getattr(config, name, None) == 0]
+    if wrong:
+        name, value = wrong[0]
+        raise ModelError(f"{source.name} was to be built.", f"Its configuration has {name}={value}.", "Correct it.")
 
 
 def class_of(config: Any, names: Iterable[str], autos: Iterable[str]) -> Any:
@@ -144,8 +192,10 @@ def _of_python(path: Path, attribute: str) -> Source:
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise ModelError(f"{path} was to be run for its {attribute}.", short(error), "Correct the file.") from error
+    except (Exception, SystemExit) as error:
+        where = place_in(error, str(module.__file__)).strip()
+        found = f"It fails {where}: {short(error)}" if where else short(error)
+        raise ModelError(f"{path} was to be run for its {attribute}.", found, "Correct the file.") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -154,7 +204,13 @@ def _of_python(path: Path, attribute: str) -> Source:
             f"The file has no function {attribute!r}.",
             f"It has {', '.join(functions) or 'none'}.",
         )
-    return Source(name=f"{path.stem}:{attribute}", library="python", factory=factory)
+    return Source(name=f"{path.stem}:{attribute}", library="python", factory=factory, file=str(module.__file__))
+
+
+def place_in(error: BaseException, file: str) -> str:
+    """`` at model.py:12``: the last line of that file in the error's traceback, if there is one."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
+    return f" at {file}:{lines[-1]}" if lines else ""
 
 
 def short(error: BaseException) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from brim import catalog
 from brim.core import Category, EventKind, Hardware, Op, Storage, Timeline, Trace
@@ -12,7 +14,7 @@ from brim.core.timeline import CONTEXT_BYTES
 from brim.core.trace import EMPTY_CACHE
 from brim.errors import UsageError
 from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import AllocatorConfig
+from brim.memory.allocator_config import MIN_BLOCK_BYTES, AllocatorConfig
 from brim.memory.blocks import Block
 from brim.memory.device_memory import DeviceMemory, SimulatedDevice
 from brim.memory.out_of_memory import OutOfMemory
@@ -146,6 +148,81 @@ class _Run:
             EventKind.FREE, VRAM, block.size, address=block.address, storage=storage.id, label=self._label
         )
         self._allocator.free(block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """What the caching allocator gave out and held at most; not whole where memory ended (``out_of_memory``)."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    out_of_memory: bool = False
+
+
+class Replay:
+    """A trace's allocations and frees through the allocator again and again, with other sizes: peaks, no events."""
+
+    def __init__(self, trace: Trace, alloc_conf: str = "") -> None:
+        self._config = AllocatorConfig.parse(alloc_conf)
+        self._sizes = [storage.bytes for storage in trace.storages]
+        self._cublas = [
+            index for index, storage in enumerate(trace.storages)
+            if storage.category is Category.WORKSPACE and storage.module == "cuBLAS"
+        ]  # fmt: skip
+        self._changes = list(_changes(trace))
+        self._signs = np.array([1 if born else -1 for index, born in self._changes if index >= 0])
+        self._order = np.array([index for index, _ in self._changes if index >= 0], dtype=np.int64)
+
+    def peaks(
+        self, sizes: Sequence[int] | None, place: Place, *, ends: bool = False, device: DeviceMemory | None = None
+    ) -> Peaks:
+        """Peaks with ``sizes`` by the storage's position (None: the trace's own); ``ends``: in that GPU's memory."""
+        sizes = list(self._sizes if sizes is None else sizes)
+        for index in self._cublas:
+            sizes[index] = place.cublas_workspace_bytes or sizes[index]
+        if device is None:
+            device = SimulatedDevice(place.available_bytes if ends else None, place.total_bytes)
+        allocator = CachingAllocator(self._config, device=device)
+        blocks: dict[int, Block] = {}
+        failed = False
+        try:
+            for index, born in self._changes:
+                if index < 0:
+                    allocator.empty_cache()
+                elif born and sizes[index]:
+                    blocks[index] = allocator.malloc(sizes[index])
+                elif not born and sizes[index]:
+                    allocator.free(blocks.pop(index))
+        except OutOfMemory:
+            failed = True
+        stats = allocator.stats
+        return Peaks(
+            allocated_bytes=stats.allocated_peak_bytes, reserved_bytes=stats.reserved_peak_bytes, out_of_memory=failed
+        )
+
+    def fits(self, sizes: Sequence[int] | None, place: Place) -> bool:
+        return not self.peaks(sizes, place, ends=True).out_of_memory
+
+    def least_bytes(self, sizes: Sequence[int]) -> int:
+        """What is allocated at the peak, in blocks of the allocator's smallest size: no setting takes less.
+
+        Floating-point numbers are exact up to 9 PB, and go on beyond what integers hold.
+        """
+        blocks = np.ceil(np.array(sizes, dtype=np.float64) / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        return int(np.cumsum(blocks[self._order] * self._signs).max(initial=0))
+
+
+def _changes(trace: Trace) -> Iterator[tuple[int, bool]]:
+    """Births (True) and deaths by the storage's position, in order; -1 where the program empties the cache."""
+    emptied = [op.at for op in trace.ops if op.name == EMPTY_CACHE]
+    changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
+    changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
+    changes.sort(key=lambda change: change[0])
+    for tick, index, born in changes:
+        while emptied and emptied[0] <= tick:
+            emptied.pop(0)
+            yield -1, False
+        yield index, born
 
 
 def _added_up(trace: Trace) -> Timeline:

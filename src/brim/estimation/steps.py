@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,8 +16,12 @@ from brim.estimation import inputs as making
 from brim.estimation.models import Source, class_of, short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.quantization import SCHEMES, lora_layers, quantize
+from brim.estimation.quiet import quiet
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 from brim.techniques.checkpointing import selective_contexts
+
+if TYPE_CHECKING:
+    from brim.estimation.depth import Template  # which makes jobs
 
 Step = Callable[[], Any]
 
@@ -26,9 +31,12 @@ _HALF = {"bfloat16": "bf16", "float16": "bf16"}  # both take two bytes
 class Job:
     """A model and what is asked of it. ``build`` is for ``trace``; after it ``workload`` has every setting."""
 
-    def __init__(self, source: Source, workload: Workload, *, asked: Workload | None = None) -> None:
+    def __init__(self, source: Source, workload: Workload, *, asked: Workload | None = None, later: int = 0) -> None:
         self.source, self.workload = source, workload
         self.asked = asked or workload  # of which this job traces a part
+        self.later = later  # so many tokens later than asked: they are there already when generating begins
+        self.template: Template | None = None  # the shallow trace that this job's deep one was made from
+        self.most_tokens: int | None = None  # where the model's table of positions ends
         self.ignored: list[str] = []  # settings that mean nothing to this model
         self.notes: dict[str, str] = {}  # what was assumed, by subject
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
@@ -36,6 +44,12 @@ class Job:
     def adopt(self, done: Job) -> None:
         """Take over what another job of this model found out."""
         self.workload, self.ignored, self.notes = done.workload, done.ignored, done.notes
+        self.most_tokens = done.most_tokens
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a setting speaks of a window or a chunk, which may fill up at one length and not at another."""
+        return any(value and re.search("window|chunk", name) for name, value in self.source.config.items())
 
     def build(self) -> Step:
         if self.source.library == "python":
@@ -58,25 +72,37 @@ class Job:
 
         config = transformers_config(self.source)
         kind = _transformers_class(self.source, config)
+        asked = self.source.architecture
+        if asked and asked != kind.__name__:
+            self.notes["architecture"] = f"transformers has no class {asked}; {kind.__name__} was taken"
         self._set_precision(str(getattr(config, "dtype", None) or "float32"))
         with no_init_weights():
             model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
         model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
-        tokens = making.takes_tokens(model)
+        self._resolve(model, config)
+        return model
+
+    def _resolve(self, model: Any, config: Any) -> None:
+        """Fill in what was left open, and tell what means nothing to this model."""
+        generates = self.workload.task == "generate" and model.can_generate()
+        tokens = making.takes_tokens(model, generates=generates)
         if self.workload.seq and not tokens:
             self.ignored.append(f"seq is ignored: {self.source.name} does not take tokens.")
-        generates = self.workload.task == "generate" and model.can_generate()  # type: ignore[operator]
+            self.workload = dataclasses.replace(self.workload, seq=None)
         if self.asked.new_tokens and not generates:
             self.ignored.append(f"new_tokens is ignored: {self.source.name} does not generate text.")
         new = (self.workload.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
-        room = 0  # of the model's positions, for tokens to come
-        if generates and not config.is_encoder_decoder:
-            room = self.asked.new_tokens or DEFAULT_NEW_TOKENS
+        wanted = (self.asked.new_tokens or DEFAULT_NEW_TOKENS) if generates else 0
+        limits = dict(making.position_tables(model))
+        room = 0 if config.is_encoder_decoder else wanted  # of the model's positions, for tokens to come
         default = max(making.default_tokens(model) - room, 1) if tokens else 0
         self.workload = self.workload.resolved(seq=default or None, precision="fp32", new_tokens=new or None)
         if tokens:
-            making.check_positions(model, (self.workload.seq or 0) + room)
-        return model
+            self.most_tokens = min(limits.values(), default=None)
+            making.check_positions(model, limits, (self.workload.seq or 0) + room)
+        if generates and config.is_encoder_decoder:
+            decoder = {name: limit for name, limit in limits.items() if "decoder" in name}
+            making.check_positions(model, decoder, wanted)
 
     def _diffusers(self) -> nn.Module:
         import diffusers
@@ -89,7 +115,8 @@ class Job:
             )
         self._set_precision("float32")
         dtype = _weights_dtype(self.workload)
-        model: nn.Module = kind.from_config(dict(self.source.config)).to(dtype)
+        with quiet():  # the import may have set another level
+            model: nn.Module = kind.from_config(dict(self.source.config)).to(dtype)
         self.workload = self.workload.resolved(seq=None, precision="fp32", new_tokens=None)
         return model
 
@@ -113,9 +140,20 @@ class Job:
             return self._training(model, make(inner, self.workload))
         model.eval()
         if self.source.library == "transformers" and model.can_generate():
-            return _generation(model, making.forward_inputs(model, self.workload), self.workload)
+            return _generation(model, self._prompt(model), self.workload)
         make = making.diffusion_inputs if self.source.library == "diffusers" else making.forward_inputs
         return _forward_only(model, make(model, self.workload))
+
+    def _prompt(self, model: Any) -> dict[str, Any]:
+        """What generating begins with; ``later`` tokens are the decoder's own where there is an encoder."""
+        workload = self.workload
+        if not self.later:
+            return making.forward_inputs(model, workload)
+        if not model.config.is_encoder_decoder:
+            longer = dataclasses.replace(workload, seq=(workload.seq or 1) + self.later)
+            return making.forward_inputs(model, longer)
+        told = making.token_ids(workload.batch, 1 + self.later)
+        return making.forward_inputs(model, workload) | {"decoder_input_ids": told}
 
     def _training(self, model: nn.Module, inputs: dict[str, Any]) -> Step:
         model.train()
@@ -126,19 +164,11 @@ class Job:
         precision = self.workload.precision
         scaler = torch.amp.GradScaler("cuda") if precision == "fp16-mixed" else None
 
-        def step() -> None:
+        def forward() -> torch.Tensor:
             with _autocast(precision):
-                loss = _loss(model(**inputs), target)
-            if scaler is None:
-                loss.backward()
-                optimizer.step()
-            else:
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
+                return _loss(model(**inputs), target)
 
-        return step
+        return training_step(forward, optimizer, scaler)
 
     def _of_factory(self) -> Step:
         assert self.source.factory is not None
@@ -154,7 +184,7 @@ class Job:
         given = {name: value for name, value in self.workload.given.items() if name != "task"}
         if given:
             raise UsageError(
-                f"{', '.join(given)} was given for {self.source.name}.",
+                f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {self.source.name}.",
                 "It returns a step of its own, which decides these things.",
                 "Leave them out, or return a model and its inputs as a pair.",
             )
@@ -181,6 +211,25 @@ class Job:
         if self.workload.task == "train":
             return self._training(call, {"inputs": inputs})
         return _forward_only(call.eval(), {"inputs": inputs})
+
+
+def training_step(
+    forward: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+) -> Step:
+    """A step of training as PyTorch's tutorials write it; ``forward`` gives the loss."""
+
+    def step() -> None:
+        loss = forward()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+    return step
 
 
 class _CallWith(nn.Module):

@@ -20,9 +20,12 @@ MAX_MARKS = 64  # nesting
 MAX_STACK = 200_000  # values that wait for their container; CPython writes batches of 1,000
 BYTES_PER_OBJECT = 24  # a file may keep one object for so many bytes, ...
 SPARE_OBJECTS = 20_000  # ... and these
+BYTES_PER_MEMO = 8  # a file may remember one value for so many bytes, and the spare objects
 BATCH = 1_000  # CPython writes longer lists in parts of so many items
 _GETS = re.compile(rb"(?:j.{4}){1,64}|(?:h.)+", re.DOTALL)  # references into the memo
-_REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.)+)e", re.DOTALL)  # a remembered list of them
+_REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.){1,1000})e", re.DOTALL)  # a remembered list, one batch, of them
+CHECK_EVERY = 5_000  # instructions between two looks at the limits
+STOP = ord(".")
 _NAMES = {"c": "GLOBAL", "\x93": "STACK_GLOBAL", "R": "REDUCE", "b": "BUILD", "\x81": "NEWOBJ", "i": "INST"}
 _INDEX = struct.Struct("<I")
 
@@ -60,6 +63,7 @@ class _Reader:
         self.at = 0
         self.kept = 0
         self.limit = len(data) // BYTES_PER_OBJECT + SPARE_OBJECTS
+        self.memo_limit = len(data) // BYTES_PER_MEMO + SPARE_OBJECTS
         self.stack: list[Any] = []
         self.marks: list[tuple[int, int]] = []  # stack length and `kept` when each was set
         self.memo: list[Any] = []
@@ -67,11 +71,18 @@ class _Reader:
         self.lists: dict[bytes, list[Any]] = {}
 
     def run(self) -> Any:
-        """The common instructions are read here, in one loop; the others by the table of steps."""
-        data, stack, memo, limit, steps = self.data, self.stack, self.memo, self.limit, _STEPS
+        while self.some():
+            if self.kept > self.limit or len(self.memo) > self.memo_limit:
+                self.refuse("it unfolds into far more than its size")
+            if len(self.stack) > MAX_STACK:
+                self.refuse("it leaves too many values without a container")
+        return self.finish()
+
+    def some(self) -> bool:
+        """Follow some instructions, the common ones here, for speed. False: the last was reached."""
+        data, stack, memo, steps, at = self.data, self.stack, self.memo, _STEPS, self.at
         push, remember, number, index = stack.append, memo.append, int.from_bytes, _INDEX.unpack_from
-        at = 0
-        while True:
+        for _ in range(CHECK_EVERY):
             code = data[at]
             if code == 104:  # BINGET
                 push(memo[data[at + 1]])
@@ -85,28 +96,23 @@ class _Reader:
             elif code == 148:  # MEMOIZE
                 remember(stack[-1])
                 at += 1
-            elif code == 138 and data[at + 1] <= 16:  # LONG1
-                after = at + 2 + data[at + 1]
-                push(number(data[at + 2 : after], "little", signed=True))
+            elif code in (138, 74) and (length := 4 if code == 74 else data[at + 1]) <= 16:  # BININT, LONG1
+                start = at + 1 + (code == 138)
+                push(number(data[start : start + length], "little", signed=True))
                 self.kept += 1
-                at = after
-            elif code == 74:  # BININT
-                push(number(data[at + 1 : at + 5], "little", signed=True))
-                self.kept += 1
-                at += 5
+                at = start + length
             elif code == 93 and (match := _REFERENCES.match(data, at)):  # a list of what is known already
                 push(found := self.references(*match.span(1)))
                 remember(found)
                 at = match.end()
-            elif code == 46:  # STOP
-                self.at = at
-                return self.finish()
             else:
                 self.at = at
+                if code == STOP:
+                    return False
                 (steps[code] or _Reader.unknown)(self)
                 at = self.at
-            if self.kept > limit:
-                self.refuse("it unfolds into far more than its size")
+        self.at = at
+        return True
 
     def finish(self) -> Any:
         if len(self.stack) != 1 or self.marks:
@@ -159,8 +165,6 @@ class _Reader:
         """Push a value that takes no memory of its own."""
         self.stack.append(value)
         self.at += length
-        if len(self.stack) > MAX_STACK:
-            self.refuse("it leaves too many values without a container")
 
     def skip(self, length: int) -> None:
         self.at += length
@@ -170,6 +174,9 @@ class _Reader:
         if len(found) != width:
             raise IndexError
         return int.from_bytes(found, "little")
+
+    def get(self, width: int) -> None:
+        self.push(self.memo[self.count(self.at + 1, width)], 1 + width)
 
     def mark(self) -> None:
         self.marks.append((len(self.stack), self.kept))
@@ -295,6 +302,8 @@ def _steps() -> list[Callable[[_Reader], None] | None]:
         "\x8c": lambda r: r.text(1),
         "X": lambda r: r.text(4),
         "\x8d": lambda r: r.text(8),
+        "h": lambda r: r.get(1),
+        "j": lambda r: r.get(4),
         "\x94": _Reader.memoize,
         "q": lambda r: r.put(1),
         "r": lambda r: r.put(4),

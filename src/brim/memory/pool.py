@@ -40,7 +40,14 @@ class HostSource:
     """
 
     def make(self, bytes: int) -> torch.Tensor:
-        mapped = mmap.mmap(-1, max(bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            mapped = mmap.mmap(-1, max(bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise BudgetError(
+                f"{format_bytes(bytes)} of RAM were asked of the system.",
+                f"It refuses: {error.strerror}.",
+                "Give a smaller budget, or end other programs.",
+            ) from error
         if bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             # A first touch by 4 KiB pages takes longer than the disk takes to fill them, and so does pinning them.
             with contextlib.suppress(OSError):  # a kernel without huge pages: only slower

@@ -7,6 +7,8 @@ import time
 
 from brim.core import EventKind, Timeline
 
+SHORTEST_WAIT_S = 50e-6  # asking whether something is there takes a little too
+
 
 class Recorder:
     """Writes events with seconds since its making.
@@ -38,6 +40,12 @@ class Recorder:
             self.copied_bytes[lane] = self.copied_bytes.get(lane, 0) + bytes
             self.busy_s[lane] = self.busy_s.get(lane, 0.0) + took_s
         self._add(EventKind.COPY, target, bytes, time_s=begin_s, duration_s=took_s, source=source, label=label)
+
+    def waited(self, tier: str, begin_s: float, label: str) -> None:
+        """Compute in ``tier`` had to wait for ``label``'s copy from ``begin_s`` until now."""
+        took_s = self.now_s() - begin_s
+        if took_s >= SHORTEST_WAIT_S:
+            self._add(EventKind.IDLE, tier, 0, time_s=begin_s, duration_s=took_s, label=label, category="copy")
 
     def _add(self, kind: EventKind, tier: str, bytes: int, **fields: object) -> None:
         with self._lock:

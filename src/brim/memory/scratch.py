@@ -101,7 +101,7 @@ class Scratch(PlannedScratch):
                 f"{error.strerror}.",
                 "Set BRIM_SCRATCH to a folder with room.",
             ) from error
-        self.file: MappedFile = MappedFile(SCRATCH_PATH, self._fd)
+        self.file = MappedFile(SCRATCH_PATH, self._fd)
         files.adopt(SCRATCH_PATH, self._fd)
 
     def store(self, sources: Sequence[TensorSource], tensors: Sequence[torch.Tensor]) -> tuple[TensorSource, ...]:
@@ -141,5 +141,8 @@ class Scratch(PlannedScratch):
             ) from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        """Let the file go. A second call does nothing."""
+        fd, self._fd, self.file = self._fd, -1, None
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)

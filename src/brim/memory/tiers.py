@@ -71,6 +71,11 @@ class Memory:
                 self._scratch = Scratch(self.files, directory=self._disk_folder, limit_bytes=self._disk_bytes)
         return self._scratch
 
+    @property
+    def disk_peak_bytes(self) -> int:
+        """How long the scratch file has been at most; 0 where nothing has needed one."""
+        return 0 if self._scratch is None else self._scratch.peak_bytes
+
     def use_disk(self, *, folder: str | None, limit_bytes: int | None) -> None:
         """Where the scratch file goes and how long it may become. To be said before it is first used."""
         assert self._scratch is None
@@ -81,8 +86,7 @@ class Memory:
         self.engine.close()
         self.files.close()
         if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = None
+            self._scratch.close()  # and it stays: who lets go of something in it later must not make a new one
         for file in self._mapped.values():
             file.close()
         self._mapped.clear()

@@ -30,6 +30,7 @@ from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
 from brim.predict.values import KnownValues
 
+_add = torch.ops.aten.add.Tensor
 _device_of = torch.ops.prim.device.default
 
 
@@ -54,6 +55,7 @@ class RecordingMode(TorchDispatchMode):
         self._placed: bool | None = None
         self.after_backward: Callable[[], None] = lambda: None
         self._graph_task = -1  # of the backward pass that is running
+        self._in_linear = False
         self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -94,7 +96,8 @@ class RecordingMode(TorchDispatchMode):
         recorder, phase, module = self.recorder, self.phase(), self.modules.current()
         result = self.values.shape_of(func, args, kwargs)
         if result is None:
-            result = FAKES.get(func, func)(*args, **kwargs)
+            adds_bias = self._in_linear and func is _add and args[1].dim() == 1
+            result = (inplace.add_bias if adds_bias else FAKES.get(func, func))(*args, **kwargs)
             self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
         fresh = self._fresh(outputs)
@@ -146,6 +149,15 @@ class RecordingMode(TorchDispatchMode):
             yield
         finally:
             self.on_device = before
+
+    @contextmanager
+    def linear(self) -> Iterator[None]:
+        """While open, ``torch.nn.functional.linear`` is running."""
+        before, self._in_linear = self._in_linear, True
+        try:
+            yield
+        finally:
+            self._in_linear = before
 
     @contextmanager
     def placed(self, on_device: bool | None) -> Iterator[None]:
@@ -241,7 +253,8 @@ class RecordingMode(TorchDispatchMode):
             recorder.free(life, phase)
 
     def _output(self, tensor: torch.Tensor, bytes: int, phase: Phase, module: int, on_device: bool) -> Life | None:
-        if bytes == 0:
+        if bytes == 0:  # memory that no allocator of PyTorch gave
+            self._watch(tensor, self.recorder.unrecorded(tensor.untyped_storage().nbytes()))
             return None
         life = self.recorder.alloc(bytes, phase=phase, module=module, dtype=_dtype(tensor), on_device=on_device)
         self._watch(tensor, life)

@@ -22,10 +22,23 @@ def data_dependent(func: torch._ops.OpOverload) -> UnsupportedError:
 
 def decision() -> UnsupportedError:
     return UnsupportedError(
-        "A branch depends on a value that item() read from a tensor, and a trace has none.",
+        "A branch or a shape depends on a value that item() read from a tensor, and a trace has none.",
         f"Asked at {_place()}.",
-        "Make the step's branches independent of values (or pass the value as a Python number).",
+        "Make the step's branches and shapes independent of values (or pass the value as a Python number).",
     )
+
+
+def no_numpy() -> UnsupportedError:
+    return UnsupportedError(
+        "numpy() needs the values of a tensor, and a trace has none.",
+        f"Asked at {_place()}.",
+        "Leave what is computed with NumPy out of the step (metrics take no GPU memory).",
+    )
+
+
+def not_traced(what: str, instead: str) -> UnsupportedError:
+    """For what a program asks of PyTorch that a trace cannot stand for."""
+    return UnsupportedError(f"{what} cannot be traced.", f"Asked at {_place()}.", instead)
 
 
 def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:

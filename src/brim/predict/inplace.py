@@ -40,7 +40,7 @@ def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.O
         if len(args) == 2 and _called_by_engine() and _may_be_overwritten(args[0]) and not _formula_adds():
             return _aten.add_.Tensor  # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
     elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(args[0]):
-        return _ON_FRESH_TENSOR[func]
+        return func if _in_node("ScatterReduce") else _ON_FRESH_TENSOR[func]  # it scatters into a copy
     return func
 
 
@@ -49,8 +49,18 @@ _ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "Svd", "Cumprod", "Prod")
 
 
 def _formula_adds() -> bool:
+    return _in_node(*_ADDING)
+
+
+def _in_node(*names: str) -> bool:
     node = torch._C._current_autograd_node()
-    return node is not None and node.name().startswith(_ADDING)
+    return node is not None and node.name().startswith(names)
+
+
+def add_bias(output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``linear`` of an input that is not contiguous adds its bias in place (Linear.cpp), but for subclasses."""
+    output.add_(bias)
+    return output.detach()
 
 
 def _called_by_engine() -> bool:

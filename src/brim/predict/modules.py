@@ -5,6 +5,7 @@ Uses PyTorch's global hooks only; all are removed when the tracker is closed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,15 @@ from torch.optim import optimizer as optim_hooks
 
 
 class ModuleTracker:
-    """The stack of running modules, as indices into ``modules``; -1 stands for code outside of any module."""
+    """The stack of running modules, by their numbers in order of appearance; -1 stands for code outside of any.
+
+    Nothing is kept alive: what a program lets go of, a layer that it replaces or a template that it copies, is gone.
+    """
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._classes: list[str] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.on_cache: Callable[[Any], None] = lambda cache: None  # told of every KV cache that a module returns
         self.in_optimizer = False
         self._index: dict[int, int] = {}
@@ -54,10 +59,22 @@ class ModuleTracker:
             for handle in handles:
                 handle.remove()
 
+    def modules(self) -> Iterator[tuple[int, nn.Module]]:
+        """The modules that are alive, with their numbers."""
+        for index, reference in enumerate(self._modules):
+            if (module := reference()) is not None:
+                yield index, module
+
+    def optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        for reference in self._optimizers:
+            if (optimizer := reference()) is not None:
+                yield optimizer
+
     def roots(self) -> list[nn.Module]:
         """Modules that lie in no other one. Containers register nothing: they are seen through."""
-        below = {id(child) for module in self.modules for child in module.modules() if child is not module}
-        return [module for module in self.modules if id(module) not in below]
+        alive = [module for _, module in self.modules()]
+        below = {id(child) for module in alive for child in module.modules() if child is not module}
+        return [module for module in alive if id(module) not in below]
 
     def paths(self) -> list[str]:
         """The qualified name of every module seen, in their order, then "" for code outside of any module."""
@@ -67,13 +84,18 @@ class ModuleTracker:
             prefix = "" if len(roots) == 1 else type(root).__name__
             for path, module in root.named_modules():
                 names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
-        return [*(names.get(id(module), type(module).__name__) for module in self.modules), ""]
+        found = list(self._classes)
+        for index, module in self.modules():
+            found[index] = names.get(id(module), found[index])
+        return [*found, ""]
 
     def _number(self, module: nn.Module) -> int:
         index = self._index.get(id(module))
         if index is None:
-            index = self._index[id(module)] = len(self.modules)
-            self.modules.append(module)
+            key = id(module)
+            index = self._index[key] = len(self._modules)
+            self._modules.append(weakref.ref(module, lambda _: self._index.pop(key, None)))
+            self._classes.append(type(module).__name__)
         return index
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> None:
@@ -90,8 +112,8 @@ class ModuleTracker:
 
     def _optimizer_starts(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.in_optimizer = True
-        if all(optimizer is not other for other in self.optimizers):
-            self.optimizers.append(optimizer)
+        if all(optimizer is not other for other in self.optimizers()):
+            self._optimizers.append(weakref.ref(optimizer))
 
     def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.in_optimizer = False

@@ -3,7 +3,6 @@ look whether a tensor is fake, although the step they stand for does not."""
 
 from __future__ import annotations
 
-import builtins
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -15,18 +14,47 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from brim.predict.values import UnknownNumber, known
+from brim.predict.dispatch import RecordingMode
+from brim.predict.outside import as_numpy, as_tensor_of_file, outside_world
+from brim.predict.unknown import UnknownNumber, forget_values, holds_unknown, unknown_numbers
+from brim.predict.values import carry_one_hot, known
+
+# Questions whether values are finite, and the answer of a run that is well.
+_FINITE = {
+    torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
+    torch.isinf: False, torch.Tensor.isinf: False,
+}  # fmt: skip
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of C
 
 
 class ValueMode(TorchFunctionMode):
-    """``item()`` of an unknown floating value gives a number that may be computed with but not decided on."""
+    """``item()`` of an unknown value gives a number that may be computed with but not decided on."""
+
+    def __init__(self, recording: RecordingMode) -> None:
+        super().__init__()
+        self.recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.item and args[0].dtype.is_floating_point and known(args[0]) is None:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.item and isinstance(args[0], FakeTensor) and known(args[0]) is None:
             return UnknownNumber()
+        if func is torch.nn.functional.linear:
+            with self.recording.linear():
+                return func(*args, **kwargs)
         if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return _one_hot(*args, **kwargs)
+        if func == _SET_DATA:  # other values now: those of the new data, if they are known
+            args[0]._brim_known = getattr(args[1], "_brim_known", None)
+        if func in _FINITE and isinstance(args[0], FakeTensor):
+            return self.recording.values.taken_as(_FINITE[func], args[0], func(*args, **kwargs))
+        if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
+            return as_numpy(args[0])
+        if func is torch.asarray and isinstance(args[0], torch.UntypedStorage):
+            return as_tensor_of_file(args[0], kwargs["dtype"])
+        if holds_unknown(func, args, kwargs):
+            return forget_values(args, func(*args, **kwargs))
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -40,8 +68,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
          mock.patch.object(torch, "set_rng_state", _forget_rng_state), \
          mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
-         mock.patch.object(builtins, "max", _of_unknown(builtins.max)), \
-         mock.patch.object(builtins, "min", _of_unknown(builtins.min)), \
+         unknown_numbers(mode.recording.values), outside_world(), \
          _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
 
@@ -94,7 +121,9 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes <= 0 or tensor.dtype != torch.long:
         return torch.nn.functional.one_hot(tensor, num_classes)
     shape = (*tensor.shape, num_classes)
-    return torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
+    made = torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
+    carry_one_hot(tensor, made)  # the zeros may have been too many to be known
+    return made
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -115,26 +144,6 @@ def _rng_state() -> torch.Tensor:
 
 def _forget_rng_state(state: torch.Tensor) -> None:
     """Nothing random is drawn in a trace."""
-
-
-def _of_unknown(builtin: Callable[..., Any]) -> Callable[..., Any]:
-    """The larger or smaller of numbers of which one is unknown is unknown: no decision that memory could see."""
-
-    def pick(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > 1:
-            for arg in args:
-                if type(arg) is UnknownNumber:
-                    return arg
-                if (
-                    isinstance(arg, torch.Tensor)
-                    and arg.dim() == 0
-                    and arg.dtype.is_floating_point
-                    and not known(arg)
-                ):
-                    return arg
-        return builtin(*args, **kwargs)
-
-    return pick
 
 
 def _truncated_normal(

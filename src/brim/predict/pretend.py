@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,10 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 
-from brim.core.trace import EMPTY_CACHE
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import cuda_attention
 from brim.predict.patches import ValueMode
+from brim.predict.torch_cuda import torch_cuda
 
 _CUDA = torch.device("cuda", 0)
 _is_cuda: Any = torch.Tensor.is_cuda
@@ -31,8 +30,9 @@ class PretendCuda(ValueMode):
     """Sends calls that name a CUDA device to the fake CPU, and tells the recorder where the result lies."""
 
     def __init__(self, recording: RecordingMode, capability: tuple[int, int]) -> None:
-        super().__init__()
-        self.recording, self.capability = recording, capability
+        super().__init__(recording)
+        self.capability = capability
+        self.default_on_device = False  # where tensors are made that name no device
         self._replaced: dict[Any, Callable[..., Any]] = {
             torch.Tensor.cuda: self._cuda,
             torch.Tensor.cpu: lambda tensor, **kwargs: self._move(tensor, False),
@@ -61,12 +61,13 @@ class PretendCuda(ValueMode):
             return replaced(*args, **kwargs)
         device = kwargs.get("device")
         if device is None:
-            with self.recording.factories(self._any_on_device(args)):
+            with self.recording.factories(self.default_on_device or self._any_on_device(args)):
                 return super().__torch_function__(func, types, args, kwargs)
         cuda = is_cuda(device)
         self.recording.recorder.uses_device |= cuda
         with self.recording.factories(cuda), self.recording.placed(cuda if _copies(func) else None):
-            return func(*args, **kwargs | {"device": "meta" if _is_meta(device) else "cpu"})
+            kwargs |= {"device": "meta" if _is_meta(device) else "cpu"}
+            return super().__torch_function__(func, types, args, kwargs)
 
     def _any_on_device(self, args: Any) -> bool:
         for arg in args:
@@ -159,8 +160,10 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
     recording.on_device = False
     functional = torch.nn.functional
     with contextlib.ExitStack() as stack:
-        for name, value in _torch_cuda(mode, recording).items():
+        for name, value in torch_cuda(recording, mode.capability).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(torch.nn.DataParallel, "scatter", _one_replica))
+        stack.enter_context(_default_device(mode))
         stack.enter_context(mock.patch.object(FakeTensor, "device", _device_property(mode, recording)))
         stack.enter_context(_autocast_state())
         supported = [*optimizer._foreach_supported_types, FakeTensor]
@@ -169,6 +172,35 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", mode.attention))
         stack.enter_context(mock.patch.object(functional, "dropout", mode.dropout))
         yield
+
+
+def _one_replica(parallel: Any, inputs: Any, kwargs: Any, device_ids: Any) -> tuple[Any, Any]:
+    """On one GPU the inputs stay as they are (nn/parallel/data_parallel.py then calls the module itself)."""
+    return (inputs,), (kwargs,)
+
+
+@contextmanager
+def _default_device(mode: PretendCuda) -> Iterator[None]:
+    """``torch.set_default_device`` would send factories to a device that is not there, below ``mode``."""
+    before = torch.get_default_device()
+
+    def set_default(device: Any) -> None:
+        mode.default_on_device = device is not None and is_cuda(device)
+        mode.recording.recorder.uses_device |= mode.default_on_device
+
+    def get_default() -> torch.device:
+        return _CUDA if mode.default_on_device else torch.device("cpu")
+
+    if before.type == "cuda":
+        torch.set_default_device(None)
+        set_default(before)
+    try:
+        with mock.patch.object(torch, "set_default_device", set_default), \
+             mock.patch.object(torch, "get_default_device", get_default):  # fmt: skip
+            yield
+    finally:
+        if before.type == "cuda":
+            torch.set_default_device(before)
 
 
 def _device_property(mode: PretendCuda, recording: RecordingMode) -> property:
@@ -180,84 +212,6 @@ def _device_property(mode: PretendCuda, recording: RecordingMode) -> property:
         return true_device.fget(tensor)  # type: ignore[attr-defined,no-any-return]
 
     return property(get, true_device.fset)  # type: ignore[attr-defined]
-
-
-def _torch_cuda(mode: PretendCuda, recording: RecordingMode) -> dict[str, Any]:
-    """``torch.cuda`` as it looks on a machine with one GPU of the capability asked for."""
-
-    def held(*args: Any, **kwargs: Any) -> int:
-        return sum(life.bytes for life in recording.lives() if life.on_device)
-
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with recording.factories(False):
-            return torch.empty(16, dtype=torch.uint8)
-
-    major, minor = mode.capability
-    properties = SimpleNamespace(
-        name="GPU", major=major, minor=minor, total_memory=1 << 40, multi_processor_count=128
-    )
-    silent = ("set_device", "synchronize", "ipc_collect", "init", "_lazy_init", "manual_seed",
-              "manual_seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated",
-              "set_rng_state")  # fmt: skip
-    numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    return {
-        **dict.fromkeys(silent, nothing),
-        **dict.fromkeys(numbers, held),
-        "empty_cache": lambda: recording.note_op(EMPTY_CACHE),
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "is_bf16_supported": lambda *args, **kwargs: major >= 8,
-        "get_device_capability": lambda *args: mode.capability,
-        "get_device_name": lambda *args: "GPU",
-        "get_device_properties": lambda *args: properties,
-        "mem_get_info": lambda *args: (1 << 40, 1 << 40),
-        "get_rng_state": rng_state,
-        "is_current_stream_capturing": lambda: False,
-        "Stream": _Stream,
-        "Event": _Event,
-        "current_stream": lambda *args: _Stream(),
-        "default_stream": lambda *args: _Stream(),
-        "stream": lambda stream: contextlib.nullcontext(),
-        "device": lambda device: contextlib.nullcontext(),
-    }
-
-
-class _Stream:
-    """Streams order work in time, which a trace has none of."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.cuda_stream = 0
-
-    def wait_stream(self, other: object) -> None: ...
-    def wait_event(self, event: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, event: object = None) -> _Event:
-        return _Event()
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, stream: object = None) -> None: ...
-    def wait(self, stream: object = None) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
 
 
 @contextmanager

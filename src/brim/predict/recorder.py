@@ -114,6 +114,13 @@ class Recorder:
         self.lives.append(life)
         return life
 
+    def unrecorded(self, bytes: int) -> Life:
+        """A life that is told apart from others and is not part of the trace."""
+        return Life(
+            id=-1, bytes=bytes, module=-1, phase=self.phase, step=self.step, dtype="", born=self._tick,
+            on_device=False, from_factory=False,
+        )  # fmt: skip
+
     def free(self, life: Life, phase: Phase) -> None:
         life.died, life.died_phase = self.tick(), phase
 

@@ -48,48 +48,71 @@ def trace(
     Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values (naming the line) or
     an operation that has no fake kernel (naming it).
     """
+    _check(steps, target, routing)
+    recorder, modules = Recorder(), ModuleTracker()
+    mode = RecordingMode(recorder, modules, KnownValues(routing), rules_for(target, capability))
+    modules.on_cache = lambda cache: _mark_cache(mode, cache)
+    mode.after_backward = lambda: _mark_gradients(mode)
+    with _watching(mode, target, capability):
+        held = _run(mode, build, steps)
+        made = _written(mode, target, model or _name(modules, build))
+        del held
+    return made
+
+
+def _check(steps: int, target: str, routing: str) -> None:
     if target not in TARGETS:
         raise UsageError(f"target={target!r} was asked of trace().", f"Known targets are {', '.join(TARGETS)}.")
     if steps < 1:
         raise UsageError(f"steps={steps} was asked of trace().", "A trace has at least one step.")
     if routing not in ROUTINGS:
         raise UsageError(f"routing={routing!r} was asked of trace().", f"Known are {', '.join(ROUTINGS)}.")
-    recorder, modules = Recorder(), ModuleTracker()
-    mode = RecordingMode(recorder, modules, KnownValues(routing), rules_for(target, capability))
-    modules.on_cache = lambda cache: _mark_cache(mode, cache)
-    mode.after_backward = lambda: _mark_gradients(mode)
+
+
+@contextmanager
+def _watching(mode: RecordingMode, target: str, capability: tuple[int, int]) -> Iterator[None]:
+    """Fake tensors below, ``mode`` above them, and everything that is replaced while a trace runs."""
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(modules.watching())
+        stack.enter_context(mode.modules.watching())
         stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
         stack.enter_context(mode)
-        functions = PretendCuda(mode, capability) if target == "cuda" else patches.ValueMode()
+        functions = PretendCuda(mode, capability) if target == "cuda" else patches.ValueMode(mode)
         if isinstance(functions, PretendCuda):
             stack.enter_context(pretending(functions))
             stack.enter_context(cuda_lists())
         stack.enter_context(patches.while_tracing(functions))
-        step = build()
-        if not callable(step):
-            raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
+        yield
+
+
+def _run(mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int) -> Callable[[], Any]:
+    """Build and step; what was built lives as long as the step that is returned."""
+    step = build()
+    if not callable(step):
+        raise UsageError("build() was to return the step to trace.", f"It returned {type(step).__name__}.")
+    _categorize(mode)
+    for _ in range(steps):
+        mode.recorder.begin_step()
+        step()
         _categorize(mode)
-        for _ in range(steps):
-            recorder.begin_step()
-            step()
-            _categorize(mode)
-        if mode.values.used_routing:
-            recorder.notes["routing"] = _ROUTING_NOTES[routing]
-        paths = modules.paths()
-        made = Trace(
-            model=model or _name(modules, build),
-            target=target,
-            ops=recorder.ops(paths),
-            storages=recorder.storages(paths, device_only=recorder.uses_device),
-            step_starts=tuple(recorder.step_starts),
-            not_modelled=tuple(sorted(recorder.not_modelled)),
-            notes=recorder.notes,
-        )
-        del step
-    return made
+    return step
+
+
+def _written(mode: RecordingMode, target: str, model: str) -> Trace:
+    recorder, paths = mode.recorder, mode.modules.paths()
+    if mode.values.used_routing:
+        recorder.notes["routing"] = _ROUTING_NOTES[mode.values.routing]
+    if mode.values.used_finite:
+        recorder.notes["finite"] = "values are taken to be finite where the program asks"
+    return Trace(
+        model=model,
+        target=target,
+        ops=recorder.ops(paths),
+        storages=recorder.storages(paths, device_only=recorder.uses_device),
+        step_starts=tuple(recorder.step_starts),
+        not_modelled=tuple(sorted(recorder.not_modelled)),
+        notes=recorder.notes,
+    )
 
 
 _ROUTING_NOTES = {
@@ -128,7 +151,7 @@ def _mark_cache(mode: RecordingMode, cache: Any) -> None:
 def _owners(mode: RecordingMode) -> dict[int, int]:
     """The first module that holds each parameter, by the parameter's identity."""
     found: dict[int, int] = {}
-    for index, module in enumerate(mode.modules.modules):
+    for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), index)
@@ -138,12 +161,12 @@ def _owners(mode: RecordingMode) -> dict[int, int]:
 def _categorize(mode: RecordingMode) -> None:
     """What is held now, by who holds it."""
     owners = _owners(mode)
-    for index, module in enumerate(mode.modules.modules):
+    for index, module in mode.modules.modules():
         for parameter in module._parameters.values():
             mode.mark(parameter, Category.PARAMETER, owners.get(id(parameter), -1))
         for buffer in module._buffers.values():
             mode.mark(buffer, Category.BUFFER, index)
-    for optimizer in mode.modules.optimizers:
+    for optimizer in mode.modules.optimizers():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 mode.mark(parameter, Category.PARAMETER)
@@ -156,11 +179,11 @@ def _categorize(mode: RecordingMode) -> None:
 def _mark_gradients(mode: RecordingMode) -> None:
     """Gradients are let go between steps, so they are marked as soon as a backward pass has made them."""
     owners = _owners(mode)
-    for module in mode.modules.modules:
+    for _, module in mode.modules.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 mode.mark(parameter.grad, Category.GRADIENT, owners[id(parameter)])
-    for optimizer in mode.modules.optimizers:
+    for optimizer in mode.modules.optimizers():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 mode.mark(parameter.grad, Category.GRADIENT)

@@ -4,12 +4,12 @@ Small tensors whose values follow from the program alone (``arange``, ``ones``, 
 computed from them) are computed for real beside their fakes, so that masks and index tables can be asked about.
 The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...; or, where
 the worst case is asked for, as crowded: every token goes to the first k experts.
-Nothing else is guessed.
+A program that asks whether values are finite hears that they are: only a run that is well can be planned.
+Nothing else is guessed, and a trace notes which of these it was asked for.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +46,19 @@ def known(tensor: object) -> Known | None:
     return found if found is not None and found.state["valid"] else None
 
 
+def _laid_out_alike(fake: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether an operation on memory, not on elements, is the same on both."""
+    here = fake.stride(), fake.storage_offset(), fake.untyped_storage().nbytes()
+    return here == (value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+
+
 class KnownValues:
     """Carries known values from operation to operation."""
 
     def __init__(self, routing: str = "balanced") -> None:
-        self._crowded = routing == "crowded"
+        self.routing = routing
         self.used_routing = False
+        self.used_finite = False  # whether the program asked if values are finite
 
     def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
         """What a question about a value (``item``) is answered with, if the value is known."""
@@ -63,6 +70,14 @@ class KnownValues:
         self.used_routing |= source.state["routing"]
         with _disable_current_modes():
             return Item(source.value.item())
+
+    def taken_as(self, answer: bool, asked: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Let all of ``result`` be ``answer``, unless the values that were asked about are known."""
+        if known(asked) is None:
+            self.used_finite = True
+            with _disable_current_modes():
+                result._brim_known = Known(torch.tensor(answer).expand(result.shape))  # type: ignore[attr-defined]
+        return result
 
     def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of an operation whose shape depends on values, where these are known; else None."""
@@ -88,7 +103,7 @@ class KnownValues:
                     result._brim_known = Known(real)
             return
         if func is _aten.topk.default:
-            _route(args, result, self._crowded)
+            _route(args, result, self.routing == "crowded")
             return
         inputs = [t for t in _leaves((args, kwargs)) if getattr(t, "_brim_known", None) is not None]
         if not inputs:
@@ -115,6 +130,8 @@ class KnownValues:
             return None
         with _disable_current_modes(), torch.no_grad():
             values, options = _real(args), _real(kwargs)
+            if func is _aten.as_strided.default and not _laid_out_alike(args[0], values[0]):
+                return None
             if func is _aten.histc.default and not values[0].is_floating_point():  # CUDA has it for integers too
                 return func(values[0].double(), *values[1:], **options).to(values[0].dtype)
             return func(*values, **options)
@@ -164,6 +181,19 @@ def _route(args: tuple[Any, ...], result: Any, crowded: bool) -> None:
     indices._brim_known.state["routing"] = True
 
 
+def carry_one_hot(classes: torch.Tensor, result: torch.Tensor) -> None:
+    """Let a table of which class each element has be known where the classes are."""
+    source = known(classes)
+    if source is None or known(result) is not None:
+        return
+    if _small(result) or (source.state["routing"] and result.numel() <= _MOST_ROUTED):
+        with _disable_current_modes():
+            table = torch.nn.functional.one_hot(source.value, result.size(-1))
+        made = Known(table)
+        made.state["routing"] = source.state["routing"]
+        result._brim_known = made  # type: ignore[attr-defined]
+
+
 def _forget(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -196,23 +226,3 @@ def _real(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _real(item) for key, item in value.items()}
     return value
-
-
-class UnknownNumber(float):
-    """What ``item()`` gives for a value that is not known: fit for arithmetic and printing, not for decisions."""
-
-    def __new__(cls) -> UnknownNumber:
-        return super().__new__(cls, math.nan)
-
-    def _same(self, *others: object) -> UnknownNumber:
-        return UnknownNumber()
-
-    def _refuse(self, *others: object) -> Any:
-        from brim.predict.failures import decision  # a cycle at import time otherwise
-
-        raise decision()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
-    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _same
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __trunc__ = __round__ = _refuse
-    __floor__ = __ceil__ = __hash__ = _refuse

@@ -6,20 +6,24 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 from brim.errors import FormatError
+from brim.report import oom_log
 from brim.report.oom_advice import Advice, advise
 from brim.report.oom_cause import Cause, find_cause
-from brim.report.oom_formats import FORMATS, PROCESS, Format, device_of, to_bytes
+from brim.report.oom_formats import FORMATS, PROCESS, Format, device_of, tensor_bytes, to_bytes
 
-__all__ = ["Advice", "Cause", "OomMessage", "read_oom"]
+__all__ = ["Advice", "Cause", "OomMessage", "primary", "read_oom"]
 
 _LONGEST = 4_000  # characters that one message may take
 _SEVERAL_LINES = ("llama.cpp", "jax")  # one failure is told in several messages
-_NOISE = re.compile(
-    r"\x1b\[[0-9;]*[A-Za-z]|^\[rank[0-9]+\]: ?|^\([^()\n]{1,40} pid=[0-9]+[^()\n]{0,60}\) ?", re.MULTILINE
+_MOST_DIGITS = 20  # longer numbers are no bytes of any machine, and passed over
+MOST_MESSAGES = 1_000  # of a log; what follows is left out
+_SETTINGS = re.compile(
+    r"(?<!try setting )\bPYTORCH_(?:CUDA_|HIP_|NPU_)?ALLOC_CONF['\"]?\]? ?[=:,] ?['\"]?(\w+:[\w:,.\[\]>-]+)"
 )
 
 
@@ -35,31 +39,62 @@ class OomMessage:
     why: str
     advice: tuple[Advice, ...]
     text: str
+    rank: str = ""  # who wrote it, where a log says
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def read_oom(text: str) -> tuple[OomMessage, ...]:
-    """Every out-of-memory message in ``text``, which may be a whole log, wrapped or cut, in order.
+def read_oom(source: str | BinaryIO) -> tuple[OomMessage, ...]:
+    """Every out-of-memory message in a text, or in a log of any size that is open for reading bytes, in order.
 
-    Raises FormatError if there is none.
+    Messages may be wrapped, cut, coloured, prefixed, chained, or of several ranks at once. What repeats another of
+    the same rank is left out, as is what comes after the first 1,000. Raises FormatError if there is none.
     """
-    flat = re.sub(r"\s+", " ", _NOISE.sub("", text))
-    places = _places(flat)
-    if not places:
+    reader = _Reader()
+    for window in oom_log.of_text(source) if isinstance(source, str) else oom_log.windows(source):
+        reader.window(window)
+    if not reader.found:
         raise FormatError(
             "An out-of-memory message was to be read.",
-            f"None of {len({form.family for form in FORMATS})} known kinds is in the {len(text)} characters given.",
+            f"None of {len({form.family for form in FORMATS})} known kinds was found.",
             "Give the whole message, from the exception's name on.",
         )
-    ends = [start for start, _ in places[1:]] + [len(flat)]
-    found: list[OomMessage] = []
-    for (start, form), end in zip(places, ends, strict=True):
-        message = _read(flat[start : min(end, start + _LONGEST)], form)
-        if not found or (message.family, message.numbers_bytes) != (found[-1].family, found[-1].numbers_bytes):
-            found.append(message)  # a traceback often prints its message twice
-    return tuple(found)
+    return tuple(reader.found.values())
+
+
+class _Reader:
+    """Collects messages; remembers the allocator settings that the log shows."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[Any, ...], OomMessage] = {}
+        self.settings = ""
+
+    def window(self, window: oom_log.Window) -> None:
+        text = window.text
+        if match := _SETTINGS.search(text):
+            self.settings = match[1]
+        places = _places(text)
+        for (start, form), (end, _) in pairwise([*places, (len(text), None)]):
+            assert form is not None, "only the end of the text has none"
+            message = self.read(text[start : min(end, start + _LONGEST)], form, window.rank)
+            key = (message.rank, message.family, message.device, *message.numbers_bytes.items())
+            if len(self.found) < MOST_MESSAGES:
+                self.found.setdefault(key, message)
+
+    def read(self, text: str, form: Format, rank: str) -> OomMessage:
+        numbers = _numbers(text, form)
+        cause, why = find_cause(form.family, numbers, text)
+        return OomMessage(
+            family=form.family,
+            device=device_of(text, form.device),
+            numbers_bytes=numbers,
+            cause=cause,
+            why=why,
+            advice=advise(form.family, cause, numbers, text, self.settings),
+            text=text,
+            rank=rank,
+        )
 
 
 def primary(messages: tuple[OomMessage, ...]) -> OomMessage:
@@ -83,24 +118,17 @@ def _places(flat: str) -> list[tuple[int, Format]]:
     return places
 
 
-def _read(text: str, form: Format) -> OomMessage:
+def _numbers(text: str, form: Format) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name, pattern in form.fields:
-        if match := pattern.search(text):
+        if (match := pattern.search(text)) and len(match[1]) <= _MOST_DIGITS:
             numbers[name] = to_bytes(match[1], match[2])
     for name, pattern in form.plain:
-        if match := pattern.search(text):
+        if (match := pattern.search(text)) and len(match[1]) <= _MOST_DIGITS:
             numbers[name] = int(match[1])
     for match in PROCESS.finditer(text):
         numbers[f"process_{match[1]}"] = to_bytes(match[2], match[3])
-    device = device_of(text, form.device)
-    cause, why = find_cause(form.family, numbers)
-    return OomMessage(
-        family=form.family,
-        device=device,
-        numbers_bytes=numbers,
-        cause=cause,
-        why=why,
-        advice=advise(form.family, cause, numbers, text),
-        text=text,
-    )
+    found = tensor_bytes(text) if form.family == "tensorflow" else None
+    if found is not None and found < 10**_MOST_DIGITS:
+        numbers.setdefault("tried", found)
+    return numbers

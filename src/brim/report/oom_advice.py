@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from brim.report.oom_cause import Cause, unallocated_bytes
+from brim.report.oom_cause import UNSET_BYTES, Cause, unallocated_bytes
 from brim.units import MIB, format_bytes
-
-VARIABLE = "PYTORCH_ALLOC_CONF"  # PYTORCH_CUDA_ALLOC_CONF is understood by every version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +103,19 @@ _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
             text="Do not take most of the device at the start.", paste="export XLA_PYTHON_CLIENT_PREALLOCATE=false"
         ),
     ),
+    "jax-tpu": (
+        SMALLER,
+        Advice(text="Recompute in the backward pass.", paste="jax.checkpoint(f)"),
+        Advice(text="Shard over more devices, or compute in bfloat16."),
+    ),
+    "sglang": (
+        Advice(text="Give it more of the device.", paste="--mem-fraction-static 0.9"),
+        Advice(text="Shorten the context.", paste="--context-length 8192"),
+    ),
+    "triton": (
+        Advice(text="Make the tiles smaller, or use fewer stages.", paste="triton.Config({...}, num_stages=2)"),
+        Advice(text="A smaller batch would not help: the need is per block.", helps=False),
+    ),
     "tensorflow": (
         Advice(text="Take memory as it is needed.", paste="export TF_FORCE_GPU_ALLOW_GROWTH=true"),
         SMALLER,
@@ -128,35 +139,67 @@ _BY_FAMILY: dict[str, tuple[Advice, ...]] = {
 }
 
 
-def advise(family: str, cause: Cause, numbers: Mapping[str, int], text: str) -> tuple[Advice, ...]:
-    """Advice for a message, ranked; what would not help comes last, with the reason."""
-    made = list(_BY_FAMILY.get(family, ()) or _BY_CAUSE[cause])
-    expandable_on = "expandable_segments is enabled" in text
-    if expandable_on:
-        made = [one for one in made if one is not EXPANDABLE]
-    return (*made, *_no_help(cause, numbers, text, expandable_on=expandable_on))
+# Families of PyTorch before 2.1, which has no expandable segments; the first two have no max_split_size either.
+_BEFORE_SPLIT = ("torch-cuda-thc", "torch-cuda-cached")
+_BEFORE_EXPANDABLE = (*_BEFORE_SPLIT, "torch-cuda-reserved", "torch-cuda-reserved-hint")
+_VARIABLES = {
+    "torch-hip": "PYTORCH_HIP_ALLOC_CONF",
+    "torch-npu": "PYTORCH_NPU_ALLOC_CONF",
+    "torch-xpu": "PYTORCH_ALLOC_CONF",
+}
 
 
-def _no_help(cause: Cause, numbers: Mapping[str, int], text: str, *, expandable_on: bool) -> list[Advice]:
+def advise(
+    family: str, cause: Cause, numbers: Mapping[str, int], text: str, settings: str = ""
+) -> tuple[Advice, ...]:
+    """Advice for a message, ranked; what would not help comes last, with the reason.
+
+    ``settings`` are the allocator settings that were in force, where the log shows them.
+    """
+    on = "expandable_segments is enabled" in text or "expandable_segments:true" in settings.lower()
+    ranked = _BY_CAUSE[cause] if cause in (Cause.OTHER_PROCESS, Cause.MEMORY_FRACTION) and family != "vllm" else ()
+    made: list[Advice] = []
+    for one in ranked or _BY_FAMILY.get(family, ()) or _BY_CAUSE[cause]:
+        made += [one] if one is not EXPANDABLE else [] if on else _growing(family)
+    return (*made, *_no_help(cause, numbers, text, settings, expandable_on=on))
+
+
+def _growing(family: str) -> list[Advice]:
+    """The advice against fragmentation, as far as the version of PyTorch knows it."""
+    if family in _BEFORE_SPLIT:
+        return [Advice(text="Update PyTorch: from 2.1 on segments can grow (expandable_segments:True).")]
+    if family in _BEFORE_EXPANDABLE:
+        split = Advice(
+            text="Keep large blocks whole (PyTorch 1.10 and later).",
+            paste="export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128",
+        )
+        newer = "From PyTorch 2.1 on, let segments grow instead: free pieces then join."
+        return [Advice(text=newer, paste=EXPANDABLE.paste), split]
+    variable = _VARIABLES.get(family)
+    return [replace(EXPANDABLE, paste=f"export {variable}=expandable_segments:True") if variable else EXPANDABLE]
+
+
+def _no_help(
+    cause: Cause, numbers: Mapping[str, int], text: str, settings: str, *, expandable_on: bool
+) -> list[Advice]:
     """Popular settings that the message, or people, recommend and that would not help here."""
+    said = f"{text} {settings}"
     made = []
     if expandable_on:
-        made.append(Advice(text="expandable_segments:True is already on.", helps=False))
-        made.append(Advice(text="max_split_size_mb has no effect on expandable segments.", helps=False))
+        made.append("expandable_segments:True is already on.")
+        made.append("max_split_size_mb has no effect on expandable segments.")
     elif re.search(r"expandable_segments:True|max_split_size_mb", text) and cause is not Cause.FRAGMENTATION:
         free = format_bytes(unallocated_bytes(numbers))
-        made.append(
-            Advice(text=f"The message's hint would not help: only {free} are reserved but unallocated.", helps=False)
-        )
+        made.append(f"The message's hint would not help: only {free} are reserved but unallocated.")
+    elif cause is Cause.FRAGMENTATION:
+        made.append("max_split_size_mb has no effect beside expandable_segments:True: set one of the two.")
     if cause is Cause.EXHAUSTED and unallocated_bytes(numbers) < 64 * MIB and numbers:
+        made.append("torch.cuda.empty_cache() would not help: PyTorch has emptied its cache before failing.")
+    if cause is Cause.FRAGMENTATION:
         made.append(
-            Advice(
-                text="torch.cuda.empty_cache() would not help: PyTorch has emptied its cache before failing.",
-                helps=False,
-            )
+            "torch.cuda.empty_cache() would not help: it gives back whole free segments only, and those are gone."
         )
-    if "garbage_collection_threshold" in text and "allowed" not in numbers:
-        made.append(
-            Advice(text="garbage_collection_threshold does nothing without a memory fraction below 1.", helps=False)
-        )
-    return made
+    collects = "garbage_collection_threshold" in said or cause is Cause.FRAGMENTATION
+    if collects and numbers.get("allowed", UNSET_BYTES) >= UNSET_BYTES:
+        made.append("garbage_collection_threshold does nothing without a memory fraction below 1.")
+    return [Advice(text=one, helps=False) for one in made]

@@ -9,7 +9,8 @@ from brim.units import GIB, MIB, format_bytes
 
 CONTEXT_BYTES = 600 * MIB  # about what a CUDA context takes when the message does not say
 SHARE_OF_OTHERS = 0.15  # of the device: what a desktop or a context takes is less
-SHARE_OF_FRAGMENTS = 0.2  # of what is reserved: what rounding leaves unallocated is less
+SHARE_OF_FRAGMENTS = 0.2  # of what is reserved: what rounding leaves unallocated is less, ...
+FRAGMENTS_BYTES = GIB  # ... and less than this
 UNSET_BYTES = 1 << 62  # larger numbers are how an absent limit is printed
 
 
@@ -52,20 +53,82 @@ _BY_FAMILY = {
         "The GPU is full: the library asks for its handle or workspace outside PyTorch's allocator, whose cached "
         "memory it cannot use.",
     ),
+    "torch-cuda-library": (
+        Cause.EXHAUSTED,
+        "The GPU is full: the library asks for its workspace outside PyTorch's allocator, whose cached memory it "
+        "cannot use.",
+    ),
+    "torch-cuda-runtime": (
+        Cause.EXHAUSTED,
+        "The driver had no memory for something outside PyTorch's allocator (a context, a library, pinned memory), "
+        "or another process holds it: the message gives no numbers.",
+    ),
+    "numpy": (Cause.HOST_MEMORY, "RAM is exhausted; the GPU has no part in it."),
+    "host": (Cause.HOST_MEMORY, "RAM is exhausted; the GPU has no part in it."),
+    "linux-oom-killer": (
+        Cause.HOST_MEMORY,
+        "Linux ran out of RAM, or the container of its share, and killed the process.",
+    ),
+    "triton": (
+        Cause.TOO_LARGE,
+        "A kernel needs more shared memory per block than the GPU has: its tiles are too large, not the model.",
+    ),
+    "sglang": (
+        Cause.EXHAUSTED,
+        "The weights leave no room for the KV cache in the share of the device that was given.",
+    ),
     "torch-cudnn": (Cause.EXHAUSTED, "The GPU is full: cuDNN's own memory lies outside PyTorch's allocator."),
     "torch-nccl": (Cause.EXHAUSTED, "The GPU is full: NCCL's buffers lie outside PyTorch's allocator."),
 }
 
 
-def find_cause(family: str, numbers: Mapping[str, int]) -> tuple[Cause, str]:
-    """The cause and one sentence for it. Without numbers only the kind of message tells."""
+def find_cause(family: str, numbers: Mapping[str, int], text: str = "") -> tuple[Cause, str]:
+    """The cause and one sentence for it. Without numbers only the kind of message, or its ``text``, tells."""
+    if "THCCachingHostAllocator" in text:
+        return Cause.HOST_MEMORY, "Pinned host memory could not be had: RAM or the limit of locked memory."
     if family in _BY_FAMILY:
         return _BY_FAMILY[family]
     tried, total, free = numbers.get("tried", 0), numbers.get("total", 0), numbers.get("free")
+    if family == "vllm" and "wanted" in numbers and free is not None:
+        return _at_start(numbers["wanted"], total, free)
+    if family == "jax-tpu":
+        return Cause.EXHAUSTED, "The compiled program needs more memory than one device has."
     found = _by_limits(numbers, tried, total, free)
     if found is None and free is not None and total:
         found = _by_holders(numbers, tried, total, free)
-    return found or (Cause.EXHAUSTED, "The run needs more memory than is left.")
+    return found or (Cause.EXHAUSTED, _full(numbers, free))
+
+
+def _full(numbers: Mapping[str, int], free: int | None) -> str:
+    """What fills the device."""
+    own = reserved_bytes(numbers)
+    outside = numbers.get("process", 0) - own
+    if outside >= max(GIB, own // 4) and own:
+        return (
+            f"The run needs more memory than is left. {format_bytes(outside)} of the process lie outside PyTorch's "
+            "allocator: libraries, NCCL, CUDA graphs or another framework."
+        )
+    unallocated = unallocated_bytes(numbers)
+    if free is not None and numbers.get("allocated"):
+        return (
+            f"The run needs more memory than is left: {format_bytes(numbers['allocated'])} are in use, only "
+            f"{format_bytes(free)} are free and {format_bytes(unallocated)} cached."
+        )
+    return "The run needs more memory than is left."
+
+
+def _at_start(wanted: int, total: int, free: int) -> tuple[Cause, str]:
+    """A server that takes a share of the device when it starts."""
+    if total - free >= SHARE_OF_OTHERS * total:
+        return (
+            Cause.OTHER_PROCESS,
+            f"Before the start others held {format_bytes(total - free)} of the device; {format_bytes(wanted)} were "
+            "wanted.",
+        )
+    return (
+        Cause.MEMORY_FRACTION,
+        f"The share that was asked for, {format_bytes(wanted)}, is more than is free ({format_bytes(free)}).",
+    )
 
 
 def _by_limits(numbers: Mapping[str, int], tried: int, total: int, free: int | None) -> tuple[Cause, str] | None:
@@ -90,35 +153,54 @@ def _by_limits(numbers: Mapping[str, int], tried: int, total: int, free: int | N
 
 
 def _by_holders(numbers: Mapping[str, int], tried: int, total: int, free: int) -> tuple[Cause, str] | None:
-    """Causes found by adding up who holds what."""
-    own = unallocated_bytes(numbers) + numbers.get("allocated", 0)
+    """Causes found by adding up who holds what. Of two that would each explain it, the larger."""
+    own = reserved_bytes(numbers)
     if tried and free >= tried and (own < total // 2 or free >= 2 * tried):  # else: full but for a little
         return Cause.MISLEADING_FREE, (
             f"{format_bytes(free)} are said to be free and {format_bytes(tried)} were asked for. The driver refused: "
             "its free memory includes what others may claim (Windows, WSL), or one allocation has a limit of its own."
         )
     others = other_processes_bytes(numbers, total, free)
+    private, unallocated = numbers.get("private_pools", 0), unallocated_bytes(numbers)
+    possible: list[tuple[int, Cause, str]] = []
     if others >= max(tried, int(SHARE_OF_OTHERS * total)):
-        return (
-            Cause.OTHER_PROCESS,
-            f"Other processes hold {format_bytes(others)} of the device; the request would fit.",
-        )
-    private = numbers.get("private_pools", 0)
-    if private and private + free >= tried:
-        return Cause.PRIVATE_POOLS, (
-            f"{format_bytes(private)} lie free in private pools (CUDA graphs), where nothing else may use them."
-        )
-    unallocated = unallocated_bytes(numbers)
-    reserved = unallocated + numbers.get("allocated", 0)
-    if unallocated >= max(SHARE_OF_FRAGMENTS * reserved, 1) and unallocated + free >= tried // 2:
-        short = tried - unallocated - free
-        enough = (
-            "" if short <= 0 else f" (in one piece with what is free it would still be {format_bytes(short)} short)"
-        )
-        return Cause.FRAGMENTATION, (
-            f"{format_bytes(unallocated)} are reserved but unallocated: free pieces, none large enough{enough}."
-        )
-    return None
+        text = f"Other processes hold {format_bytes(others)} of the device; the request would fit."
+        possible.append((others, Cause.OTHER_PROCESS, text))
+    if _is_much(private, own) and private + free >= tried:
+        text = f"{format_bytes(private)} lie free in private pools (CUDA graphs), where nothing else may use them."
+        possible.append((private, Cause.PRIVATE_POOLS, text))
+    if _is_fragmented(unallocated, own, tried, free):
+        possible.append((unallocated, Cause.FRAGMENTATION, _fragmented(unallocated, tried, free)))
+    if not possible:
+        return None
+    _, cause, text = max(possible, key=lambda one: one[0])
+    return cause, text
+
+
+def _is_much(count: int, reserved: int) -> bool:
+    """More than a healthy run leaves unused."""
+    return count > 0 and count >= min(SHARE_OF_FRAGMENTS * reserved, FRAGMENTS_BYTES)
+
+
+def _is_fragmented(unallocated: int, reserved: int, tried: int, free: int) -> bool:
+    """Enough lies in pieces; or a fifth of what is reserved does, and with what is free half of what was tried."""
+    if unallocated >= tried:
+        return _is_much(unallocated, reserved)
+    return unallocated >= max(SHARE_OF_FRAGMENTS * reserved, 1) and unallocated + free >= tried // 2
+
+
+def _fragmented(unallocated: int, tried: int, free: int) -> str:
+    short = tried - unallocated - free
+    enough = "" if short <= 0 else f" (in one piece with what is free it would still be {format_bytes(short)} short)"
+    return (
+        f"{format_bytes(unallocated)} are reserved but unallocated while {format_bytes(tried)} were asked for: free "
+        f"pieces, none large enough{enough}."
+    )
+
+
+def reserved_bytes(numbers: Mapping[str, int]) -> int:
+    """What PyTorch's allocator holds, in use or not."""
+    return unallocated_bytes(numbers) + numbers.get("allocated", 0) + numbers.get("private_pools", 0)
 
 
 def unallocated_bytes(numbers: Mapping[str, int]) -> int:
@@ -132,7 +214,7 @@ def unallocated_bytes(numbers: Mapping[str, int]) -> int:
 
 def other_processes_bytes(numbers: Mapping[str, int], total: int, free: int) -> int:
     """What this process does not hold. In a container it cannot tell its own number: it is the one that fits best."""
-    own = unallocated_bytes(numbers) + numbers.get("allocated", 0)
+    own = reserved_bytes(numbers)
     listed = [count for name, count in numbers.items() if name.startswith("process_")]
     if "process" in numbers:
         return max(total - free - numbers["process"], 0)

@@ -2,16 +2,17 @@
 
 Sources: ``c10/cuda/CUDACachingAllocator.cpp``, ``c10/cuda/CUDAMallocAsyncAllocator.cpp``, ``c10/xpu``,
 ``aten/src/ATen/mps``, ``c10/core/impl/alloc_cpu.cpp`` of PyTorch; ``ggml-cuda.cu`` and ``ggml-alloc.c`` of llama.cpp;
-XLA's and TensorFlow's BFC allocators; vLLM's workers.
+XLA's and TensorFlow's BFC allocators; vLLM's workers; ``mm/oom_kill.c`` of Linux.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 # A size as printed. PyTorch's MB and GB are binary too; some locales write a decimal comma.
-SIZE = r"([0-9]+(?:[.,][0-9]+)?) ?(bytes|[KMGT]iB|[KMGT]B|[KMGT]|B)\b"
+SIZE = r"([0-9]{1,20}(?:[.,][0-9]{1,9})?) ?(bytes|[KMGT]iB|[KMGT]B|[KMGT]|B)\b"
 _UNITS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -49,6 +50,7 @@ _OLD = {
     "free": r"{} free\b",
     "active": r"{} current active",
 }
+_RESERVED = {"reserved": r"{} reserved in total"}
 _NEW = {
     "tried": r"Tried to allocate {}",
     "total": r"total capaci?ty of {}",
@@ -93,17 +95,25 @@ FORMATS = (
         "torch-cuda-reserved-hint",
         rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU [^)]{{0,250}}\) If reserved memory",
         "cuda",
-        _OLD | {"reserved": r"{} reserved in total"},
+        _OLD | _RESERVED,
     ),
     _format(
         "torch-cuda-reserved",
         rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU",
         "cuda",
-        _OLD | {"reserved": r"{} reserved in total"},
+        _OLD | _RESERVED,
     ),
-    _format("torch-npu", rf"NPU {_TRIED}", "npu", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
-    _format("torch-hip", rf"HIP {_TRIED}", "hip", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
-    _format("torch-xpu", rf"XPU {_TRIED}", "xpu", _OLD | _NEW | {"reserved": r"{} reserved in total"}),
+    _format(
+        "torch-npu",
+        r"NPU out of memory\. ?NPUWorkspaceAllocator tried to allocate",
+        "npu",
+        {"tried": r"tried to allocate {}", "total": r"{} total capacity", "free": r"{} free\b"},
+    ),
+    *(
+        _format(f"torch-{kind}", rf"{kind.upper()} {_TRIED} [^(]{{1,30}}\([GNX]PU", kind, _OLD | _RESERVED)
+        for kind in ("npu", "hip", "xpu")
+    ),
+    *(_format(f"torch-{kind}", rf"{kind.upper()} {_TRIED}", kind, _NEW) for kind in ("npu", "hip", "xpu")),
     _format("torch-cuda-2.1", rf"CUDA {_TRIED}(?={_REST}capacty)", "cuda", _NEW),
     _format("torch-cuda-2.15", rf"CUDA {_TRIED}(?={_REST}expandable_segments is enabled)", "cuda", _NEW),
     _format("torch-cuda-2.9", rf"CUDA {_TRIED}(?={_REST}PYTORCH_ALLOC_CONF)", "cuda", _NEW),
@@ -134,11 +144,24 @@ FORMATS = (
     ),
     _format("torch-mps", r"Invalid buffer size: [0-9.]+ ?[KMGT]i?B", "mps", {"tried": r"Invalid buffer size: {}"}),
     _format(
+        "torch-directml",
+        r"Could not allocate tensor with [0-9]+ bytes\. There is not enough GPU video memory",
+        "gpu",
+        plain={"tried": r"tensor with ([0-9]+) bytes"},
+    ),
+    _format("torch-xpu-runtime", r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)", "xpu"),
+    _format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", "hip"),
+    _format(
         "torch-cublas",
-        r"(?:CUBLAS|HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate",
+        r"CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate",
         "cuda",
     ),
     _format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", "cuda"),
+    _format(
+        "torch-cuda-library",
+        r"CU(?:FFT|SOLVER_STATUS|SPARSE_STATUS)_ALLOC_FAILED|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+        "cuda",
+    ),
     _format(
         "torch-nccl",
         r"ncclUnhandledCudaError(?=.{0,600}out of memory)|NCCL WARN Cuda failure[^\n]{0,40}out of memory",
@@ -165,13 +188,42 @@ FORMATS = (
         plain={"tried": r"unable to mmap ([0-9]+) bytes"},
     ),
     _format(
+        "numpy",
+        r"Unable to allocate [0-9.]+ [KMGT]?i?B(?:ytes)? for an array with shape",
+        "cpu",
+        {"tried": r"Unable to allocate {}"},
+    ),
+    _format(
+        "linux-oom-killer",
+        r"Out of memory: Kill(?:ed)? process [0-9]+|Memory cgroup out of memory: Kill(?:ed)? process [0-9]+",
+        "cpu",
+        {
+            "virtual": r"total-vm:([0-9]+)(kB)",
+            "resident": r"anon-rss:([0-9]+)(kB)",
+            "resident_files": r"file-rss:([0-9]+)(kB)",
+            "resident_shared": r"shmem-rss:([0-9]+)(kB)",
+        },
+    ),
+    _format(
+        "jax-tpu",
+        r"(?:RESOURCE_EXHAUSTED: [^\n]{0,60}?)?Ran out of memory in memory space \w+",
+        "tpu",
+        {"tried": r"Used {} of", "total": r"Used [0-9.]+[KMGT] of {}", "short": r"[Ee]xceeded \w+ capacity by {}"},
+    ),
+    _format(
         "jax",
-        r"RESOURCE_EXHAUSTED: [^\n]{0,80}?(?:Out of memory|allocat)",
+        r"RESOURCE_EXHAUSTED: [^\n]{0,80}?(?:[Oo]ut of memory|allocat)",
         "gpu",
-        {"tried_rounded": r"(?:allocating|allocate) {}"},
+        {"tried_rounded": r"(?:allocating|allocate(?: request for)?) {}", "tried": r"\(([0-9]+)(B)\) on device"},
         {"tried": r"(?:allocate|allocating) ([0-9]+) bytes"},
     ),
-    _format("tensorflow", r"OOM when allocating tensor with shape", "gpu"),
+    _format(
+        "jax",
+        r"Failed to allocate request for [0-9.]+ ?[KMGT]i?B",
+        "gpu",
+        {"tried_rounded": r"allocate request for {}", "tried": r"\(([0-9]+)(B)\) on device"},
+    ),
+    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", "gpu"),
     _format(
         "tensorflow",
         r"failed to allocate [^:]{0,60} from device: CUDA_ERROR_OUT_OF_MEMORY",
@@ -191,8 +243,9 @@ FORMATS = (
     ),
     _format(
         "llama.cpp",
-        r"(?:alloc_tensor_range|ggml_gallocr_reserve_n\w*|ggml_metal\w*|ggml_vulkan): [^:]{0,40}"
-        r"(?:failed to allocate|allocation of size [0-9]+ failed)",
+        r"(?:alloc_tensor_range|ggml_gallocr_reserve_n\w*|ggml_metal\w*|ggml_vulkan|\w*kv_cache\w*|graph_reserve"
+        r"|llama_\w+|ggml_backend_alloc\w+): .{0,40}?(?:failed to allocate|unable to allocate|allocation of size "
+        r"[0-9]+ failed)|cudaMalloc failed: out of memory|ErrorOutOfDeviceMemory",
         "cuda",
         {"tried_rounded": r"size ?= ?{}"},
         {"tried": r"(?:buffer|allocation) of size ([0-9]+)"},
@@ -203,7 +256,7 @@ FORMATS = (
         r"Free memory on device[^(]{0,12}\([0-9.]+/[0-9.]+ GiB\) on startup is less than",
         "cuda",
         {
-            "free": r"Free memory on device[^(]{0,12}\(([0-9.]+)/[0-9.]+ ([KMGT]iB)\)",
+            "free": r"Free memory on device[^(]{0,12}\(([0-9]+(?:\.[0-9]+)?)/[0-9.]+ ([KMGT]iB)\)",
             "total": r"Free memory on device[^(]{0,12}\([0-9.]+/{}\)",
             "wanted": r"utilization \([0-9.]+, {}\)",
         },
@@ -211,19 +264,44 @@ FORMATS = (
     _format(
         "vllm",
         r"larger than the maximum number of tokens that can be stored in KV cache"
-        r"|[Tt]o serve at least one request with the model'?s'? max seq len",
+        r"|[Tt]o serve at least one request with the model(?:'?s'?|s's) max seq len",
         "cuda",
-        {"needed": r"\({} KV cache is needed", "available": r"available KV cache memory \({}\)"},
+        {"needed": r"{} KV cache is needed", "available": r"available KV cache memory \({}\)"},
     ),
+    _format("sglang", r"Not enough memory\. ?Please try to increase --mem-fraction-static", "cuda"),
+    _format(
+        "triton",
+        r"out of resource: shared memory, Required: [0-9]+",
+        "cuda",
+        plain={"tried": r"Required: ([0-9]+)", "total": r"Hardware limit: ([0-9]+)"},
+    ),
+    _format("torch-hip-runtime", r"HIP error: out of memory|hipErrorOutOfMemory|HIP out of memory", "hip"),
     _format(
         "torch-cuda-runtime",
-        r"(?:CUDA|HIP) error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory",
+        r"CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory",
         "cuda",
     ),
+    _format("torch-xpu-runtime", r"XPU out of memory", "xpu"),
+    _format("torch-npu", r"NPU out of memory", "npu"),
+    _format("host", r"std::bad_alloc|\bMemoryError\b|DefaultCPUAllocator: not enough", "cpu"),
 )
 
-_DEVICE = re.compile(r"\bGPU[ :]([0-9]+)|\b[NX]PU ([0-9]+)|\bon device:? ?(?:cuda:)?([0-9]+)|\bCUDA([0-9]+) buffer")
+_DEVICE = re.compile(
+    r"\bGPU[ :]([0-9]+)|\b[NX]PU ([0-9]+)|\bon device:? ?(?:cuda:|ordinal )?([0-9]+)"
+    r"|\b(?:CUDA|ROCm|Vulkan)([0-9]+) buffer"
+)
+_TENSOR = re.compile(r"tensor with shape ?\[([0-9]{1,12}(?:, ?[0-9]{1,12}){0,15})\] and type (\w+)")
+_TYPE_BYTES = {"float": 4, "float32": 4, "int32": 4, "half": 2, "bfloat16": 2, "float16": 2, "double": 8, "int64": 8}
+_TYPE_BYTES |= {"int8": 1, "uint8": 1, "bool": 1, "int16": 2, "complex64": 8}
 PROCESS = re.compile(r"Process ([0-9]+) has " + SIZE + r" memory in use")
+
+
+def tensor_bytes(text: str) -> int | None:
+    """The bytes of the tensor whose shape and type a message of TensorFlow gives."""
+    match = _TENSOR.search(text)
+    if match is None or match[2] not in _TYPE_BYTES:
+        return None
+    return math.prod(int(part) for part in match[1].split(",")) * _TYPE_BYTES[match[2]]
 
 
 def to_bytes(number: str, unit: str) -> int:

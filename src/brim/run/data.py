@@ -228,6 +228,11 @@ class Batches:
         self._seed, self._shuffle = seed, shuffle
         self.position = 0  # examples given so far
 
+    @property
+    def truncated(self) -> int:
+        """How many examples were cut so far."""
+        return self._dataset.truncated
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
 

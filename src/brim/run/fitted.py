@@ -97,6 +97,8 @@ class Fitted:
             self._hold(inplace_activations.apply(model, example))
         self.streaming = weight_streaming.apply(model, partition, self.plan, memory, weights, training=True)
         self._hold(self.streaming)
+        if weights.sources and not memory.fake:  # until now parameters held nothing
+            self.precision.take_weights(self.streaming.value)
         if choice.activations:
             self._hold(activation_offload.apply(model, choice.activations, memory))
         if choice.offloads_optimizer or self._streams_trained(partition):
@@ -133,7 +135,8 @@ class Fitted:
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         if clip_norm is not None:
-            self._clip(clip_norm)
+            self.precision.unscale(self.optimizer)
+            self.clip_grad_norm_(clip_norm)
         self._stepping = True
         self.precision.step(self.optimizer)
         self._stepping = False
@@ -154,13 +157,15 @@ class Fitted:
             return self.offload.final()
         return contextlib.nullcontext()
 
-    def _clip(self, norm: float) -> None:
-        self.precision.unscale(self.optimizer)
-        if self.offload is not None:
-            self.offload.clip_grad_norm_(norm)
-            return
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of all that the optimizer has, wherever the gradients are. Exact.
+
+        Returns the norm before clipping. PyTorch's own function works as well while gradients stay in memory.
+        """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, norm)
+        if self.offload is not None:
+            return self.offload.clip_grad_norm_(max_norm, norm_type, parameters=parameters)
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # -- what a checkpoint holds
 
@@ -199,11 +204,13 @@ class Fitted:
         """What memory did since the plan came into force, the peak of the scratch file among its facts."""
         assert self.streaming is not None, "it is removed"
         made = self.streaming.timeline()
-        made.facts[f"held_bytes.{DISK}"] = self.memory.scratch().peak_bytes
+        made.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
         return made
 
     def close(self) -> None:
         """Stop moving and close the files; the model and the optimizer are of no use after that."""
+        if self.offload is not None:
+            self.offload.close()  # before the memory that its updates work in
         self.memory.close()
 
     def remove(self) -> None:

@@ -198,6 +198,7 @@ def make_job(
         )
     fixed = _fixed_layouts([_source(name, parameters[name], weights) for name in partition.loose], in_ram)
     buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
+    passes = weights.sources and not in_ram  # residents go through RAM, one at a time
     return Job(
         model=type(model).__name__,
         task=task,
@@ -206,9 +207,7 @@ def make_job(
         step_bytes=need.step_bytes,
         spent_bytes=need.spent_bytes,
         bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
-        passage_bytes=0
-        if in_ram or not weights.sources
-        else max([b.bytes for b in blocks] + [f.bytes for f in fixed]),
+        passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
     )
 
 

@@ -19,7 +19,7 @@ from brim.techniques.weight_streaming import Weights
 
 Method = Literal["full", "lora"]
 _RANK = 8
-_FUSED = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad")
+_FUSED = ("adamw", "adam")  # PyTorch has no fake kernels for the others, and a plan is a prediction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -14,6 +15,7 @@ from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, ModelError
 from brim.measure.monitor import Monitor
+from brim.measure.nvml import busy_share
 from brim.memory import heap
 from brim.run.data import Batches
 from brim.run.training_report import Metrics, StepReport
@@ -45,8 +47,8 @@ def train(
     heap.return_freed_memory()
     on_stage("measuring this machine (once)")
     setup = set_up(request, on_stage)
+    on_stage("opening the model and planning")
     with Monitor() as monitor:
-        on_stage("opening the model and planning")
         run = _Run(setup, on_note)
         try:
             on_stage("training")
@@ -55,17 +57,17 @@ def train(
             run.finish()
         finally:
             run.close()
-        usage = monitor.usage()
+    usage, promised = monitor.usage(), run.session_plan.promise.peak_bytes
     measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes, DISK: run.disk_bytes}
-    tiers = [tier for tier in measured if tier in run.session_plan.promise.peak_bytes]
     return Training(
         losses=run.losses,
         plan=run.session_plan,
-        promised_bytes={tier: run.session_plan.promise.peak_bytes[tier] for tier in tiers},
-        measured_bytes={tier: measured[tier] for tier in tiers},
+        promised_bytes={tier: promised[tier] for tier in measured if tier in promised},
+        measured_bytes={tier: count for tier, count in measured.items() if tier in promised},
         step_s=statistics.median(run.times_s) if run.times_s else 0.0,
         output=setup.output,
         notes=run.notes,
+        truncated=run.truncated,
         timeline=run.timeline,
     )
 
@@ -79,16 +81,20 @@ class _Run:
         self.times_s: list[float] = []
         self.notes: list[str] = []
         self.disk_bytes = 0
-        self._rolled_back = False
         self._terms: Terms = setup.terms()
         self._batches: Batches = setup.batches()
         self._steps = setup.steps(self._batches)
         self._saver = Saver(setup)
         self.session, self._next = self._saver.start(self._terms, self._batches)
         self._note_session()
-        self._metrics = Metrics(setup.output, resumed_at=self._next)
-        for text in self._saver.notes:
-            self._note(text)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._saver.close)
+            undo.callback(self.session.close)
+            self._metrics = Metrics(setup.output, resumed_at=self._next)
+            undo.callback(self._metrics.close)
+            for text in self._saver.notes:
+                self._note(text)
+            undo.pop_all()
 
     def _note_session(self) -> None:
         self.session_plan, self.timeline = self.session.plan, self.session.fitted.memory.recorder.timeline
@@ -119,10 +125,9 @@ class _Run:
             step_s = time.perf_counter() - begin_s
             usage = monitor.usage()
         if failure is not None:
+            self._batches.load_state_dict(before)  # what is saved now must be the step's beginning, whoever reads it
+            restore_rng(rng)
             self._one_rung_down(failure)
-            if not self._rolled_back:
-                self._batches.load_state_dict(before)
-                restore_rng(rng)
             return None
         self._next += 1
         recorder = self.session.fitted.memory.recorder
@@ -141,6 +146,7 @@ class _Run:
                 f"{source}->{target}": count - moved.get((source, target), 0)
                 for (source, target), count in recorder.copied_bytes.items()
             },
+            gpu_use=_gpu_use(),
         )
 
     def _attempt(self, batch: dict[str, torch.Tensor], lr: float) -> tuple[float, str | None]:
@@ -167,12 +173,19 @@ class _Run:
         del session, self.session
         heap.trim()
         self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
-        self._rolled_back = self._next != step
-        del self.losses[len(self.losses) - (step - self._next) :]
-        where = f"step {self._next + 1}, after the last checkpoint" if self._rolled_back else "the same step"
+        where = "the same step"
+        if self._next != step:
+            where = f"step {self._next + 1}, after the last checkpoint" if self._next else "the beginning"
+            del self.losses[max(0, len(self.losses) - (step - self._next)) :]
+            self._metrics.close()
+            self._metrics = Metrics(self._setup.output, resumed_at=self._next)
         plan = _in_words(self.session)
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
         self._note_session()
+
+    @property
+    def truncated(self) -> int:
+        return self._batches.truncated
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -185,13 +198,13 @@ class _Run:
         raise ModelError(
             f"Step {report.step} was to be trained.",
             f"Its loss is {report.loss}.",
-            "Lower --lr, set --clip-norm 1.0, or look at the data of that step; --resume goes on from the last "
-            "checkpoint.",
+            "Lower --lr, set --clip-norm 1.0, or look at the data of that step. --resume goes on from the last "
+            "checkpoint; where its weights are spoilt already, delete that one.",
         )
 
     def finish(self) -> None:
         """The trained model into the output folder itself."""
-        self.disk_bytes = self.session.fitted.memory.scratch().peak_bytes
+        self.disk_bytes = self.session.fitted.memory.disk_peak_bytes
         self._saver.export(self.session, self._next, self._batches)
 
     def close(self) -> None:
@@ -200,6 +213,13 @@ class _Run:
         self._saver.close()
         if hasattr(self, "session"):
             self.session.close()
+
+
+def _gpu_use() -> float | None:
+    """The share of time in which the GPU in use was computing of late; None without one, or where it is not told."""
+    if not torch.cuda.is_initialized():
+        return None
+    return busy_share(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
 
 
 def _in_words(session: Session) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from brim.errors import UsageError
 from brim.run.fitted import Fitted, apply_choice, update_bytes
 from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.training_choice import Choice
-from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
+from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
 from brim.run.training_twin import twin_optimizer
 from brim.techniques import checkpointing, optimizer_offload
@@ -79,7 +79,7 @@ class _Search:
             partition=self._partition,
             weights=Weights(),
             optimizer=lambda twin: twin_optimizer(twin, model, optimizer),
-            inputs=lambda count: _hollow(example),
+            inputs=None if example is None else lambda count: _hollow(example),
             batch=1,
             hardware=hardware,
             device=device,
@@ -98,43 +98,41 @@ class _Search:
             single_pass=False,
         )
         orders = Orders(precision="fp32", micro_batch=1, checkpointing=None if known else "none")
-        predict = self._rehearsal.predict if known else self._estimate
         found = climb_down(
-            ladder(subject, orders), predict, self._budget, compute=subject.compute, batch=1, order=orders
+            ladder(subject, orders),
+            self._predict,
+            self._budget,
+            compute=subject.compute,
+            batch=1,
+            order=orders,
+            one_by_one=is_small(self._model),
         )
-        return (self._partition, found) if found.fits else self._streamed(found, predict)
+        return (self._partition, found) if found.fits else self._streamed(found)
 
-    def _estimate(self, choice: Choice) -> Prediction:
-        """Without an example: what stays, what passes, and what was set aside for a step."""
-        size = update_bytes(self._model)
-        offload = optimizer_offload.find_blocks(self._model, self._optimizer, block_bytes=size)
-        gradients = (
-            sum(b.bytes for b in offload) if choice.gradients == "keep" else _largest(b.bytes for b in offload)
-        )
-        states = sum(b.state_bytes for b in offload)
-        if choice.states != "keep":
-            states = 3 * _largest(b.state_bytes for b in offload)
-        weights = sum(
-            b.bytes for b in self._partition.blocks if choice.streaming.get(b.name, "resident") == "resident"
-        )
-        held = weights + self._partition.loose_bytes + gradients + states + self._reserve
-        return Prediction(peak_bytes={self._hardware.compute: held})
+    def _predict(self, choice: Choice, partition: Partition | None = None) -> Prediction:
+        """Without an example, what the plan holds, gradients, and what was set aside for a step."""
+        rehearsal = self._rehearsal if partition is None else replace(self._rehearsal, partition=partition)
+        found = rehearsal.predict(choice)
+        if self._example is not None:
+            return found
+        compute, size = self._hardware.compute, update_bytes(self._model)
+        blocks = optimizer_offload.find_blocks(self._model, self._optimizer, block_bytes=size)
+        made = sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
+        held = found.peak_bytes[compute] + made + self._reserve
+        return replace(found, peak_bytes={**found.peak_bytes, compute: held})
 
-    def _streamed(self, base: Found, predict: Callable[[Choice], Prediction]) -> tuple[Partition, Found]:
+    def _streamed(self, base: Found) -> tuple[Partition, Found]:
         compute = self._hardware.compute
         step_bytes = max(0, base.prediction.peak_bytes[compute] - self._partition.bytes)
         for _ in range(_PROOFS):
             need = Need(step_bytes=step_bytes, tokens=1)
             partition, plan = make_plan(self._model, self._hardware, self._budget, need, Weights(), task="train")
             choice = replace(base.choice, streaming=plan.choices(STREAMING), streaming_settings=plan.settings)
-            if predict == self._estimate:
-                return partition, Found(
-                    rung=-1, choice=choice, prediction=Prediction(peak_bytes=plan.promise.peak_bytes)
-                )
-            found = replace(self._rehearsal, partition=partition).predict(choice)
+            found = self._predict(choice, partition)
             if fits(found.peak_bytes, self._budget):
                 return partition, Found(rung=-1, choice=choice, prediction=found)
-            step_bytes += found.peak_bytes[compute] - self._budget[compute] + (1 << 20)
+            margin = min(1 << 20, self._budget[compute] // 64)
+            step_bytes += max(0, found.peak_bytes[compute] - self._budget[compute]) + margin
         raise too_small(found.peak_bytes, self._budget)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from brim.core.hardware import RAM
 from brim.errors import BudgetError, UsageError
 from brim.run.training_choice import Choice, Place
@@ -69,8 +71,9 @@ class Subject:
     """What the ladder needs to know of a training. ``batch`` sequences make a step.
 
     ``in_place``: some activations can write over their inputs. ``chunkable``: the logits can be computed in pieces.
-    ``single_pass``: nothing looks at all gradients together
-    (clipping their norm does), so a block can be updated as soon as it has its own.
+    ``single_pass``: nothing looks at all gradients together (clipping their norm does), so a block can be updated as
+    soon as it has its own. ``gradients_leave``: nothing needs them in the compute tier. ``states_leave``: the
+    optimizer can be stepped block by block.
     """
 
     compute: str
@@ -79,13 +82,24 @@ class Subject:
     in_place: bool = False
     chunkable: bool = True
     single_pass: bool = True
+    gradients_leave: bool = True
+    states_leave: bool = True
 
 
 def ladder(subject: Subject, orders: Orders) -> list[Choice]:
     """Rungs without weight streaming, each smaller than the one before."""
     fixed = orders.fixed(subject.blocks)
-    places: list[Place] = ["disk"] if subject.compute == RAM else ["ram", "disk"]
+    activations: dict[str, Any] = {"activations": tuple(subject.blocks)}
     accumulates = fixed.get("micro_batch", 1) < subject.batch  # else a block's gradients are used as they come
+
+    def leave(place: Place) -> list[dict[str, Any]]:
+        if not subject.states_leave:
+            return []
+        gradients = subject.gradients_leave and (accumulates or not subject.single_pass)
+        return [{"states": place}, *([{"gradients": place}] if gradients else [])]
+
+    # From VRAM everything goes to RAM first; what is on disk instead makes room in RAM, not in VRAM.
+    away = [*leave("disk"), activations] if subject.compute == RAM else [*leave("ram"), activations, *leave("disk")]
     changes: list[dict[str, Any]] = [
         {},
         {"in_place": subject.in_place},
@@ -93,10 +107,8 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         {"micro_batch": 1},
         {"checkpointing": dict.fromkeys(subject.blocks, "selective")},
         {"checkpointing": dict.fromkeys(subject.blocks, "full")},
-        {"in_backward": subject.single_pass},
-        *({"states": place} for place in places),
-        *({"gradients": place} for place in places if accumulates or not subject.single_pass),
-        {"activations": tuple(subject.blocks)},
+        {"in_backward": subject.single_pass and subject.states_leave},
+        *away,
     ]
     rungs: list[Choice] = []
     made: dict[str, Any] = {"micro_batch": subject.batch}
@@ -106,6 +118,14 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         if rung not in rungs:
             rungs.append(rung)
     return rungs
+
+
+_SMALL_BYTES = 4 << 20  # of what is trained
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether what passes through buffers during an update is no small part of what is trained."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) < _SMALL_BYTES
 
 
 Predict = Callable[[Choice], Prediction]
@@ -131,13 +151,15 @@ def climb_down(
     order: Orders,
     start: int = 0,
     floor: Callable[[Choice], Mapping[str, int]] = lambda choice: {},
+    one_by_one: bool = False,
 ) -> Found:
     """The first of ``rungs`` from ``start`` on that fits, with the largest micro-batch that fits there.
 
     ``floor`` gives bytes that a choice certainly takes: where they are too many already, nothing is predicted. A
     prediction takes seconds, and every rung takes less of the tier ``compute`` than the one before: so the first
-    that fits there is found by halving, and from there on all tiers are looked at. When none fits, the one that
-    comes nearest.
+    that fits there is found by halving, and from there on all tiers are looked at. Not so with ``one_by_one``: for
+    models so small that the buffers of a rung are larger than what it lets go. When none fits, the one that comes
+    nearest.
     """
     known: dict[int, Prediction] = {}
     begin = min(start, len(rungs) - 1)
@@ -149,7 +171,8 @@ def climb_down(
         return known[index]
 
     compute_bytes = {compute: budget_bytes[compute]}
-    for index in todo[_first(todo, lambda index: fits(predicted(index).peak_bytes, compute_bytes)) :]:
+    first = 0 if one_by_one else _first(todo, lambda index: fits(predicted(index).peak_bytes, compute_bytes))
+    for index in todo[first:]:
         found, choice = predicted(index), rungs[index]
         if fits(found.peak_bytes, budget_bytes) and index >= start:
             if choice.micro_batch == 1 < batch and order.micro_batch is None:
@@ -192,6 +215,15 @@ def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) ->
         f"The smallest way to do it that is known takes {need}.",
         f"Give {flags} or more, or a smaller --micro-batch or --seq.",
         smallest_bytes=dict(short),
+    )
+
+
+def no_smaller() -> BudgetError:
+    """Memory ran out under a plan that was predicted to fit, and no smaller one is known."""
+    return BudgetError(
+        "Training was to go on with less memory.",
+        "The smallest plan that is known is in force.",
+        "End other programs, or give a smaller --micro-batch or --seq.",
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from brim.core import Hardware, Promise, Timeline, Trace
+from brim.core import Hardware, Op, Phase, Promise, Timeline, Trace
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
-from brim.estimation.simulation import simulate
+from brim.estimation.simulation import lives, simulate
+from brim.memory.heap_growth import HeapGrowth
 from brim.memory.pool import Pool, TorchSource
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
@@ -25,13 +27,14 @@ from brim.run.fitting import Device
 from brim.run.training_choice import Choice
 from brim.run.training_twin import make_states, twin
 from brim.techniques import inplace_activations
-from brim.techniques.blocks import Partition
+from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.micro_batch import MicroBatch
 from brim.techniques.weight_streaming import RESIDENT, Weights
 
-# What lies between and around tensors in a process: the heap's holes, autograd's own objects, pages half used. In
-# steps of a 135 M model, what was measured was 0.7 to 2.6 % above what tensors and the program before them took.
-_AROUND_TENSORS = 0.03
+# What moves brings threads, requests, hooks and the pages of files that rows are looked up in. In a 135 M model with
+# weights and states on disk, or adapters on streamed weights, 16 to 27 MB in all were beside tensors.
+_MOVING_BYTES = 16 << 20
+_REHEARSED_PASSES = 2  # of many; they have the peaks of all: the first adds up gradients, the last lets them go
 _ENDLESS_BYTES = 1 << 60
 _CPU = torch.device("cpu")
 
@@ -55,7 +58,8 @@ class Prediction:
 class Rehearsal:
     """A training to be predicted. ``model`` is never run, only its shape is used; it may have no values.
 
-    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come;
+    ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come (None:
+    it is not known what a step does, and what is predicted is what the plan holds before one);
     ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
     Parameters with a source in ``weights`` hold nothing until their block is placed.
     """
@@ -65,7 +69,7 @@ class Rehearsal:
     partition: Partition
     weights: Weights
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    inputs: Callable[[int], dict[str, torch.Tensor]]
+    inputs: Callable[[int], Any] | None
     batch: int
     hardware: Hardware
     device: Device = "auto"
@@ -94,16 +98,17 @@ class Rehearsal:
         run = _Run(self, choice, ram_bytes)
         made = run.trace()
         memory, compute = run.memory, self.hardware.compute
-        peak = {compute: simulate(made).peak_bytes.reserved}
+        peak = {compute: _resident_bytes(made) if compute == RAM else simulate(made).peak_bytes.reserved}
         if memory.host is not None:
             peak[RAM] = memory.host.peak_bytes
-        peak[DISK] = memory.scratch().peak_bytes
+        peak[DISK] = memory.disk_peak_bytes
         memory.close()
-        timed = _timed(made, run.moved, self.hardware)
+        timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(made, run, self.hardware)
         del made, memory, run
+        moves = choice.streams or choice.offloads_optimizer or choice.activations
+        if compute == RAM and moves and self.spent_bytes is not dict:
+            peak[RAM] += _MOVING_BYTES
         spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
-        if compute == RAM and spent:
-            peak[RAM] += int(peak[RAM] * _AROUND_TENSORS)
         return replace(timed, peak_bytes={tier: count + spent.get(tier, 0) for tier, count in peak.items()})
 
 
@@ -121,7 +126,11 @@ class _Run:
     def __init__(self, rehearsal: Rehearsal, choice: Choice, ram_bytes: int) -> None:
         self._rehearsal, self._choice = rehearsal, choice
         self.on_cuda = rehearsal.hardware.compute == VRAM and rehearsal.device != "emulated"
-        self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step
+        self.passes = -(-rehearsal.batch // choice.micro_batch)
+        self.rehearsed = min(_REHEARSED_PASSES, self.passes) if rehearsal.inputs is not None else 0
+        self.trained: list[int] = []  # bytes of each parameter's gradient
+        self.moved: dict[tuple[str, str], int] = {}  # bytes by way, of the step as it is rehearsed
+        self.moved_between: dict[tuple[str, str], int] = {}  # by each pass that is neither the first nor the last
         recorder = Recorder(Timeline(rehearsal.name, measured=False))
         device = torch.device("cuda" if self.on_cuda else "cpu")
         host = None
@@ -145,19 +154,26 @@ class _Run:
             make_states(optimizer, memory.device)
         inputs = self._inputs()
         fitted = apply_choice(model, optimizer, plan, memory, rehearsal.partition, rehearsal.weights, inputs)
-        # Two of many micro-batches have the peaks of all: the first adds up gradients, the last lets them go.
-        count = min(2, -(-rehearsal.batch // choice.micro_batch))
-        micros = [MicroBatch(inputs=self._inputs(), weight=1 / count) for _ in range(count)]
+        micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
+        self.trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
+        copied, begins = memory.recorder.copied_bytes, []
+        model.register_forward_pre_hook(lambda *_: begins.append(dict(copied)))
 
         def step() -> None:
-            before = dict(memory.recorder.copied_bytes)
-            fitted.step(micros, clip_norm=rehearsal.clip_norm)
-            after = memory.recorder.copied_bytes
-            self.moved = {way: bytes - before.get(way, 0) for way, bytes in after.items()}
+            before = dict(copied)
+            if micros:
+                fitted.step(micros, clip_norm=rehearsal.clip_norm)
+            self.moved = _grown(before, copied)
+            if len(begins) > 1:
+                self.moved_between = _grown(begins[0], begins[1])
+                if choice.gradients == DISK:  # what the first pass wrote is read by the others, to be added to
+                    self.moved_between[DISK, RAM] = self.moved_between.get((DISK, RAM), 0) + sum(self.trained)
 
         return step
 
     def _inputs(self) -> Any:
+        if self._rehearsal.inputs is None:
+            return None
         made = self._rehearsal.inputs(self._choice.micro_batch)
         return tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), made)
 
@@ -179,10 +195,49 @@ def works_in_place(model: nn.Module, example: Any) -> bool:
         return False
 
 
-def _timed(made: Trace, moved: Mapping[tuple[str, str], int], hardware: Hardware) -> Prediction:
-    """Copies run beside compute, so the slowest lane sets the pace."""
+def _resident_bytes(made: Trace) -> int:
+    """What a process grows by for the tensors of a step on the CPU."""
+    heap = HeapGrowth()
+    for storage, born, _ in lives(made):
+        if born:
+            heap.alloc(storage.id, storage.bytes)
+        else:
+            heap.free(storage.id)
+    return heap.peak_bytes
+
+
+def _grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+    return {way: bytes - before.get(way, 0) for way, bytes in after.items()}
+
+
+def _later_pass(made: Trace, trained: Sequence[int]) -> Trace:
+    """A pass of which the step has many: what the first one does, until its backward pass is over, and the sums of
+    its gradients (bytes in ``trained``) with those before."""
+    phases = itertools.groupby((op for op in made.ops if op.step == 0), lambda op: op.phase is Phase.BACKWARD)
+    first = [op for _, ops in itertools.islice(phases, 2) for op in ops]
+    sums = [
+        Op(
+            name="aten.add_.Tensor",
+            module="",
+            phase=Phase.BACKWARD,
+            step=0,
+            at=first[-1].at,
+            read_bytes=2 * bytes,
+            written_bytes=bytes,
+        )
+        for bytes in trained
+    ]
+    return replace(made, ops=(*first, *sums))
+
+
+def _timed(made: Trace, run: _Run, hardware: Hardware) -> Prediction:
+    """Copies run beside compute, so the slowest lane sets the pace. Passes that were not rehearsed are all alike."""
     lanes = {"compute": cost.step_cost(made, hardware).step_s}
-    for (source, target), count in moved.items():
+    more = run.passes - run.rehearsed
+    if more:
+        lanes["compute"] += more * cost.step_cost(_later_pass(made, run.trained), hardware).step_s
+    for (source, target), bytes in run.moved.items():
+        count = bytes + more * run.moved_between.get((source, target), 0)
         rate = hardware.link(*_known(hardware, source, target)).bytes_per_s
         lanes[f"{source} -> {target}"] = count / rate
     slowest = max(lanes, key=lambda lane: lanes[lane])

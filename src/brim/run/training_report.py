@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from brim.errors import TransferError
 from brim.units import format_bytes, format_seconds
 
 METRICS_FILE = "metrics.jsonl"
@@ -18,7 +20,8 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step. ``moved_bytes`` is keyed by way (``ram->disk``); what went to disk wears a drive."""
+    """One step. ``moved_bytes`` is keyed by way (``ram->disk``); what went to disk wears a drive. ``gpu_use`` is the
+    share of the last moments in which the GPU computed; None where there is none."""
 
     step: int  # from 1 on
     steps: int
@@ -46,10 +49,11 @@ class StepReport:
     def line(self) -> str:
         """For people."""
         peaks = ", ".join(f"{tier.upper()} {format_bytes(count)}" for tier, count in self.peak_bytes.items())
-        written = f", {format_bytes(self.written_bytes)} written" if self.written_bytes else ""
+        moved = "".join(f"  {way} {format_bytes(count)}" for way, count in self.moved_bytes.items() if count)
+        used = "" if self.gpu_use is None else f"  GPU {self.gpu_use:.0%}"
         return (
             f"step {self.step}/{self.steps}  loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  "
-            f"{format_seconds(self.step_s)}  {peaks}{written}"
+            f"{format_seconds(self.step_s)}  {peaks}{moved}{used}"
         )
 
 
@@ -57,29 +61,50 @@ class Metrics:
     """Appends each step to ``metrics.jsonl`` in ``folder``, and to TensorBoard's files where that is installed.
 
     Steps from ``resumed_at`` on that the file has already (written after the last checkpoint) are dropped first.
+    Raises TransferError when the disk refuses.
     """
 
     def __init__(self, folder: Path, *, resumed_at: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS_FILE
-        kept = _until(path, resumed_at) if resumed_at and path.exists() else []
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-        self._board = _tensorboard(folder)
+        self._path = folder / METRICS_FILE
+        with self._told():
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = _until(self._path, resumed_at) if resumed_at and self._path.exists() else []
+            partial = folder / f".{METRICS_FILE}.partial"  # a process may be killed here
+            partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            partial.replace(self._path)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._board = _Board(folder, resumed_at) if has_tensorboard() else None
 
     def write(self, report: StepReport) -> None:
-        self._file.write(json.dumps(report.to_json()) + "\n")
-        self._file.flush()
+        self._append(report.to_json())
         if self._board is not None:
-            self._board(report)
+            self._board.write(report)
 
     def note(self, step: int, text: str) -> None:
         """Something that happened between steps."""
-        self._file.write(json.dumps({"step": step, "note": text}) + "\n")
-        self._file.flush()
+        self._append({"step": step, "note": text})
+
+    def _append(self, document: Mapping[str, Any]) -> None:
+        with self._told():
+            self._file.write(json.dumps(document) + "\n")
+            self._file.flush()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TransferError(
+                f"The course of the training was to be written to {self._path}.",
+                f"{error.strerror or error}.",
+                "Free some disk space, and go on with --resume.",
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        with contextlib.suppress(OSError):  # what could not be flushed was told by the write
+            self._file.close()
 
     def __enter__(self) -> Metrics:
         return self
@@ -103,19 +128,28 @@ def _until(path: Path, step: int) -> list[str]:
     return kept
 
 
-def _tensorboard(folder: Path) -> Callable[[StepReport], None] | None:
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
+def has_tensorboard() -> bool:
+    """Whether TensorBoard's files can be written: its package is optional."""
+    return importlib.util.find_spec("tensorboard") is not None
 
-    writer = SummaryWriter(str(folder / "tensorboard"))
 
-    def write(report: StepReport) -> None:
+class _Board:
+    """TensorBoard's files. What an earlier run logged after ``resumed_at`` is marked as void."""
+
+    def __init__(self, folder: Path, resumed_at: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
+
+    def write(self, report: StepReport) -> None:
         scalars = {"loss": report.loss, "lr": report.lr, "tokens_per_s": report.tokens_per_s, "step_s": report.step_s}
         scalars |= {f"peak_bytes/{tier}": float(count) for tier, count in report.peak_bytes.items()}
+        if report.gpu_use is not None:
+            scalars["gpu_use"] = report.gpu_use
         scalars |= {f"moved_bytes/{way}": float(count) for way, count in report.moved_bytes.items()}
         for name, value in scalars.items():
-            writer.add_scalar(name, value, report.step)
-        writer.flush()
+            self._writer.add_scalar(name, value, report.step)
+        self._writer.flush()
 
-    return write
+    def close(self) -> None:
+        self._writer.close()

@@ -104,7 +104,8 @@ class Training:
     """What came of it. ``losses`` has one value per step of this run, ``measured_bytes`` the peaks of the whole run:
 
     for RAM the growth of the resident set's high water over the moment before the model was opened, for VRAM what
-    PyTorch reserved, for disk the length of the scratch file. ``step_s`` is the median.
+    PyTorch reserved, for disk the length of the scratch file. ``step_s`` is the median. ``truncated`` examples were
+    longer than a sequence, and cut.
     """
 
     losses: list[float]
@@ -114,6 +115,7 @@ class Training:
     step_s: float
     output: Path
     notes: list[str]
+    truncated: int = 0
     timeline: Timeline = field(compare=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -125,4 +127,5 @@ class Training:
             "plan": self.plan.to_json(),
             "output": str(self.output),
             "notes": self.notes,
+            "truncated": self.truncated,
         }

@@ -11,20 +11,34 @@ import torch
 from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
-from brim.core.hardware import DISK
+from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError
 from brim.memory import heap
 from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device, Need, make_memory, make_plan
-from brim.run.inference import spent, warm_up
+from brim.run.inference import resident_bytes, warm_up
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
-from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, ladder, too_small
+from brim.run.training_ladder import (
+    Found,
+    Orders,
+    Subject,
+    climb_down,
+    fits,
+    is_small,
+    ladder,
+    no_smaller,
+    too_small,
+)
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
 from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import NAME as STREAMING
 
+# What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
+# steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
+_BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
+_OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
 _PROOFS = 4  # how often a streaming plan is tightened before it is given up
 
 
@@ -56,8 +70,8 @@ class Session:
         self.terms, self.trainee, self.fitted, self.rung = terms, trainee, fitted, rung
 
     @classmethod
-    def open(cls, terms: Terms, folder: Path, *, rung: int = 0) -> Session:
-        """Open the model in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
+    def open(cls, terms: Terms, folder: Path, *, name: str, rung: int = 0) -> Session:
+        """Open the model ``name`` in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
 
         Raises BudgetError when nothing fits.
         """
@@ -72,7 +86,7 @@ class Session:
         search = _Search(terms, trainee)
         partition, found = search.search(rung)
         plan = found.choice.plan(
-            model=trainee.opened.name,
+            model=name,
             hardware=terms.hardware.name,
             budget_bytes=terms.budget_bytes,
             promise=found.prediction.promise(),
@@ -116,7 +130,7 @@ class _Search:
             device=terms.device,
             budget_bytes=terms.budget_bytes,
             clip_norm=terms.clip_norm,
-            spent_bytes=lambda: spent(terms.start_bytes),
+            spent_bytes=lambda: _program_bytes(terms.start_bytes),
         )
 
     def inputs(self, count: int) -> dict[str, torch.Tensor]:
@@ -132,8 +146,12 @@ class _Search:
             in_place=works_in_place(self._trainee.module, self.inputs(1)),
             chunkable=_chunkable(self._trainee.module),
             single_pass=terms.clip_norm is None and terms.precision != "fp16-mixed",
+            gradients_leave=terms.precision != "fp16-mixed",
+            states_leave=terms.precision not in _OWN_STEPS,
         )
         rungs = ladder(subject, replace(terms.orders, precision=terms.precision))
+        if start > len(rungs):  # weight streaming, below the last of them, was in force
+            raise no_smaller()
         found = climb_down(
             rungs,
             self._rehearsal.predict,
@@ -143,11 +161,13 @@ class _Search:
             order=terms.orders,
             start=start,
             floor=self._floor_bytes,
+            one_by_one=is_small(self._trainee.module),
         )
         if found.fits:
             return self._partition, found
-        if terms.orders.stream_weights is False:
-            raise too_small(found.prediction.peak_bytes, terms.budget_bytes)
+        if terms.orders.stream_weights is False or not (subject.states_leave or self._streamable_are_frozen()):
+            peak_bytes = found.prediction.peak_bytes
+            raise no_smaller() if fits(peak_bytes, terms.budget_bytes) else too_small(peak_bytes, terms.budget_bytes)
         partition, choice, prediction = self._streamed(found)
         return partition, Found(rung=len(rungs), choice=choice, prediction=prediction)
 
@@ -161,13 +181,18 @@ class _Search:
             held += sum(optimizers.state_bytes(self._terms.optimizer, self._trained()))
         return {self._terms.hardware.compute: held}
 
+    def _streamable_are_frozen(self) -> bool:
+        """Whether what can be streamed is only read. What is trained would be updated block by block."""
+        stay = self._trainee.stay
+        return not any(p.requires_grad and n not in stay for n, p in self._trainee.module.named_parameters())
+
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._trainee.module.parameters() if p.requires_grad]
 
     def _streamed(self, base: Found) -> tuple[Partition, Choice, Prediction]:
         """Weight streaming on top of ``base``: planned, predicted, and tightened until it is proved to fit."""
         terms, compute, rung = self._terms, self._terms.hardware.compute, base.choice
-        program = spent(terms.start_bytes)
+        program = _program_bytes(terms.start_bytes)
         step_bytes = max(0, base.prediction.peak_bytes[compute] - program[compute] - self._partition.bytes)
         for _ in range(_PROOFS):
             need = Need(
@@ -183,8 +208,17 @@ class _Search:
             found = replace(self._rehearsal, partition=partition).predict(choice)
             if fits(found.peak_bytes, terms.budget_bytes):
                 return partition, choice, found
-            step_bytes += found.peak_bytes[compute] - terms.budget_bytes[compute] + (1 << 20)
+            # Never less: where another tier is full, room that is left here would only be filled with weights.
+            step_bytes += max(0, found.peak_bytes[compute] - terms.budget_bytes[compute]) + (1 << 20)
         raise too_small(found.peak_bytes, terms.budget_bytes)
+
+
+def _program_bytes(start_bytes: int) -> dict[str, int]:
+    """What the program has grown by until now, and will need beside tensors, per tier."""
+    heap.trim()
+    return {
+        tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in _BESIDE_BYTES.items()
+    }
 
 
 def _chunkable(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from brim.run.data import Batches, open_data
 from brim.run.fitting import budgets, machine
 from brim.run.inference import resident_bytes
 from brim.run.models import prepare, read_tokenizer
+from brim.run.training_report import has_tensorboard
 from brim.run.training_request import Request
 from brim.run.training_session import Terms
 from brim.units import parse_bytes
@@ -30,6 +32,12 @@ class Setup:
     budget_bytes: Mapping[str, int]
     folder: Path
     output: Path
+
+    @property
+    def name(self) -> str:
+        """The model's, also where training goes on from a checkpoint of it."""
+        model = Path(self.request.model).expanduser()
+        return model.resolve().stem if model.is_file() else model.resolve().name if model.exists() else str(model)
 
     def terms(self) -> Terms:
         """The RAM budget counts from this call on."""
@@ -67,10 +75,22 @@ class Setup:
         return batches.steps(self.request.epochs or 1)
 
 
+def _make_writable(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"A training was to be written to {output}.", f"{error.strerror}.", "Give another --output."
+        ) from error
+
+
 def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     """Measure the machine and find (or fetch, or convert) the model. Libraries are imported here.
 
-    Raises UsageError for an output folder that holds another training, when that is not to be resumed.
+    Raises UsageError for an output folder that cannot be written to, or that holds another training which is not to
+    be resumed.
     """
     hardware = machine(request.device)
     budget = budgets(hardware, request.vram, request.ram, request.device)
@@ -87,4 +107,7 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
     if request.method == "lora" and importlib.util.find_spec("peft") is not None:
         importlib.import_module("peft")
+    if has_tensorboard():
+        importlib.import_module("torch.utils.tensorboard")
+    _make_writable(output)
     return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output)

@@ -8,6 +8,7 @@ only the order of summation over tokens differs from the whole.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,21 +158,22 @@ def _chunked(
 
     size = view.call.chunk_tokens
     grad = view.call.grad and torch.is_grad_enabled()
-    parts = []
-    for some, their in zip(rows.split(size), wanted.split(size), strict=True):
-        if grad:
-            parts.append(checkpoint(losses, some, their, use_reentrant=False))
-        else:
-            with torch.no_grad():
-                parts.append(losses(some, their))
+    parts: list[torch.Tensor] = []
+    with contextlib.nullcontext() if grad else torch.no_grad():
+        for some, their in zip(rows.split(size), wanted.split(size), strict=True):
+            parts.append(checkpoint(losses, some, their, use_reentrant=False) if grad else losses(some, their))
     if reduction == "none":
         return torch.cat(parts).reshape(view.rows.shape[:-1])
-    # Halves would overflow, or lose the small ones, over so many tokens.
-    wide = torch.float32 if parts[0].dtype in _HALVES else parts[0].dtype
-    total = torch.stack([part.sum(dtype=wide) for part in parts]).sum()
+    total = _sum(parts)
     if reduction == "mean":
         total = total / _count(wanted, weight, ignore_index)
     return total.to(parts[0].dtype)
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Halves would overflow, or lose the small ones, over so many tokens."""
+    wide = torch.float32 if parts[0].dtype in _HALVES else parts[0].dtype
+    return torch.stack([part.sum(dtype=wide) for part in parts]).sum()
 
 
 def _flat_target(view: View, target: Any) -> torch.Tensor | None:

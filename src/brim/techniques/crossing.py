@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,6 +20,51 @@ from brim.techniques.optimizer_trial import dense_stride
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     return round_up(tensor.numel() * tensor.element_size(), PACKED_ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True)
+class _Passing:
+    """A copy under way, and what it reads: that memory must be nobody else's until it is done."""
+
+    wait: Waitable
+    source: torch.Tensor
+
+
+class Carried:
+    """Parameters and gradients on their way to RAM, to be stepped by any thread. ``mark``: compute until now."""
+
+    def __init__(self, crossing: Crossing, label: str, mark: Waitable) -> None:
+        self._crossing, self._label, self._mark = crossing, label, mark
+        self._parameters: list[nn.Parameter] = []
+        self._places: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._passing: list[_Passing] = []
+
+    def add(self, parameter: nn.Parameter, place: torch.Tensor, passing: _Passing) -> None:
+        self._parameters.append(parameter)
+        self._places.append(place)
+        self._passing.append(passing)
+
+    def add_gradient(self, place: torch.Tensor, passing: _Passing | None) -> None:
+        self._gradients.append(place)
+        self._passing += [passing] if passing is not None else []
+
+    def arrive(self) -> None:
+        """Wait until all of it is in RAM. What was copied is not needed any more."""
+        while self._passing:
+            self._crossing.finish(self._passing.pop(0))
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within, the parameters are in RAM with their gradients; then they go back, and are there."""
+        self.arrive()
+        held, before = [p.data for p in self._parameters], [p.grad for p in self._parameters]
+        try:
+            _swap(self._parameters, self._places, self._gradients)
+            yield
+        finally:
+            _swap(self._parameters, held, before)
+            self._crossing.up(self._places, held, self._mark, self._label)
 
 
 class Crossing:
@@ -46,21 +92,26 @@ class Crossing:
             if buffer is not None:
                 buffer.free()
 
+    @property
+    def work_bytes(self) -> int:
+        """The room for parameters and gradients of blocks that are stepped; 0 where RAM is the compute tier."""
+        return 0 if self._work is None else self._work.bytes
+
     def down(self, tensor: torch.Tensor, place: torch.Tensor, label: str) -> None:
         """``tensor`` of the compute tier into ``place``, a tensor in RAM of the same strides. Waits."""
         if self._memory.host is None:
             place.copy_(tensor)
         else:
-            self._memory.engine.finish(self._start_down(tensor, place, label))
+            self._memory.engine.finish(self._start_down(tensor, place, label).wait)
 
-    def _start_down(self, tensor: torch.Tensor, place: torch.Tensor, label: str) -> Waitable:
+    def _start_down(self, tensor: torch.Tensor, place: torch.Tensor, label: str) -> _Passing:
         source = tensor.detach()
         if source.stride() != place.stride():
             source = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=tensor.device)
             source.copy_(tensor)
         way, engine = (self._memory.compute.tier, RAM), self._memory.engine
         target = _target(self._memory.ram, flat_bytes(place))
-        return engine.copy(flat_bytes(source), target, label, [engine.mark()], way)
+        return _Passing(engine.copy(flat_bytes(source), target, label, [engine.mark()], way), source)
 
     def in_ram(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """A gradient where the CPU can read it, until the next call."""
@@ -83,42 +134,34 @@ class Crossing:
             with _gradients_set(parameters, [g[0] if g else None for g in gradients]):
                 yield
             return
-        moved = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
-        places, present = self._bring([(p, *g) for p, g in zip(parameters, gradients, strict=True) if g], label)
-        held, before = [p.data for p in moved], [p.grad for p in moved]
-        try:
-            _swap(moved, places, present)
+        with self.carry([(p, *g) for p, g in zip(parameters, gradients, strict=True) if g], 0, label).stepping():
             yield
-        finally:
-            _swap(moved, held, before)
-            self._up(places, held, label)
 
-    def _bring(
-        self, tensors: Sequence[tuple[nn.Parameter, torch.Tensor, bool]], label: str
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Parameters and gradients as they are in RAM now."""
-        places, present, waits, at = [], [], [], 0
+    def carry(self, tensors: Sequence[tuple[nn.Parameter, torch.Tensor, bool]], at: int, label: str) -> Carried:
+        """Begin to bring parameters and their gradients (a flag: it is in RAM) to ``at`` in the room for them."""
+        carried = Carried(self, label, self._memory.engine.mark())
         for parameter, gradient, in_ram in tensors:
             place, at = self._room(parameter, at)
-            waits.append(self._start_down(parameter, place, label))
-            places.append(place)
+            carried.add(parameter, place, self._start_down(parameter, place, label))
             if in_ram:
-                present.append(gradient)
+                carried.add_gradient(gradient, None)
                 continue
             place, at = self._room(parameter, at)
-            waits.append(self._start_down(gradient, place, label))
-            present.append(place)
-        for wait in waits:
-            self._memory.engine.finish(wait)
-        return places, present
+            carried.add_gradient(place, self._start_down(gradient, place, label))
+        return carried
 
     def _room(self, like: torch.Tensor, at: int) -> tuple[torch.Tensor, int]:
         assert self._work is not None
         flat = self._work.tensor[at : at + like.numel() * like.element_size()]
         return shaped(flat, like.dtype, like.shape, dense_stride(like)), at + tensor_bytes(like)
 
-    def _up(self, places: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], label: str) -> None:
-        """Into tensors of the compute tier, in place; later kernels see the new values."""
+    def finish(self, passing: _Passing) -> None:
+        self._memory.engine.finish(passing.wait)
+
+    def up(
+        self, places: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], after: Waitable, label: str
+    ) -> None:
+        """Into tensors of the compute tier, in place, once ``after`` is done. Waits: kernels see the new values."""
         engine, way = self._memory.engine, (RAM, self._memory.compute.tier)
         waits = []
         for place, target in zip(places, targets, strict=True):
@@ -126,10 +169,9 @@ class Crossing:
                 target.copy_(place)
                 continue
             into = _target(self._memory.compute, flat_bytes(target))
-            waits.append(engine.copy(flat_bytes(place), into, label, [engine.mark()], way))
+            waits.append(engine.copy(flat_bytes(place), into, label, [after], way))
         for wait in waits:
-            wait.wait()
-            engine.finish(wait)  # the room is about to be used again
+            engine.finish(wait)  # by the host, as the room is about to be used again
 
     @contextlib.contextmanager
     def stepping_in_place(
@@ -156,7 +198,7 @@ class Crossing:
                 targets.append(target)
                 present.append(target)
                 at += tensor_bytes(source)
-            self._up(sources, targets, label)
+            self.up(sources, targets, self._memory.engine.mark(), label)
             with _gradients_set(parameters, present):
                 yield
         finally:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from brim.core.hardware import DISK
 from brim.memory.tiers import Memory
 from brim.techniques.away import Away, away
 from brim.techniques.crossing import Crossing
@@ -90,6 +91,13 @@ class Gradients:
         finally:
             self.records.leave(index)
 
+    def are_plain(self, index: int) -> bool:
+        """Whether all gradients of the block are where autograd put them, and are to be used as they are."""
+        return not any(
+            type(p.grad) is Away or (index, number) in self._adding or (p.grad is not None and p.grad.is_sparse)
+            for number, p in enumerate(self._blocks[index].parameters)
+        )
+
     @contextlib.contextmanager
     def present(self, index: int, *, dropping: bool = False) -> Iterator[list[_Here | None]]:
         """Within: the gradients of a block, each where it is; None: it has none. ``dropping``: for the last time."""
@@ -111,12 +119,12 @@ class Gradients:
                     continue
                 view = self._fields[index][number].view(flat)
                 added = None if type(parameter.grad) is Away else parameter.grad
-                changed |= self._total(index, number, view, added, settle=self.records.tier != "disk")
+                changed |= self._total(index, number, view, added, settle=self.records.tier != DISK)
                 found.append((view, True))
             yield found
         finally:
             self.records.leave(index, changed=False)
-            if changed and self.records.tier == "disk":
+            if changed and self.records.tier == DISK:
                 self.records.forget(index)  # the record itself, and what is to be done to it, are as they were
         if dropping:
             self.drop(index)

@@ -5,14 +5,13 @@ parameter groups are narrowed to the block's parameters, the block's states are 
 runs, and they go again. So results are those of the plain optimizer, bit for bit, and learning rate schedulers, hooks
 and options work as ever. Where a GPU computes, the step of a block whose states are away runs on the CPU.
 
-Sources: ZeRO-Offload (Ren et al., 2021) for the step on the CPU during backward; torchao's ``CPUOffloadOptimizer``
-for leaving the optimizer itself alone; PyTorch, torch/optim/optimizer.py, for what wraps ``step``.
+Sources: ZeRO-Offload (Ren et al., 2021), stepping on the CPU during backward; torchao's ``CPUOffloadOptimizer``,
+leaving the optimizer alone; PyTorch, torch/optim/optimizer.py, for what wraps ``step``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -25,13 +24,15 @@ from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.base import HANDLE_ATTRIBUTE, Option
+from brim.techniques.beside import Beside
 from brim.techniques.clipping import clip
+from brim.techniques.crossing import Carried
 from brim.techniques.gradients import Arrivals
 from brim.techniques.optimizer_places import KEEP, Choices, Places, usual_buffer_bytes, work_bytes
 from brim.techniques.optimizer_states import StateBlock, state_blocks
 from brim.techniques.optimizer_trial import Trial, raw_step
 from brim.techniques.optimizer_whole import WholeState
-from brim.techniques.updates import Recomputation, narrowed, root_task
+from brim.techniques.updates import Recomputation, narrowed, root_task, stepping
 
 NAME = "optimizer_offload"
 CHOICES = (KEEP, RAM, DISK)
@@ -107,8 +108,7 @@ def apply(
     optimizer that needs all its parameters at once, BudgetError and TransferError; then nothing has changed.
     """
     _check(optimizer, states=states, gradients=gradients)
-    given = () if streaming is None else streaming.blocks
-    trial = Trial(optimizer)
+    given, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
     blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=given, trial=trial)
     unknown = set(keep) - {block.name for block in blocks}
     if unknown:
@@ -160,10 +160,12 @@ class OptimizerOffload:
         self._places = Places(optimizer, memory, self.blocks, choices)
         self._written_before, self._written = self._places.written_bytes, -1
         self._recomputation = Recomputation(model)
+        self._beside = Beside(memory, self._places.crossing)
         self._arrivals = Arrivals(self.blocks, self._complete, self._over)
         self._plain_step = vars(optimizer).get("step")
         self._whole = WholeState(optimizer, self.blocks, self._places.leaving, self._places.states, trial)
-        vars(optimizer)["step"] = self._step = types.MethodType(_stepping(self), optimizer)
+        step = stepping(optimizer, self._plain_step is not None, self._step_all, lambda: self._removed)
+        vars(optimizer)["step"] = self._step = types.MethodType(step, optimizer)
         vars(optimizer)[HANDLE_ATTRIBUTE] = self
 
     # -- the step
@@ -188,6 +190,7 @@ class OptimizerOffload:
             self._recomputation.allow()
             rest = [index for index in self._order if index not in self._seen]
             self._order = self._seen + rest
+            self._beside.join()
 
     @property
     def partly_updated(self) -> bool:
@@ -196,6 +199,7 @@ class OptimizerOffload:
 
     def reset(self) -> None:
         """Forget the step under way, after an exception in it: the next backward pass begins a new one."""
+        self._beside.give_up()
         self._done.clear()
         self._arrivals.reset()
         self._after_final = self._clipped = False
@@ -238,14 +242,18 @@ class OptimizerOffload:
                 "Call backward() before step(), and step() without it.",
             )
         todo = [i for i, b in self.blocks.items() if i not in self._done and _has_gradient(b)]
-        for position, index in enumerate(todo):
-            self._update(index, todo[position + 1 :], dropping=False)
+        try:
+            for position, index in enumerate(todo):
+                self._update(index, todo[position + 1 :], dropping=False)
+            self._beside.join()
+        finally:
+            self._beside.give_up()  # after an error it would go on under whoever handles that
         self._step_rest()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
-        self._places.states.expect(order[:_AHEAD])  # the next step begins with what is there
+        self._places.states.expect(order[:_AHEAD])  # the next step begins with them
         self.reset()
-        written = self._places.written_bytes
-        self._written, self._written_before = written - self._written_before, written
+        before, self._written_before = self._written_before, self._places.written_bytes
+        self._written = self._written_before - before
 
     def _step_rest(self) -> None:
         """What is in no block: parameters that came later, or were frozen when the blocks were made."""
@@ -258,21 +266,48 @@ class OptimizerOffload:
     def _update(self, index: int, ahead: Sequence[int], *, dropping: bool) -> None:
         """The optimizer's own step on one block. It counts as done even if that raises: it did what it did."""
         block, leaves = self.blocks[index], index in self._places.leaving
+        soon = [i for i in ahead if i not in self._done][:_AHEAD]
+        if leaves and self._may_be_beside(index):
+            self._update_beside(index, soon, dropping=dropping)
+            return
+        self._beside.join()
         with (
             torch.no_grad(),
             self._bound(block),
             self._places.gradients.present(index, dropping=dropping) as gradients,
         ):
-            stepping = [gradient is not None for gradient in gradients]
-            states = self._places.states.present(index, stepping=stepping) if leaves else contextlib.nullcontext()
+            stepped = [gradient is not None for gradient in gradients]
+            states = self._places.states.present(index, stepping=stepped) if leaves else contextlib.nullcontext()
             with states:
-                soon = [i for i in ahead if i not in self._done][:_AHEAD]
                 self._places.states.expect(soon)
                 self._places.gradients.expect(soon)
                 place = self._places.crossing.stepping_in_ram if leaves else self._places.crossing.stepping_in_place
                 with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
                     self._done.add(index)
                     raw_step(self.optimizer)(self.optimizer)
+
+    def _may_be_beside(self, index: int) -> bool:
+        """Whether the block's update needs nothing that the thread of the backward pass uses as well."""
+        streamed = any(id(p) in self._streamed for p in self.blocks[index].parameters)
+        return self._beside.possible and not streamed and self._places.gradients.are_plain(index)
+
+    def _update_beside(self, index: int, soon: Sequence[int], *, dropping: bool) -> None:
+        """As ``_update``, on another thread. Nobody may look at the weights, or at states, until it has joined."""
+        block, states = self.blocks[index], self._places.states
+        stepped = [p.grad is not None for p in block.parameters]
+
+        def update(carried: Carried) -> None:
+            with torch.no_grad(), states.present(index, stepping=stepped):
+                states.expect(soon)
+                with carried.stepping(), narrowed(self.optimizer, block.parameters):
+                    raw_step(self.optimizer)(self.optimizer)
+
+        tensors = [(p, p.grad) for p in block.parameters if p.grad is not None]
+        self._done.add(index)
+        if dropping:
+            self._places.gradients.drop(index)
+        self._beside.begin(tensors, block.name, update)
+        self._places.gradients.expect(soon)
 
     def _bound(self, block: StateBlock) -> contextlib.AbstractContextManager[Any]:
         """Streamed weights have their values within."""
@@ -324,10 +359,6 @@ class OptimizerOffload:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
-    def group_options(self) -> list[dict[str, Any]]:
-        """The options of each parameter group (learning rate and so on) without its parameters."""
-        return [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
-
     def iter_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state as (parameter's name + "." + key, tensor on the CPU), one in memory at a time; numbers too."""
         return self._whole.items()
@@ -338,6 +369,10 @@ class OptimizerOffload:
 
     # -- the end
 
+    def close(self) -> None:
+        """End the thread that updates blocks, however its updates end; of no use after that."""
+        self._beside.close()
+
     def remove(self) -> None:
         """Give the optimizer back with all states and gradients in memory. A second call does nothing.
 
@@ -345,8 +380,10 @@ class OptimizerOffload:
         """
         if self._removed:
             return
+        self._beside.give_up()
         self._places.restore()
         self._removed = True
+        self._beside.close()
         self._arrivals.remove()
         self._recomputation.allow()
         self._whole.remove()
@@ -357,29 +394,6 @@ class OptimizerOffload:
                 mine["step"] = self._plain_step
         del mine[HANDLE_ATTRIBUTE]
         self._places.free()
-
-
-def _stepping(handle: OptimizerOffload) -> Any:
-    """The optimizer's ``step`` while it is fitted: PyTorch's hooks around it, once, with all parameters in sight.
-
-    A function that is bound to the optimizer: learning rate schedulers wrap ``optimizer.step.__func__``, and look at
-    a mark on it and at ``_opt_called`` (torch/optim/lr_scheduler.py).
-    """
-    raw, optimizer = raw_step(handle.optimizer), handle.optimizer
-    scheduled = handle._plain_step is not None
-
-    @functools.wraps(raw)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if scheduled:
-            self._opt_called = True  # type: ignore[attr-defined]
-        if handle._removed:
-            return raw(self, *args, **kwargs)
-        return handle._step_all(*args, **kwargs)
-
-    made = type(optimizer).profile_hook_step(step)
-    if scheduled:
-        made._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return made
 
 
 def _has_gradient(block: StateBlock) -> bool:

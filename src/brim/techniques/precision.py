@@ -114,6 +114,11 @@ class PrecisionHandle:
         self._scaler.update()
         return not known or self._scaler.get_scale() >= before
 
+    def take_weights(self, value: Callable[[str], torch.Tensor]) -> None:
+        """Masters, if any, become what ``value`` gives by name: for weights that came after this was applied."""
+        if self._wide is not None:
+            self._wide.take(value)
+
     def state_dict(self) -> dict[str, Any]:
         """``precision``, ``scaler`` (numbers) and ``tensors``: all that a later run needs to go on bit for bit."""
         return {

@@ -88,6 +88,7 @@ class Ring:
         return slot.buffer
 
     def _await(self, slot: _Slot, block: int, *, prefetched: bool) -> None:
+        begin_s = self._memory.recorder.now_s()
         try:
             slot.ready.wait()
         except BrimError:
@@ -96,6 +97,7 @@ class Ring:
             slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
             self._load(slot, block)
             slot.ready.wait()
+        self._memory.recorder.waited(self._memory.compute.tier, begin_s, self._names[block])
 
     def release(self, block: int) -> None:
         slot = self._in_use(block)

@@ -126,6 +126,11 @@ class WideSteps:
             self._generators[device] = made
         return self._generators[device]
 
+    def take(self, value: Callable[[str], torch.Tensor]) -> None:
+        """Make the masters what ``value`` gives by name: the weights have come since these were made."""
+        for name, master in (self.masters or {}).items():
+            master.copy_(value(name))
+
     def state(self) -> dict[str, torch.Tensor]:
         """What a later run needs to go on bit for bit: ``rounding.DEVICE`` generators, ``master.NAME`` values."""
         made = dict(self._pending)

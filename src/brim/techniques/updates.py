@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.errors import UnsupportedError
 from brim.techniques.optimizer_states import StateBlock
+from brim.techniques.optimizer_trial import raw_step
 
 
 @contextlib.contextmanager
@@ -30,6 +33,30 @@ def narrowed(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterat
         optimizer.param_groups = groups
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
+
+
+def stepping(
+    optimizer: Optimizer, scheduled: bool, instead: Callable[..., Any], is_over: Callable[[], bool]
+) -> Callable[..., Any]:
+    """What is to be bound to ``optimizer`` as its ``step``: PyTorch's hooks around ``instead``, once.
+
+    A function to be bound: learning rate schedulers wrap ``optimizer.step.__func__``, and look at a mark on it and at
+    ``_opt_called`` (torch/optim/lr_scheduler.py); ``scheduled``: one has. After ``is_over`` it is the plain step.
+    """
+    raw = raw_step(optimizer)
+
+    @functools.wraps(raw)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if scheduled:
+            self._opt_called = True  # type: ignore[attr-defined]
+        if is_over():
+            return raw(self, *args, **kwargs)
+        return instead(*args, **kwargs)
+
+    made: Any = type(optimizer).profile_hook_step(step)
+    if scheduled:
+        made._wrapped_by_lr_sched = True
+    return cast(Callable[..., Any], made)
 
 
 def root_task() -> int:

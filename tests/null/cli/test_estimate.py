@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from brim.cli import main
 
@@ -52,9 +53,81 @@ def test_formulas_are_explained_as_sums(model, capsys):
     assert json.loads(capsys.readouterr().out)["kv_cache_per_token"]["value"] == 2 * 2 * 2 * 16 * 4
 
 
+def weights_only(folder):
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file({"a": torch.zeros(8, 4, dtype=torch.bfloat16), "b": torch.zeros(3)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_weights_without_a_configuration_are_explained_and_not_traced(tmp_path, capsys):
+    folder = weights_only(tmp_path / "weights")
+    assert main(["estimate", folder, "--explain-formula"]) == 0
+    assert capsys.readouterr().out.startswith("weights: 1 BF16 tensors of 64 B + 1 F32 tensors of 12 B = 76 B")
+    assert main(["estimate", folder]) == 2
+    assert "--explain-formula" in capsys.readouterr().err
+
+
+def test_a_file_of_weights_is_counted_by_size_and_type_alone(tmp_path, capsys):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(996))
+    assert main(["estimate", str(tmp_path / "model.gguf"), "--explain-formula", "--precision", "int4"]) == 0
+    assert capsys.readouterr().out == "parameters: 1,000 B / 0.5 B = 2,000 parameters\n"
+    assert main(["estimate", str(tmp_path / "model.gguf"), "--explain-formula"]) == 2
+    assert "--precision" in capsys.readouterr().err
+
+
+def test_a_cache_is_explained_for_what_generates_only_and_checkpointing_counts(tmp_path, model, capsys):
+    vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64,
+           "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(vit))
+    assert main(["estimate", str(tmp_path / "vit"), "--task", "generate", "--explain-formula"]) == 0
+    assert "kv cache" not in capsys.readouterr().out
+    assert main(["estimate", model, "--seq", "32", "--checkpointing", "full", "--explain-formula"]) == 0
+    assert "2 x 32 x 1 x 64 = 4,096 B per layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_hidden_layers": -3}, "num_hidden_layers=-3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_attention_heads": 7}, "not a multiple"),
+        ({"vocab_size": 10**15}, "no machine has as much"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.OwnForCausalLM"}, "architectures": ["OwnForCausalLM"]},
+         "Python code of its own"),
+    ],
+)  # fmt: skip
+def test_an_impossible_configuration_is_one_clear_error(tmp_path, changes, told, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    assert main(["estimate", str(tmp_path), "--seq", "16"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert told in output.err
+
+
+def test_a_function_that_fails_is_told_with_its_line(tmp_path, capsys):
+    file = tmp_path / "own.py"
+    file.write_text("import sys\n\ndef build():\n    raise ValueError('my own')\n\ndef ends():\n    sys.exit(3)\n")
+    for function, line in (("build", 4), ("ends", 7)):
+        assert main(["estimate", f"{file}:{function}"]) == 2
+        assert f"It fails at {file}:{line}" in capsys.readouterr().err
+
+
+def test_a_size_that_cannot_be_traced_does_not_take_the_report_along(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 10**12}))
+    assert main(["estimate", str(tmp_path), "--seq", "1024", "--gpu", "H200"]) == 0
+    text = capsys.readouterr().out
+    assert "It does not fit" in text
+    assert "largest batch that fits: 0" in text or "other batches are not solved" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        ([""], "An empty name"),
+        (["gpt2", "--alloc-conf", "backend:cudaMallocAsync"], "backend:native"),
         (["lama-3-8b"], "llama-3-8b"),
         (["gpt2", "--gpu", "RTX 4091"], "RTX 4090"),
         (["gpt2", "--optimizer", "adammw"], "adamw"),

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from brim.cli import main
 from brim.core import Plan
 from brim.errors import BudgetError, ModelError, UsageError
-from brim.run.data import Batches, open_data
 from brim.run.fitted import Fitted
-from brim.run.training import Request, train
+from brim.run.training import train
 from tiny_model import save_llama
+from trainings import plain, request, weights, write_text
 
-KEYS = {"losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes"}
-SEQ, BATCH, LR = 32, 2, 1e-3
+KEYS = {"losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes", "truncated"}
 MIB = 1 << 20
 
 
@@ -31,35 +30,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"{number} little pieces of text, one after another. " for number in range(60)))
-    return path
-
-
-def request(llama: Path, text: Path, output: Path, **options: Any) -> Request:
-    settings = {"batch": BATCH, "seq": SEQ, "steps": 3, "lr": LR, "ram": "1GiB", "device": "cpu"}
-    return Request(model=llama, data=text, output=output, **{**settings, **options})
-
-
-def plain(llama: Path, text: Path, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loop that everybody writes."""
-    tokenizer = AutoTokenizer.from_pretrained(llama)
-    batches = Batches(open_data(text, tokenizer, SEQ), BATCH, seed=0, pad_to=SEQ)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(llama).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    losses = []
-    for _ in range(steps):
-        loss = model(**next(batches)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, dict(model.named_parameters())
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
 
 
 def test_json_is_one_object_with_exactly_what_is_documented(

@@ -156,6 +156,10 @@ def test_timeline_iterates_as_events_and_adds_up():
         {"tier": [-1] * 5},
         {"bytes": [1 << 80] * 5},
         {"time_s": ["x"] * 5},
+        {"time_s": [0.0] * 4 + [float("nan")]},
+        {"duration_s": [0.0] * 4 + [float("-inf")]},
+        {"duration_s": [0.0] * 4 + [1e300]},
+        {"time_s": [10**400] * 5},
     ],
 )
 def test_timeline_columns_are_checked(damage):
@@ -165,6 +169,25 @@ def test_timeline_columns_are_checked(damage):
         Timeline.from_json(document)
 
 
+@pytest.mark.parametrize("fact", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "-" + "9" * 400])
+def test_facts_of_a_timeline_are_finite(fact):
+    text = json.dumps(timeline().to_json() | {"facts": {"context_bytes": 0.5}}).replace("0.5}", fact + "}", 1)
+    assert fact in text
+    with pytest.raises(FormatError, match="context_bytes"):
+        Timeline.from_json(json.loads(text))
+
+
 def test_plan_choices_by_technique():
     assert plan().choices("weight_streaming") == {"layers.0": "resident"}
     assert plan().choices("checkpointing") == {}
+
+
+def test_events_added_as_columns_are_those_added_one_by_one():
+    one_by_one, at_once = timeline(), timeline()
+    for size in (1, 2):
+        one_by_one.add(EventKind.ALLOC, "ram", size, time_s=0.5, label="new" if size == 2 else "")
+    numbers = {"bytes": [1, 2], "time_s": [0.5, 0.5]}
+    at_once.extend([0, 0], numbers, {"tier": ([0, 0], ["ram"]), "label": ([0, 1], ["", "new"])})
+    assert list(at_once) == list(one_by_one)
+    with pytest.raises(ValueError, match="lengths"):
+        at_once.extend([0, 0], {"bytes": [1]}, {})

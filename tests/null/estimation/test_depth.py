@@ -59,7 +59,7 @@ def test_repeated_layers_are_those_of_a_whole_trace(folder, name, field, setting
     source = find_model(folder(name, **{field: LAYERS, **changes}))
     workload = Workload(**{key: value for key, value in settings.items() if key not in DEEPSEEK})
     job = Job(source, workload)
-    found = depth.repeated(job, lambda part: estimate._traced_whole(part, (8, 0)))
+    found, _ = depth.repeated(job, lambda part: estimate._traced_whole(part, (8, 0)))
     whole = Job(source, workload)
     assert found is not None
     expected = estimate._traced_whole(whole, (8, 0))

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from brim.core import Hardware, Tier
+from brim.estimation import depth
 from brim.estimation.estimate import Study, traced
-from brim.estimation.growth import Solved
 from brim.estimation.models import find_model
-from brim.estimation.simulation import place_of, simulate
+from brim.estimation.simulation import Replay, place_of, simulate
+from brim.estimation.sizes import Through, powers, structure
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 
@@ -17,21 +18,43 @@ def trace_of(source, **settings):
     return traced(Job(source, Workload(**settings)), (8, 0))
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet"])
-def test_bytes_are_linear_in_the_batch(folder, name):
-    source = find_model(folder(name))
-    settings = {"seq": 32} if name == "llama" else {}
-    solved = Solved([(size, trace_of(source, batch=size, **settings)) for size in (2, 3)])
-    assert solved.of_one_structure
-    assert solved.at(7).storages == trace_of(source, batch=7, **settings).storages
+def bytes_of(trace):
+    return [storage.bytes for storage in trace.storages]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
+def test_two_traces_tell_the_sizes_at_any_batch_and_length(folder, name):
+    source = find_model(folder(name, n_positions=512))
+    first, second, asked = [(2, 64), (6, 128), (7, 192)]
+    if name == "resnet":
+        first, second, asked = [(batch, None) for batch, _ in (first, second, asked)]
+    traces = [trace_of(source, batch=batch, seq=seq) for batch, seq in (first, second, asked)]
+    assert structure(traces[0]) == structure(traces[1]) == structure(traces[2])
+    solved = powers(bytes_of(traces[0]), bytes_of(traces[1]), first, second)
+    assert solved is not None
+    assert solved(asked[0], asked[1] or 0) == bytes_of(traces[2])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_bytes_are_at_most_quadratic_in_the_sequence(folder, attention):
     source = find_model(folder("llama", attn_implementation=attention))
-    solved = Solved([(length, trace_of(source, batch=2, seq=length)) for length in (32, 64, 128)])
-    assert solved.of_one_structure
-    assert solved.at(256).storages == trace_of(source, batch=2, seq=256).storages
+    traces = [(length, trace_of(source, batch=2, seq=length)) for length in (32, 64, 128)]
+    solved = Through([(length, bytes_of(trace)) for length, trace in traces])
+    assert solved.by_seq(2, 256) == bytes_of(trace_of(source, batch=2, seq=256))
+
+
+def test_a_size_without_a_law_is_no_power():
+    assert powers([1000, 512], [1700, 512], (2, 64), (6, 128)) is None
+    assert powers([1_000_000, 1000], [6_000_000, 5700], (2, 64), (6, 128))(4, 64) == [2_000_000, 1940]
+
+
+@pytest.mark.parametrize("alloc_conf", ["", "expandable_segments:True", "max_split_size_mb:64"])
+def test_a_replay_has_the_peaks_of_the_simulation(folder, alloc_conf):
+    trace = trace_of(find_model(folder("llama")), batch=2, seq=64)
+    for gpu in ("H100 SXM", "RTX 3060"):
+        place = place_of(gpu)
+        peaks, found = simulate(trace, place, alloc_conf).peak_bytes, Replay(trace, alloc_conf).peaks(None, place)
+        assert (peaks.allocated, peaks.reserved) == (found.allocated_bytes, found.reserved_bytes)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(folder):
@@ -45,6 +68,30 @@ def test_the_largest_batch_fits_and_the_next_does_not(folder):
         simulate(trace_of(source, batch=size, seq=64), gpu).out_of_memory is None for size in (largest, largest + 1)
     ]
     assert fits == [True, False]
+
+
+def test_a_deep_model_grows_as_its_whole_trace_does(folder, monkeypatch):
+    """One shallow trace tells the sizes of all layers."""
+    source = find_model(folder("llama", num_hidden_layers=12))
+    whole = Study(source, Workload(batch=2, seq=64), place_of(None), None, "").growth()
+    monkeypatch.setattr(depth, "_FEWEST_LAYERS", 12)
+    study = Study(source, Workload(batch=2, seq=64), place_of(None), None, "")
+    assert study.job.template is not None
+    assert study.growth() == whole
+    assert len(whole.batches) == 4
+    assert len(whole.lengths) == 5
+
+
+def test_batches_of_few_tokens_are_told_too(folder):
+    gpu = Hardware(name="small", compute="vram", tiers=(Tier(name="vram", capacity_bytes=700 << 20),))
+    growth = Study(find_model(folder("gpt2")), Workload(seq=64), place_of(gpu), None, "").growth()
+    assert [point.batch for point in growth.batches] == [1, 64, 128, 256]
+    assert growth.largest_batch > 64
+
+
+def test_lengths_end_where_positions_do(folder):
+    study = Study(find_model(folder("gpt2", n_positions=512)), Workload(batch=2, seq=512), place_of(None), None, "")
+    assert [point.seq for point in study.growth().lengths] == [64, 128, 256, 512]
 
 
 def test_no_batch_fits_where_the_weights_do_not(folder):
@@ -65,4 +112,4 @@ def test_growth_tells_the_peaks_of_the_sizes_that_were_traced(folder):
 
 def test_a_users_own_step_does_not_grow():
     study = Study(find_model(lambda: lambda: None), Workload(), place_of(None), None, "")
-    assert dataclasses.astuple(study.growth()) == ((), (), None)
+    assert dataclasses.astuple(study.growth()) == ((), (), None, "")

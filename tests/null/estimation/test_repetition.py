@@ -2,6 +2,7 @@
 
 import pytest
 
+from brim.errors import UsageError
 from brim.estimation import estimate
 from brim.estimation.models import find_model
 from brim.estimation.repetition import TRACED_TOKENS, stretched
@@ -20,6 +21,16 @@ def test_repeated_tokens_are_those_of_a_whole_trace(folder, name):
     whole, repeated = whole_and_repeated(folder(name), batch=2, seq=20)
     assert repeated.storages == whole.storages
     assert repeated.ops == whole.ops
+
+
+def test_an_encoder_decoder_is_repeated_within_its_positions(folder):
+    """The prompt stays as long as it is: what is checked further on is further on in the decoder."""
+    path = folder("bart")
+    whole, repeated = whole_and_repeated(path, seq=64)
+    assert repeated.storages == whole.storages
+    assert repeated.ops == whole.ops
+    with pytest.raises(UsageError, match="decoder"):
+        estimate.traced(Job(find_model(path), Workload(task="generate", seq=64, new_tokens=65)), (8, 0))
 
 
 def test_what_does_not_repeat_is_traced(folder):

@@ -91,7 +91,10 @@ def test_a_real_run_under_other_settings():
         for text in ("", "expandable_segments:True", "roundup_power2_divisions:8", "max_split_size_mb:256")
     }
     assert list(peaks.values()) == [59_920, 53_098, 63_610, 60_312]
-    assert best(history)[0].settings == "expandable_segments:True"
+    first, *others = best(history)
+    assert first.settings.startswith("expandable_segments:True")
+    assert first.peak_reserved_bytes <= peaks["expandable_segments:True"] * MIB
+    assert peaks["expandable_segments:True"] in [one.peak_reserved_bytes // MIB for one in others]
 
 
 @pytest.mark.parametrize("text", SETTINGS)

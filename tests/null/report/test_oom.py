@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from brim.errors import FormatError
 from brim.report.oom import Cause, primary, read_oom
 from brim.report.oom_formats import SIZE, to_bytes
-from brim.units import GIB, MIB
 
 ROOT = Path(__file__).parents[3]
 MESSAGES = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth")) / "oom_messages.txt"
@@ -85,6 +81,9 @@ def test_every_posted_message_has_an_expectation():
     assert set(POSTED) == set(EXPECTED)
 
 
+CUBLAS = "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+
+
 def cuda(tried: str, free: str, middle: str = "", total: str = "23.65 GiB", end: str = "") -> str:
     return (
         f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {tried}. GPU 3 has a total capacity of "
@@ -100,198 +99,11 @@ def held(allocated: str, unallocated: str, private: str = "") -> str:
 
 
 OWN = "Including non-PyTorch memory, this process has {} memory in use. "
-DERIVED = {
-    "exhausted": (
-        cuda("22.00 MiB", "11.06 MiB", OWN.format("23.60 GiB") + held("22.90 GiB", "194.87 MiB")),
-        "torch-cuda-2.5",
-        Cause.EXHAUSTED,
-        {"tried": 22 * MIB, "unallocated": round(194.87 * MIB)},
-    ),
-    "fragmented": (
-        cuda("2.00 GiB", "100.00 MiB", OWN.format("23.50 GiB") + held("15.00 GiB", "8.00 GiB")),
-        "torch-cuda-2.5",
-        Cause.FRAGMENTATION,
-        {"process": round(23.5 * GIB)},
-    ),
-    "another process": (
-        cuda(
-            "2.00 GiB",
-            "100.00 MiB",
-            "Process 77 has 15.00 GiB memory in use. " + OWN.format("8.00 GiB") + held("7.00 GiB", "10.00 MiB"),
-        ),
-        "torch-cuda-2.5",
-        Cause.OTHER_PROCESS,
-        {"process_77": 15 * GIB},
-    ),
-    "a fraction": (
-        cuda("2.00 GiB", "15.00 GiB", OWN.format("8.00 GiB") + "8.00 GiB allowed; " + held("7.00 GiB", "10.00 MiB")),
-        "torch-cuda-2.5",
-        Cause.MEMORY_FRACTION,
-        {"allowed": 8 * GIB},
-    ),
-    "private pools": (
-        cuda(
-            "2.00 GiB",
-            "100.00 MiB",
-            OWN.format("23.50 GiB")
-            + held("23.00 GiB", "10.00 MiB", "with 9.00 GiB allocated in private pools (e.g., CUDA Graphs), "),
-        ),
-        "torch-cuda-2.5",
-        Cause.PRIVATE_POOLS,
-        {"private_pools": 9 * GIB},
-    ),
-    "spilled": (
-        cuda("2.00 GiB", "0 bytes", OWN.format("31.00 GiB") + held("30.00 GiB", "10.00 MiB")),
-        "torch-cuda-2.5",
-        Cause.SPILL,
-        {"free": 0},
-    ),
-    "too large": (
-        cuda("99.00 GiB", "20.00 GiB", held("1.00 GiB", "0 bytes")),
-        "torch-cuda-2.5",
-        Cause.TOO_LARGE,
-        {"tried": 99 * GIB},
-    ),
-    "impossible": (
-        "CUDA out of memory. Tried to allocate more than 1EB memory.",
-        "torch-cuda-impossible",
-        Cause.TOO_LARGE,
-        {},
-    ),
-    "free is misleading": (
-        cuda("1.00 GiB", "10.00 GiB", held("1.00 GiB", "0 bytes")),
-        "torch-cuda-2.5",
-        Cause.MISLEADING_FREE,
-        {"free": 10 * GIB},
-    ),
-    "hip of old": (
-        "RuntimeError: HIP out of memory. Tried to allocate 20.00 MiB (GPU 2; 15.98 GiB total capacity; 15.00 GiB "
-        "already allocated; 10.00 MiB free; 15.50 GiB reserved in total by PyTorch)",
-        "torch-hip",
-        Cause.EXHAUSTED,
-        {"reserved": round(15.5 * GIB)},
-    ),
-    "npu": (
-        "RuntimeError: NPU out of memory. Tried to allocate 2.00 GiB (NPU 1; 60.97 GiB total capacity; 57.10 GiB "
-        "already allocated; 57.20 GiB current active; 1.14 GiB free; 58.85 GiB reserved in total by PyTorch)",
-        "torch-npu",
-        Cause.EXHAUSTED,
-        {"active": round(57.2 * GIB)},
-    ),
-    "mps in old units": (
-        "RuntimeError: MPS backend out of memory (MPS allocated: 18.04 GB, other allocations: 94.99 MB, max allowed: "
-        "18.13 GB). Tried to allocate 7.00 MB on private pool.",
-        "torch-mps",
-        Cause.EXHAUSTED,
-        {"tried": 7 * MIB, "other_allocations": round(94.99 * MIB)},
-    ),
-    "cpu on linux": (
-        "[enforce fail at alloc_cpu.cpp:73] . DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-        "8589934592 bytes. Error code 12 (Cannot allocate memory)",
-        "torch-cpu",
-        Cause.HOST_MEMORY,
-        {"tried": 8 * GIB},
-    ),
-    "cpu of old": (
-        "$ Torch: not enough memory: you tried to allocate 2GB. Buy new RAM! at /aten/src/TH/THGeneral.cpp:201",
-        "torch-cpu",
-        Cause.HOST_MEMORY,
-        {"tried_rounded": 2 * GIB},
-    ),
-    "shared memory": (
-        "RuntimeError: DataLoader worker (pid 4) is killed by signal: Bus error. It is possible that dataloader's "
-        "workers are out of shared memory. Please try to raise your shared memory limit.",
-        "dataloader",
-        Cause.HOST_MEMORY,
-        {},
-    ),
-    "mapping": (
-        "RuntimeError: unable to mmap 16777216 bytes from file </torch_77_1>: Cannot allocate memory (12)",
-        "dataloader",
-        Cause.HOST_MEMORY,
-        {"tried": 16 * MIB},
-    ),
-    "cublas": (
-        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-        "torch-cublas",
-        Cause.EXHAUSTED,
-        {},
-    ),
-    "cudnn": ("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "torch-cudnn", Cause.EXHAUSTED, {}),
-    "nccl": (
-        "NCCL error, ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async "
-        "4194304 bytes: out of memory",
-        "torch-nccl",
-        Cause.EXHAUSTED,
-        {"tried": 4 * MIB},
-    ),
-    "jax": (
-        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate "
-        "2147483648 bytes.",
-        "jax",
-        Cause.EXHAUSTED,
-        {"tried": 2 * GIB},
-    ),
-    "tensorflow": (
-        "failed to allocate 2.25G (2415919104 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
-        "tensorflow",
-        Cause.EXHAUSTED,
-        {"tried": 2415919104, "tried_rounded": 2415919104},
-    ),
-    "llama.cpp": (
-        "ggml_gallocr_reserve_n: failed to allocate CUDA1 buffer of size 1048576000",
-        "llama.cpp",
-        Cause.EXHAUSTED,
-        {"tried": 1048576000},
-    ),
-    "vllm": (
-        "ValueError: Free memory on device (13.06/14.58 GiB) on startup is less than desired GPU memory utilization "
-        "(0.9, 13.12 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
-        "vllm",
-        Cause.EXHAUSTED,
-        {"free": round(13.06 * GIB), "total": round(14.58 * GIB), "wanted": round(13.12 * GIB)},
-    ),
-    "vllm cache": (
-        "ValueError: To serve at least one request with the model's max seq len (8192), (1.00 GiB KV cache is "
-        "needed, which is larger than the available KV cache memory (0.50 GiB).",
-        "vllm",
-        Cause.EXHAUSTED,
-        {"needed": GIB, "available": GIB // 2},
-    ),
-    "address space": (
-        "[ExpandableSegmentVA] Failed to reserve 95630131200 (89.06 GiB) of virtual address space for an expandable "
-        "CUDA segment on device 2 (Cannot allocate memory). 12 live expandable segment(s) reserving 1147561574400 "
-        "bytes of virtual address space.",
-        "torch-cuda-address-space",
-        Cause.ADDRESS_SPACE,
-        {"tried_exact": 95630131200, "reserved_addresses": 1147561574400, "tried": round(89.06 * GIB)},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DERIVED)
-@pytest.mark.parametrize("wrapped", [False, True], ids=["one line", "wrapped"])
-def test_a_message_from_the_sources_is_understood(name, wrapped):
-    text, family, cause, numbers = DERIVED[name]
-    if wrapped:
-        text = "\n[rank0]: ".join(re.findall(r".{1,60}(?: |$)", text.replace("\n", " ")))
-    (message,) = read_oom(f"Traceback (most recent call last):\n[rank0]: {text}\n")
-    assert (message.family, message.cause) == (family, cause)
-    assert numbers.items() <= message.numbers_bytes.items()
-    assert any(advice.helps for advice in message.advice)
-
-
-def test_the_device_is_named():
-    assert read_oom(cuda("2.00 MiB", "0 bytes"))[0].device == "cuda:3"
-    assert read_oom(DERIVED["npu"][0])[0].device == "npu:1"
-    assert read_oom(DERIVED["hip of old"][0])[0].device == "hip:2"
-    assert read_oom(DERIVED["llama.cpp"][0])[0].device == "cuda:1"
-    assert read_oom(DERIVED["address space"][0])[0].device == "cuda:2"
 
 
 def test_chained_exceptions_are_all_read_and_the_fullest_is_explained():
     first = cuda("2.00 GiB", "100.00 MiB", OWN.format("23.50 GiB") + held("15.00 GiB", "8.00 GiB"))
-    log = f"{DERIVED['cublas'][0]}\nDuring handling of the above exception:\n{first}\n{first}\n"
+    log = f"{CUBLAS}\nDuring handling of the above exception:\n{first}\n{first}\n"
     messages = read_oom(log)
     assert [message.family for message in messages] == ["torch-cublas", "torch-cuda-2.5"]
     assert primary(messages).cause is Cause.FRAGMENTATION
@@ -324,15 +136,3 @@ def test_nothing_is_advised_that_is_already_on():
 def test_a_text_without_a_message_is_refused(text):
     with pytest.raises(FormatError, match="known kinds"):
         read_oom(text)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_cut_and_mixed_messages_give_a_result_or_one_kind_of_error(data):
-    texts = [text for text, *_ in DERIVED.values()]
-    parts = data.draw(st.lists(st.sampled_from(texts) | st.text(max_size=30), min_size=1, max_size=4))
-    text = " ".join(part[: data.draw(st.integers(0, len(part)))] for part in parts)
-    with suppress(FormatError):
-        for message in read_oom(text):
-            assert message.advice
-            assert all(count >= 0 for count in message.numbers_bytes.values())

@@ -46,12 +46,8 @@ from brim.errors import ModelError
 from brim.memory.checksums import checksum
 from brim.run.models import OpenedModel, open_model, open_tokenizer
 
-ENCODER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+_SMALL = {"hidden_size": 32, "intermediate_size": 64}
+ENCODER: dict[str, Any] = {**_SMALL, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER: dict[str, Any] = {**ENCODER, "num_key_value_heads": 2, "vocab_size": 64}
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

@@ -1,4 +1,4 @@
-"""Loops of all kinds around a model and an optimizer that brim has fitted: the numbers of plain PyTorch, or one error."""
+"""Loops of all kinds around what ``brim.fit`` has fitted: the numbers of plain PyTorch, or one clear error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import brim
 from brim.errors import BrimError, UnsupportedError
 from brim.run.fitted import Fitted
 
-KIB, WIDTH, STEPS = 1 << 10, 64, 4
+KIB, WIDTH, STEPS = 1 << 10, 256, 4
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
 
 
@@ -129,9 +129,7 @@ def loading(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         if step == 0:
             kept = {name: value.clone() for name, value in model.state_dict().items()}
             states = optimizer.state_dict()
-            states["state"] = {
-                k: {key: v.clone() for key, v in one.items()} for k, one in states["state"].items()
-            }
+            states["state"] = {k: {key: v.clone() for key, v in one.items()} for k, one in states["state"].items()}
         else:
             model.load_state_dict(kept)
             optimizer.load_state_dict(states)
@@ -146,7 +144,7 @@ def closing(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         loss.backward()
         return loss
 
-    return [float(optimizer.step(closure)) for _ in range(STEPS)]  # type: ignore[arg-type]
+    return [optimizer.step(closure).item() for _ in range(STEPS)]  # type: ignore[union-attr]
 
 
 def changing_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -168,23 +166,26 @@ LOOPS: dict[str, Loop] = {
         changing_rate,
     )
 }  # fmt: skip
-# 8 x 16.25 KiB of weights, as much of gradients, twice as much of states.
+# 8 x 257 KiB of weights, as much of gradients, twice as much of states.
 BUDGETS: dict[str, dict[str, Any]] = {
-    "all fits": {"device": "cpu", "ram": 4096 * KIB},
-    "states on disk": {"device": "cpu", "ram": 620 * KIB},
-    "weights from disk": {"device": "cpu", "ram": 540 * KIB},
-    "states in RAM": {"device": "emulated", "vram": 440 * KIB, "ram": 4096 * KIB},
-    "weights from RAM": {"device": "emulated", "vram": 280 * KIB, "ram": 4096 * KIB},
+    "all fits": {"device": "cpu", "ram": 65536 * KIB},
+    "states on disk": {"device": "cpu", "ram": 6500 * KIB},
+    "gradients on disk": {"device": "cpu", "ram": 4750 * KIB},
+    "weights from disk": {"device": "cpu", "ram": 3500 * KIB},
+    "states in RAM": {"device": "emulated", "vram": 5600 * KIB, "ram": 32768 * KIB},
+    "weights from RAM": {"device": "emulated", "vram": 1700 * KIB, "ram": 32768 * KIB},
 }
-REFUSED = {
-    ("closing", name): "closure" for name in ("states on disk", "weights from disk", "states in RAM", "weights from RAM")
-}
+REFUSED = {("closing", name): "closure" for name in BUDGETS if name != "all fits"}
+# What looks at all gradients at once is refused where they are not in memory, and told of the handle's own way.
+AWAY = ("gradients on disk", "weights from disk", "weights from RAM")
+REFUSED |= {(loop, name): "clip_grad_norm_" for name in AWAY for loop in ("clipping", "scaling")}
 
 
 def fitted(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Fitted]:
     model, optimizer = make()
-    handle = brim.fit(model, optimizer, example=(torch.zeros(4, WIDTH),), **BUDGETS[name])
+    handle = brim.fit(model, optimizer, activations=64 * KIB, **BUDGETS[name])
     choice = handle.choice
+    assert (choice.gradients != "keep") == (name in AWAY), choice
     assert choice.streams == ("weights" in name), choice
     assert (choice.states != "keep") == (name != "all fits"), choice
     return model, optimizer, handle
@@ -220,7 +221,45 @@ def test_every_loop_has_the_numbers_of_plain_pytorch(name: str) -> None:
             assert torch.equal(parameter, other), (kind, path)
 
 
-def test_a_scheduler_that_was_there_before(tmp_path: Path) -> None:
+def test_clipping_by_the_handle_where_gradients_are_away() -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], torch.Tensor]) -> list[float]:
+        torch.manual_seed(1)
+        found = []
+        for _ in range(STEPS):
+            (loss,) = losses_of(model)
+            loss.backward()
+            found += [loss.item(), clip().item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    twin, plain = make()
+    wanted = loop(twin, plain, lambda: nn.utils.clip_grad_norm_(twin.parameters(), 0.01))
+    model, optimizer, handle = fitted("gradients on disk")
+    assert loop(model, optimizer, lambda: handle.clip_grad_norm_(0.01)) == wanted
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["weights from disk", "weights from RAM"])
+def test_streamed_weights_take_what_was_promised(name: str) -> None:
+    """An example makes the promise a prediction: no plan is refused that would fit, and no pool is overrun."""
+    twin, plain = make()
+    torch.manual_seed(1)
+    wanted = evaluating(twin, plain)
+    model, optimizer = make()
+    handle = brim.fit(model, optimizer, example=(torch.zeros(4, WIDTH),), **BUDGETS[name])
+    assert handle.choice.streams
+    torch.manual_seed(1)
+    assert evaluating(model, optimizer) == wanted
+    promised = handle.plan.promise.peak_bytes
+    assert promised["disk"] == handle.memory.scratch().peak_bytes
+    if handle.memory.host is not None:
+        assert promised["ram"] == handle.memory.host.peak_bytes
+    assert handle.memory.compute.peak_bytes <= promised[handle.memory.compute.tier]
+    handle.remove()
+
+
+def test_a_scheduler_that_was_there_before() -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
         torch.manual_seed(1)
         found = []
@@ -238,11 +277,11 @@ def test_a_scheduler_that_was_there_before(tmp_path: Path) -> None:
         return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
     wanted = loop(*scheduled())
-    for name in BUDGETS:
+    for name in ("all fits", "states on disk", "weights from RAM"):
         model, optimizer, scheduler = scheduled()
         stepped: list[int] = []
         optimizer.register_step_post_hook(lambda *_, stepped=stepped: stepped.append(1))
-        handle = brim.fit(model, optimizer, example=(torch.zeros(4, WIDTH),), **BUDGETS[name])
+        handle = brim.fit(model, optimizer, activations=64 * KIB, **BUDGETS[name])
         assert not stepped, "planning stepped the user's own optimizer"
         assert loop(model, optimizer, scheduler) == wanted
         assert len(stepped) == STEPS

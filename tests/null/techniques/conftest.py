@@ -1,4 +1,4 @@
-"""A network that trains with all its blocks streamed, from each place where they can rest."""
+"""A folder for scratch files; a network that trains with all its blocks streamed, from each place where they rest."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from torch import nn
 from brim.techniques.blocks import adapters, find_blocks
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from streamed_training import CHOICES, memory_for, plan_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a scratch file goes: in RAM where there is such a file system."""
+    return Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
 
 
 @pytest.fixture(params=list(CHOICES))

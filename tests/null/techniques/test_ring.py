@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -15,6 +16,7 @@ from brim.memory.layout import BlockLayout
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, cpu_memory
 from brim.memory.transfer import Ticket, Waitable
+from brim.report.idle import attribute
 from brim.techniques.ring import Ring
 
 BYTES = 64
@@ -105,6 +107,23 @@ def test_a_block_used_again_at_once_is_not_loaded_again(bench: Bench) -> None:
     before = len(bench.loads)
     bench.use(*step, *step)
     assert len(bench.loads) - before == 2 * 6
+
+
+def test_what_compute_waited_for_is_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = NumberedHome.load
+
+    def slow(home: NumberedHome, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        whole(home, slot, label, after)
+        ticket = Ticket()
+        threading.Timer(0.1 if label == "block 3" else 0.0, ticket.finish, [None]).start()
+        return ticket
+
+    monkeypatch.setattr(NumberedHome, "load", slow)
+    bench = Bench()
+    bench.use(*range(6))
+    found = attribute(bench.memory.recorder.timeline)
+    assert (found.waits[0].label, found.waits[0].cause) == ("block 3", "copy")
+    assert 0.05 < found.waits[0].seconds < found.wall_s
 
 
 def test_skipped_blocks_make_way(bench: Bench) -> None:

@@ -20,7 +20,9 @@ def weights(parameters: int, dtype: str = "float32") -> Result:
     """Bytes of that many parameters, in decimal and binary gigabytes too, since papers mix the two."""
     at_least_one(parameters=parameters)
     made = result(parameters * item_bytes(dtype), "B", f"{parameters:,} x {written_bytes(dtype)}")
-    gigabytes = f"{made.arithmetic} = {made.value / 1e9:.2f} GB = {made.value / 2**30:.2f} GiB"
+    if made.value < 1e7:
+        return made
+    gigabytes = f"{made.arithmetic} = {made.value / 1e9:,.2f} GB = {made.value / 2**30:,.2f} GiB"
     return Result(value=made.value, unit="B", arithmetic=gigabytes)
 
 

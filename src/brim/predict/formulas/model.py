@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from brim.errors import ModelError
@@ -37,7 +38,14 @@ def parameters_by_type(model: nn.Module) -> dict[str, Result]:
 
 
 def explain_training(
-    model: nn.Module, config: Mapping[str, Any], *, batch: int, sequence: int, dtype: str, optimizer: str
+    model: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    batch: int,
+    sequence: int,
+    dtype: str,
+    optimizer: str,
+    recompute: str = "none",
 ) -> dict[str, Result]:
     """What a training step holds, by category. Activations only where ``config`` is a transformer's.
 
@@ -54,7 +62,10 @@ def explain_training(
     sizes = _transformer_sizes(config)
     if sizes is not None:
         layers, hidden, heads = sizes
-        one = activations_per_layer(sequence=sequence, micro_batch=batch, hidden=hidden, heads=heads)
+        one = activations_per_layer(
+            sequence=sequence, micro_batch=batch, hidden=hidden, heads=heads, recompute=recompute
+        )
+        one = replace(one, source=f"of a GPT layer in 16 bits: {one.source}")
         found["activations_per_layer"] = one
         text = f"{layers} layers x {one.value:,} B"
         found["activations"] = result(layers * one.value, "B", text, source=one.source)

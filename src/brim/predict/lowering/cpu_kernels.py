@@ -243,6 +243,18 @@ def _indexed(kernel: Kernel) -> None:
         kernel.temp(index.numel() * 8)
 
 
+def _lifted(kernel: Kernel) -> None:
+    """utils/tensor_numpy.cpp: a tensor made from a NumPy array lies in the array's memory."""
+    if not kernel.args[0].untyped_storage().resizable():
+        kernel.drop(kernel.result)
+
+
+def ctc_backward(kernel: Kernel) -> None:
+    """LossCTC.cpp, cuda/LossCTC.cu: log beta, as large as log alpha."""
+    kernel.emit()
+    kernel.temp(nbytes(kernel.arg("log_alpha")))
+
+
 def promote(kernel: Kernel) -> None:
     """TensorIterator.cpp: where dtypes differ the CPU converts each operand first (CUDA does so in registers)."""
     tensors = [t for t in kernel.args if isinstance(t, torch.Tensor)]
@@ -302,6 +314,8 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten.roll.default: _roll,
+    _aten._ctc_loss_backward.Tensor: ctc_backward,
+    _aten.lift_fresh.default: _lifted,
     _aten.isinf.default: _isinf,
     _aten.gather.default: _indexed,
     **cpu_recurrent.RULES,

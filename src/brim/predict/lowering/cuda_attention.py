@@ -35,27 +35,63 @@ def attention(
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-    if backend == "cudnn":
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        out = _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, False, scale=scale
-        )
-        made: torch.Tensor = out[0]
-        return made
-    if backend == "flash":
-        size = query.size(-1)
-        scale = size**-0.5 if scale is None else scale
-        query, key, value = (_pad_last(t, 8) for t in (query, key, value))
-        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
-        flash: torch.Tensor = out[0][..., :size] if out[0].size(-1) != size else out[0]
-        return flash
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    bias = None if attn_mask is None else _aligned_bias(attn_mask, query, key)
-    out = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
-    )
-    efficient: torch.Tensor = out[0]
-    return efficient
+    kernel = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}[backend]
+    return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    saves = _needs_grad(query, key, value)
+    out: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
+        query, key, value, mask, saves, dropout, causal, False, scale=scale
+    )[0]
+    return out
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Heads are padded to eight elements; ``mask`` is always None."""
+    size = query.size(-1)
+    scale = size**-0.5 if scale is None else scale
+    query, key, value = (_pad_last(t, 8) for t in (query, key, value))
+    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, causal, False, scale=scale
+    )[0]
+    return out[..., :size] if out.size(-1) != size else out
+
+
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    bias = None if mask is None else _aligned_bias(mask, query, key)
+    out: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, _needs_grad(query, key, value), dropout, causal, scale=scale
+    )[0]
+    return out
+
+
+def _needs_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def choose(
@@ -69,55 +105,75 @@ def choose(
     capability: tuple[int, int],
 ) -> str:
     """``flash``, ``cudnn``, ``efficient`` or ``math``, in the order in which PyTorch tries them."""
-    if any(t.dim() != 4 for t in (query, key, value)):
+    inputs = (query, key, value)
+    if any(t.dim() != 4 for t in inputs) or not all(t.stride(-1) == 1 for t in inputs):
         return "math"
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if _cudnn_takes(*inputs, gqa, capability):
+        return "cudnn"
+    if mask is None and _flash_takes(*inputs, dropout, causal, gqa, capability):
+        return "flash"
+    return "efficient" if _efficient_takes(*inputs, capability) else "math"
+
+
+def _heads_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gqa: bool) -> bool:
+    heads = (query.size(1), key.size(1), value.size(1))
+    return len(set(heads)) == 1 or (gqa and heads[0] % heads[1] == 0 and heads[1] == heads[2])
+
+
+def _cudnn_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gqa: bool, capability: tuple[int, int]
+) -> bool:
+    """cuDNN comes first on Hopper and B200 with cuDNN > 9.15, which ships with CUDA 13 builds."""
     size, value_size = query.size(-1), value.size(-1)
-    same_heads = query.size(1) == key.size(1) == value.size(1)
-    heads_fit = same_heads or (gqa and query.size(1) % key.size(1) == 0 and key.size(1) == value.size(1))
-    dense = all(t.stride(-1) == 1 for t in (query, key, value))
-    backends = torch.backends.cuda
-    # cuDNN comes first on Hopper and B200 with cuDNN > 9.15, which ships with CUDA 13 builds.
-    if (
+    return (
         capability[0] in (9, 10)
-        and backends.cudnn_sdp_enabled()
+        and torch.backends.cuda.cudnn_sdp_enabled()
         and query.dtype in _HALF
-        and dense
         and size % 8 == 0
         and value_size % 8 == 0
         and max(size, value_size) <= 128
-        and heads_fit
+        and _heads_fit(query, key, value, gqa)
         and key.size(2) > 1
         and query.size(2) > 1
-    ):
-        return "cudnn"
-    if (
+    )
+
+
+def _flash_takes(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    causal: bool,
+    gqa: bool,
+    capability: tuple[int, int],
+) -> bool:
+    size = query.size(-1)
+    small_registers = capability in ((8, 6), (8, 9), (12, 0))
+    return (
         capability >= (8, 0)
-        and backends.flash_sdp_enabled()
+        and torch.backends.cuda.flash_sdp_enabled()
         and query.dtype in _HALF
-        and mask is None
-        and dense
-        and size == key.size(-1) == value_size
+        and size == key.size(-1) == value.size(-1)
         and size <= 256
-        and heads_fit
-        and not (causal and query.size(2) != key.size(2) and query.size(2) == 0)
-        and not (needs_grad and size > 192 and capability in ((8, 6), (8, 9), (12, 0)) and dropout > 0)
-    ):
-        return "flash"
+        and _heads_fit(query, key, value, gqa)
+        and not (causal and query.size(2) == 0 and key.size(2) != 0)
+        and not (_needs_grad(query, key, value) and size > 192 and small_registers and dropout > 0)
+    )
+
+
+def _efficient_takes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]
+) -> bool:
     align = (8 if query.dtype in _HALF else 4) if capability >= (7, 0) else 1
-    if (
-        backends.mem_efficient_sdp_enabled()
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
         and query.dtype in (*_HALF, torch.float32)
-        and same_heads
-        and dense
-        and size == key.size(-1)
-        and size % align == 0
-        and value_size % align == 0
-        and not (mask is not None and mask.requires_grad and needs_grad and query.size(-1) == 0)
+        and query.size(1) == key.size(1) == value.size(1)
+        and query.size(-1) == key.size(-1)
+        and query.size(-1) % align == 0
+        and value.size(-1) % align == 0
         and query.size(2) > 0
-    ):
-        return "efficient"
-    return "math"
+    )
 
 
 def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -9,7 +9,8 @@ from math import ceil, prod
 
 import torch
 
-from brim.predict.lowering import cuda_convolution
+from brim.predict.lowering import cuda_convolution, cuda_sorting
+from brim.predict.lowering.cpu_kernels import ctc_backward
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -173,6 +174,7 @@ def _efficient_backward(kernel: Kernel) -> None:
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_convolution.RULES,
+    **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_batch_norm.default: _statistics_in_float,
     _aten.native_group_norm.default: _group_norm,
@@ -187,6 +189,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
+    _aten._ctc_loss_backward.Tensor: ctc_backward,
     _aten.logsumexp.default: _logsumexp,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten.index_put_.default: _index_put,

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+
+from brim.predict.values import known
 
 _aten = torch.ops.aten
 
@@ -58,7 +62,36 @@ def _histc(source: torch.Tensor, bins: int = 100, *args: object, **kwargs: objec
     return torch.empty(bins, dtype=source.dtype)
 
 
+def _fused(*args: object, **kwargs: object) -> None:
+    """A fused optimizer step writes over what it is given and makes nothing."""
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor,
+    *options: object, **named: object,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """LossCTC.cpp: the losses, and log alpha of (batch, time, 2 * longest target + 1). Lengths have to be known."""
+    lengths = known(target_lengths)
+    if lengths is None:
+        raise DynamicOutputShapeException(_aten._ctc_loss.Tensor)
+    with _disable_current_modes():
+        longest = int(lengths.value.max())
+    time, batch = log_probs.size(0), log_probs.size(1) if log_probs.dim() == 3 else 1
+    alpha = torch.empty(batch, time, 2 * longest + 1, dtype=log_probs.dtype)
+    return torch.empty(batch, dtype=log_probs.dtype), alpha
+
+
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten._ctc_loss.Tensor: _ctc_loss,
+    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    _aten._fused_sgd_.default: _fused,
+    _aten._fused_sgd_.tensor_lr: _fused,
+    _aten._fused_adagrad_.default: _fused,
+    _aten._fused_adagrad_.tensor_lr: _fused,
     _aten.histc.default: _histc,
     _aten._grouped_mm.default: _grouped_mm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,

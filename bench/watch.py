@@ -1,0 +1,98 @@
+"""What ``brim.watch`` costs: a training step with and without it, and the time to write the file. Writes JSON.
+
+``python bench/watch.py [--rounds 7] [--seconds 4] [--json FILE]``. On a machine with CUDA it is PyTorch's recorder
+that is measured (stacks of Python, a ring of 100,000 events); elsewhere the sampling of resident memory. Rounds with
+and without take turns, so that a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import brim
+from _harness import Spread, machine_facts, write_json
+
+
+def training_step(device: str) -> Callable[[], None]:
+    """One step of a small transformer, of many small allocations: what a recorder of allocations finds hardest."""
+    torch.manual_seed(0)
+    width = 512 if device == "cuda" else 128
+    layers = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True), 6, enable_nested_tensor=False
+    ).to(device)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-4, foreach=False)
+    inputs = torch.randn(4, 64, width, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        layers(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def steps_per_s(step: Callable[[], None], seconds: float) -> tuple[float, float]:
+    """Steps for each second of the clock, and of all threads' time, which busy neighbours disturb less."""
+    count, start, start_cpu = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < seconds:
+        step()
+        count += 1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return count / (time.perf_counter() - start), count / (time.process_time() - start_cpu)
+
+
+def write_s(step: Callable[[], None], path: Path, seconds: float) -> tuple[float, int]:
+    """Seconds that leaving the block takes when the ring is full and the file is asked for, and the file's bytes."""
+    with brim.watch(path, on_exit=True):
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            step()
+        start = time.perf_counter()
+    return time.perf_counter() - start, path.stat().st_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    step = training_step(device)
+    steps_per_s(step, 2.0)
+    slower: dict[str, list[float]] = {"wall": [], "cpu": []}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.brim"
+        for number in range(options.rounds):
+            rates = {}
+            for watched in (True, False) if number % 2 else (False, True):
+                if watched:
+                    with brim.watch(path):
+                        rates[watched] = steps_per_s(step, options.seconds)
+                else:
+                    rates[watched] = steps_per_s(step, options.seconds)
+            for kind, with_it, without in zip(slower, rates[True], rates[False], strict=True):
+                slower[kind].append(without / with_it - 1)
+        took_s, size = write_s(step, path, 4 * options.seconds)
+    for kind, found in slower.items():
+        overhead = Spread.of(found)
+        print(f"{device}, {kind}: {overhead.median:+.2%} a step ({overhead.least:+.2%} to {overhead.most:+.2%})")
+    print(f"written in {took_s:.2f} s: {size / 1e6:.1f} MB")
+    if options.json:
+        medians = {kind: statistics.median(found) for kind, found in slower.items()}
+        row = {"device": device, "overhead": slower, "overhead_median": medians}
+        facts = machine_facts(["torch"])
+        write_json(options.json, row | {"write_s": took_s, "file_bytes": size, "machine": facts})
+
+
+if __name__ == "__main__":
+    main()

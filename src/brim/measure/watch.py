@@ -1,0 +1,274 @@
+"""``brim.watch``: remembers who allocated what, and writes it down when memory runs out, before anything is undone.
+
+On a machine with CUDA it is PyTorch's own recorder (``torch.cuda.memory._record_memory_history``) with a bounded ring
+of events and an observer that PyTorch calls when an allocation fails. The file is a snapshot as ``_dump_snapshot``
+writes it. Elsewhere it is the process's resident memory over time, as a Timeline. ``brim explain`` reads both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import psutil
+
+from brim.core import EventKind, Timeline
+from brim.core.hardware import RAM
+from brim.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+STACKS = ("python", "all")
+_open = threading.Lock()  # PyTorch has one recorder, so at most one watch is open
+
+
+class Recorder(Protocol):
+    """Records until it is stopped; ``write`` puts what is there into a file."""
+
+    def start(self, on_out_of_memory: Callable[[], None]) -> None: ...
+    def stop(self) -> None: ...
+    def write(self, path: Path, *, why: str) -> None: ...
+
+
+class watch:
+    """``with brim.watch("run.brim"): train()``, or ``@brim.watch("run.brim")`` above a function.
+
+    When memory runs out, ``path`` is written, whole or not at all, before the exception leaves the allocator; the
+    exception goes on as it was. With ``on_exit`` it is also written at the end, unless memory ran out before: that
+    recording stays. At most ``max_entries`` events are kept, the newest. ``devices``: the CUDA devices whose failures
+    count, all of them unless told. ``stacks``: "python", or "all" for those of C++ too, which cost more. ``written``
+    tells how often a file was written and ``failure`` what kept one from being written.
+
+    Without CUDA the file holds the resident memory over time, every ``interval_s``; it is written when a MemoryError,
+    or PyTorch's RuntimeError for want of RAM, leaves the block, and with ``on_exit``.
+
+    A recording of PyTorch's that is on already is used as it is, with its own settings, and left on.
+
+    Raises UsageError for a nested watch, or a folder that is not there.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        max_entries: int = 100_000,
+        devices: Sequence[int] | None = None,
+        on_exit: bool = False,
+        stacks: str = "python",
+        interval_s: float = 0.05,
+    ) -> None:
+        asked = f"brim.watch({str(path)!r}) was asked for."
+        if max_entries < 1 or interval_s <= 0:
+            raise UsageError(
+                asked, f"max_entries is {max_entries}, interval_s {interval_s}.", "Both must be above 0."
+            )
+        if stacks not in STACKS:
+            raise UsageError(asked, f"stacks is {stacks!r}.", f"It may be {' or '.join(map(repr, STACKS))}.")
+        self.path, self._asked = Path(path), asked
+        self._max_entries, self._devices, self._stacks = max_entries, devices, stacks
+        self._on_exit, self._interval_s = on_exit, interval_s
+        self._recorder: Recorder | None = None
+        self.written = 0
+        self.failure: Exception | None = None
+
+    def __enter__(self) -> watch:
+        if not self.path.absolute().parent.is_dir():
+            raise UsageError(self._asked, f"There is no folder {self.path.absolute().parent}.")
+        if not _open.acquire(blocking=False):
+            raise UsageError(self._asked, "Another watch is open.", "Use one around the whole run.")
+        self.written, self.failure = 0, None
+        try:
+            self._recorder = self._choose()
+            self._recorder.start(lambda: self._write("out of memory"))
+        except BaseException:
+            self._recorder = None
+            _open.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        try:
+            if not self.written and error is not None and _wants_memory(error):
+                self._write("out of memory")
+            elif self._on_exit and not self.written:
+                self._write("end")
+        finally:
+            try:
+                recorder.stop()
+            finally:
+                self._recorder = None
+                _open.release()
+        if error is not None:
+            if self.failure is not None or (self.written and _wants_memory(error)):
+                error.add_note(self._note())
+        elif self.failure is not None:
+            raise UsageError(self._asked, f"It could not be written: {self.failure}.") from self.failure
+
+    def _note(self) -> str:
+        """What is added below the error that goes on."""
+        if self.failure is not None:
+            return f"brim.watch could not write {self.path}: {type(self.failure).__name__} {self.failure}"
+        return f"What memory did is in {self.path}. To see it: brim explain {self.path}"
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """As a decorator: each call is watched."""
+
+        @functools.wraps(function)
+        def watched(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return watched
+
+    def _choose(self) -> Recorder:
+        import torch
+
+        if torch.cuda.is_available():
+            from brim.measure.watch_cuda import CudaRecorder
+
+            return CudaRecorder(self._asked, self._max_entries, self._devices, self._stacks)
+        if self._devices is not None:
+            raise UsageError(self._asked, f"devices is {list(self._devices)}.", "There is no CUDA on this machine.")
+        return RamRecorder(self._max_entries, self._interval_s)
+
+    def _write(self, why: str) -> None:
+        """Raises nothing: what is under way is an out-of-memory error, which must not be hidden by another one."""
+        assert self._recorder is not None
+        try:
+            with atomic(self.path) as made:
+                self._recorder.write(made, why=why)
+            self.written += 1
+        except Exception as error:  # the host may be out of memory as well; told when the block is left
+            self.failure = error
+
+
+def _wants_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    # torch.OutOfMemoryError is one; the CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in str(error) or "can't allocate memory" in str(error)
+    )
+
+
+@contextlib.contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` that takes its place when all went well, and is gone when not."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    os.close(handle)
+    made = Path(name)
+    try:
+        yield made
+        made.replace(path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+
+
+class Resident:
+    """This process's resident bytes. On Linux one read of an open file: a sample is to disturb nobody."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open("/proc/self/statm", os.O_RDONLY)  # proc_pid_statm(5)
+        except OSError:
+            self._file = None
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if self._file is not None else 0
+
+    def bytes(self) -> int:
+        if self._file is None:
+            return int(psutil.Process().memory_info().rss)
+        return int(os.pread(self._file, 100, 0).split()[1]) * self._page_bytes
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class RamRecorder:
+    """The resident set of this process, looked at by a thread; its changes are a Timeline's events.
+
+    When more than ``most`` of them are there, every second one is dropped and half as many are taken from then on:
+    the whole run stays in sight.
+    """
+
+    def __init__(self, most: int, interval_s: float) -> None:
+        self._most, self._interval_s = max(2, most), interval_s
+        self._samples: list[tuple[float, int]] = []
+        self._resident = Resident()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="brim-watch", daemon=True)
+        self._begin_s = time.perf_counter()
+
+    def start(self, on_out_of_memory: Callable[[], None]) -> None:
+        self._sample()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._resident.close()
+
+    def write(self, path: Path, *, why: str) -> None:
+        import json
+
+        self._sample()
+        path.write_text(json.dumps(self.timeline(why).to_json()), encoding="utf-8")
+
+    def timeline(self, why: str) -> Timeline:
+        """Each sample that differs from the one before is one block in the place of the one before."""
+        made = Timeline(f"resident memory of process {os.getpid()}", measured=True)
+        held = number = 0
+        with self._lock:
+            samples = list(self._samples)
+        for time_s, resident in samples:
+            if resident == held:
+                continue
+            if held:
+                made.add(EventKind.FREE, RAM, held, time_s=time_s, storage=number)
+            number += 1
+            made.add(EventKind.ALLOC, RAM, resident, time_s=time_s, storage=number, label="resident memory")
+            held = resident
+        made.facts = {"peak_rss_bytes": float(max(resident for _, resident in samples))}
+        if why == "out of memory":
+            made.add(EventKind.OOM, RAM, 0, time_s=samples[-1][0], label="the process")
+        return made
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        resident = self._resident.bytes()
+        with self._lock:
+            self._samples.append((time.perf_counter() - self._begin_s, resident))
+            if len(self._samples) > self._most:
+                self._samples = self._thinned()
+                self._interval_s *= 2
+
+    def _thinned(self) -> list[tuple[float, int]]:
+        """Of every two samples the higher one: peaks stay."""
+        pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
+        kept = [max(pair, key=lambda sample: sample[1]) for pair in pairs]
+        return kept + self._samples[len(kept) * 2 :]
+
+
+def write_snapshot(path: Path, snapshot: Any) -> None:
+    """A snapshot as ``torch.cuda.memory._dump_snapshot`` writes it: plain values, pickled."""
+    with path.open("wb") as file:
+        pickle.dump(snapshot, file, protocol=4)

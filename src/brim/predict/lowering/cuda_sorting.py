@@ -1,0 +1,58 @@
+"""What sorting takes on CUDA besides its outputs (aten/src/ATen/native/cuda/Sort.cpp, SortStable.cu).
+
+CUB's radix sorts read from one buffer and write to another and may not overwrite the first, so each takes a second
+copy of keys and values as temporary storage (cub/device/dispatch/dispatch_radix_sort.cuh).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+
+from brim.predict.lowering.kernel import Kernel, Rule, nbytes
+
+_aten = torch.ops.aten
+_SMALL_ROW = 4096  # Sort.cu, should_use_small_sort: rows up to this are sorted in place
+_LONG_ROW = 1_000_000
+_FEW_ROWS = 128
+_INDEX_BYTES = 8
+
+
+def _sort(kernel: Kernel) -> None:
+    source = kernel.arg("self")
+    kernel.emit()
+    if source.dim() == 0 or source.numel() == 0:
+        return
+    row = source.size(kernel.arg("dim"))
+    if row <= _SMALL_ROW:
+        kernel.temp(row * _INDEX_BYTES)  # the positions, before they are laid out in every row
+        return
+    if source.stride(kernel.arg("dim")) != 1 or not is_dense(source):
+        kernel.temp(nbytes(source))  # rows are laid out one after the other, and so are both results
+        kernel.temp(nbytes(source))
+        kernel.temp(source.numel() * _INDEX_BYTES)
+    _radix_sort(kernel, source.numel(), row, source.element_size())
+
+
+def _radix_sort(kernel: Kernel, count: int, row: int, key_bytes: int) -> None:
+    rows = count // row
+    pair = key_bytes + _INDEX_BYTES
+    if rows == 1 or row >= _LONG_ROW:  # one row after the other
+        kernel.temp(row * _INDEX_BYTES)
+        kernel.temp(row * pair)
+    elif rows < _FEW_ROWS:  # all as one by value, then by row
+        for _ in range(2):
+            kernel.temp(count * _INDEX_BYTES)
+        by_value = [kernel.temp(count * key_bytes), kernel.temp(count * pair)]
+        for handle in by_value:
+            kernel.free(handle)
+        kernel.temp(count * _INDEX_BYTES)
+    else:  # row by row in one launch
+        kernel.temp(count * _INDEX_BYTES)
+        kernel.temp(count * pair)
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten.sort.default: _sort,
+    _aten.sort.stable: _sort,
+}

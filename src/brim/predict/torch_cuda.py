@@ -1,0 +1,155 @@
+"""The module ``torch.cuda`` as it looks on a machine with one GPU, for programs that are traced without one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from brim.core.trace import EMPTY_CACHE
+from brim.predict import failures
+from brim.predict.dispatch import RecordingMode
+
+_VRAM_BYTES = 1 << 40
+_SILENT = (
+    "set_device", "synchronize", "ipc_collect", "init", "_lazy_init", "manual_seed", "manual_seed_all", "seed",
+    "seed_all", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
+    "reset_accumulated_memory_stats", "set_rng_state", "set_rng_state_all", "set_per_process_memory_fraction",
+    "set_stream",
+)  # fmt: skip
+_TYPED = {
+    "FloatTensor": torch.FloatTensor, "DoubleTensor": torch.DoubleTensor, "HalfTensor": torch.HalfTensor,
+    "BFloat16Tensor": torch.BFloat16Tensor, "LongTensor": torch.LongTensor, "IntTensor": torch.IntTensor,
+    "ByteTensor": torch.ByteTensor, "BoolTensor": torch.BoolTensor,
+}  # fmt: skip
+
+
+def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[str, Any]:
+    """What to replace in ``torch.cuda``, by name."""
+    return {
+        **dict.fromkeys(_SILENT, _nothing),
+        **_memory(recording),
+        **_device(recording, capability),
+        **{name: _typed(legacy) for name, legacy in _TYPED.items()},
+        "is_current_stream_capturing": lambda: False,
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": NoGraph,
+        "graph": NoGraph,
+        "make_graphed_callables": NoGraph,
+        "current_stream": lambda *args: Stream(),
+        "default_stream": lambda *args: Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": Device,
+        "device_of": Device,
+    }
+
+
+def _memory(recording: RecordingMode) -> dict[str, Any]:
+    def held(*args: Any, **kwargs: Any) -> int:
+        return sum(life.bytes for life in recording.lives() if life.on_device)
+
+    def stats(*args: Any, **kwargs: Any) -> dict[str, int]:
+        return defaultdict(int, {"allocated_bytes.all.current": held(), "allocated_bytes.all.peak": held()})
+
+    numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+               "memory_cached", "max_memory_cached")  # fmt: skip
+    return {
+        **dict.fromkeys(numbers, held),
+        "memory_stats": stats,
+        "memory_summary": lambda *args, **kwargs: f"{held():,} bytes allocated",
+        "mem_get_info": lambda *args: (_VRAM_BYTES, _VRAM_BYTES),
+        "empty_cache": lambda: recording.note_op(EMPTY_CACHE),
+    }
+
+
+def _device(recording: RecordingMode, capability: tuple[int, int]) -> dict[str, Any]:
+    major, minor = capability
+    properties = SimpleNamespace(
+        name="GPU", major=major, minor=minor, total_memory=_VRAM_BYTES, multi_processor_count=128
+    )
+
+    def rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with recording.factories(False):
+            return torch.empty(16, dtype=torch.uint8)
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "is_bf16_supported": lambda *args, **kwargs: major >= 8,
+        "get_device_capability": lambda *args: capability,
+        "get_device_name": lambda *args: "GPU",
+        "get_device_properties": lambda *args: properties,
+        "get_rng_state": rng_state,
+        "get_rng_state_all": lambda: [rng_state()],
+        "initial_seed": lambda: 0,
+    }
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _typed(legacy: Any) -> type:
+    """``torch.cuda.FloatTensor`` and its like: types whose calls make tensors."""
+
+    def make(kind: type, *args: Any) -> torch.Tensor:
+        made: torch.Tensor = legacy(*args)
+        return made.cuda()
+
+    return type(legacy.__name__, (), {"__new__": make})
+
+
+class NoGraph:
+    """A CUDA graph replays what was captured: there is nothing to see."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoGraph:
+        raise failures.not_traced("A CUDA graph", "Trace the function that is captured, called as it is.")
+
+
+class Device:
+    """``with torch.cuda.device(0)``: there is one."""
+
+    def __init__(self, device: Any = 0) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Stream:
+    """Streams order work in time, which a trace has none of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: object = None) -> Event:
+        return Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0

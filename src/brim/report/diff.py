@@ -1,0 +1,181 @@
+"""What changed between two runs: the peak, and who grew, came or went; or the figures of two profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from brim.core.timeline import EventKind, Timeline
+from brim.report.explain import PeakSummary, Share, summary
+from brim.units import MIB
+
+MOST_CHANGES = 20  # of one breakdown
+MOST_ENTRIES = 8  # of one list
+_NAMES = ("name", "kind", "label")  # what entries of lists are called by
+_NOT_SUMMED = ("start_s", "causes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What one name held at the peak of either run. 0 bytes before: new; 0 after: gone."""
+
+    name: str
+    before_bytes: int
+    after_bytes: int
+    before_count: int
+    after_count: int
+
+    @property
+    def grown_bytes(self) -> int:
+        return self.after_bytes - self.before_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A number of either run; None: the run does not have it. The unit is the end of the name."""
+
+    name: str
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Two runs at their peaks. Every breakdown is sorted by the size of the change and cut after 20; ``figures`` are
+    peaks, counts and fragmentation of both. ``new_stacks`` and ``gone_stacks`` count what is not in the other run."""
+
+    before: str
+    after: str
+    figures: tuple[Figure, ...]
+    by_category: tuple[Change, ...]
+    by_label: tuple[Change, ...]
+    by_module: tuple[Change, ...]
+    by_stack: tuple[Change, ...]
+    by_segment_size: tuple[Change, ...]
+    new_stacks: int
+    gone_stacks: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diff(
+    before: Timeline,
+    after: Timeline,
+    *,
+    before_facts: Mapping[str, float] | None = None,
+    after_facts: Mapping[str, float] | None = None,
+) -> Difference:
+    """Compare two runs of one program. The facts are more numbers to compare, by name (``pinned_bytes``, ...)."""
+    left, right = summary(before, most=None), summary(after, most=None)
+    stacks = changes(left.by_stack, right.by_stack, most=None)
+    facts = dict(before_facts or {}), dict(after_facts or {})
+    return Difference(
+        before=before.name,
+        after=after.name,
+        figures=figures(_figures(before, left) | facts[0], _figures(after, right) | facts[1]),
+        by_category=changes(left.by_category, right.by_category),
+        by_label=changes(left.by_label, right.by_label),
+        by_module=changes(left.by_module, right.by_module),
+        by_stack=stacks[:MOST_CHANGES],
+        by_segment_size=changes(_segments(before), _segments(after)),
+        new_stacks=sum(not one.before_count for one in stacks),
+        gone_stacks=sum(not one.after_count for one in stacks),
+    )
+
+
+def changes(
+    before: tuple[Share, ...], after: tuple[Share, ...], most: int | None = MOST_CHANGES
+) -> tuple[Change, ...]:
+    """The names of two breakdowns whose bytes differ, by how much, the largest first."""
+    left, right = ({share.name: share for share in shares} for shares in (before, after))
+    nothing = Share(name="", bytes=0, count=0)
+    made = []
+    for name in {**left, **right}:
+        old, new = left.get(name, nothing), right.get(name, nothing)
+        if (old.bytes, old.count) != (new.bytes, new.count):
+            made.append(
+                Change(
+                    name=name,
+                    before_bytes=old.bytes,
+                    after_bytes=new.bytes,
+                    before_count=old.count,
+                    after_count=new.count,
+                )
+            )
+    return tuple(sorted(made, key=lambda one: (-abs(one.grown_bytes), one.name))[:most])
+
+
+def figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Figure, ...]:
+    """The numbers of two trees of plain values, side by side.
+
+    Of a list whose entries have names (kernels, copies, gaps, waits) the 8 entries whose time changed most. A list
+    may have been cut: None then only says that an entry is not in it.
+    """
+    made = _pairs(_flat(before), _flat(after))
+    for key in {**before, **after}:
+        old, new = _entries(before.get(key)), _entries(after.get(key))
+        names = sorted({**old, **new}, key=lambda one: -abs(_time_s(new.get(one)) - _time_s(old.get(one))))
+        for name in names[:MOST_ENTRIES]:
+            prefix = f"{key}.{name}."
+            made += _pairs(_flat(old.get(name, {}), prefix), _flat(new.get(name, {}), prefix))
+    return tuple(made)
+
+
+def _pairs(before: Iterator[tuple[str, float]], after: Iterator[tuple[str, float]]) -> list[Figure]:
+    left, right = dict(before), dict(after)
+    return [Figure(name=name, before=left.get(name), after=right.get(name)) for name in {**left, **right}]
+
+
+def _entries(value: Any) -> dict[str, dict[str, float]]:
+    """The numbers of a list's entries by their names; those of one name (gaps) are summed."""
+    made: dict[str, dict[str, float]] = {}
+    for entry in value if isinstance(value, (list, tuple)) else ():
+        called = [str(entry[key]) for key in _NAMES if key in entry] if isinstance(entry, Mapping) else []
+        if not called:
+            continue
+        name = called[0] + (" unified" if entry.get("unified") else "")
+        if "cause" in entry:
+            name += f" ({entry['cause']})"
+        sums = made.setdefault(name, {})
+        for key, number in _flat({key: value for key, value in entry.items() if key not in _NOT_SUMMED}):
+            sums[key] = sums.get(key, 0) + number
+    return made
+
+
+def _time_s(entry: Mapping[str, float] | None) -> float:
+    return 0.0 if entry is None else entry.get("seconds", entry.get("duration_s", 0.0))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+
+
+def _figures(timeline: Timeline, peak: PeakSummary) -> dict[str, float]:
+    kinds = timeline.column("kind")
+    unused = peak.reserved_peak_bytes - peak.allocated_bytes
+    return {
+        "allocated_peak_bytes": peak.allocated_bytes,
+        "reserved_peak_bytes": peak.reserved_peak_bytes,
+        "unused_at_the_peaks_bytes": unused,
+        "unused_at_the_peaks_share": unused / peak.reserved_peak_bytes if peak.reserved_peak_bytes else 0.0,
+        "allocations": kinds.count(EventKind.ALLOC),
+        "segments_taken": kinds.count(EventKind.SEGMENT_ALLOC),
+        "out_of_memory": kinds.count(EventKind.OOM),
+    }
+
+
+def _segments(timeline: Timeline) -> tuple[Share, ...]:
+    """What was taken from the device over the run, by the size of the pieces."""
+    found: dict[int, int] = {}
+    rows = zip(timeline.column("kind"), timeline.column("bytes"), strict=True)
+    for kind, size in rows:
+        if kind == EventKind.SEGMENT_ALLOC:
+            found[size] = found.get(size, 0) + 1
+    return tuple(Share(name=f"{size / MIB:g} MiB", bytes=size * count, count=count) for size, count in found.items())

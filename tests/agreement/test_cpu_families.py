@@ -1,0 +1,36 @@
+"""Other families and programs than those of ``test_cpu_accuracy``. ``bench/accuracy.py --cpu`` has all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from brim.estimation.simulation import simulate
+from brim.predict.tracer import trace
+from cpu_families import CONFIGURATIONS as FAMILIES
+from cpu_programs import CONFIGURATIONS as PROGRAMS
+from cpu_truth import measured_peak_bytes
+
+pytestmark = [pytest.mark.usefixtures("two_threads"), pytest.mark.filterwarnings("ignore")]
+
+# One of each kind of attention, mixture, recurrence and convolution, the quick ones to trace.
+NAMES = (
+    "bart-inference", "bloom-inference", "clip", "deberta", "electra", "falcon", "fnet", "gemma2-inference",
+    "gpt-oss", "granite-moe", "marian-inference", "mixtral", "mobilenet-v2-inference", "opt", "poolformer",
+    "qwen2-vl-text", "segformer-inference", "stablelm", "swin-inference", "wav2vec2-inference", "xlnet-inference",
+)  # fmt: skip
+
+
+def check(build, tolerance):
+    predicted = simulate(trace(build, steps=2, target="cpu")).peak_bytes.allocated
+    assert predicted == pytest.approx(measured_peak_bytes(build, steps=2), rel=tolerance)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_familys_peak_is_the_measured_one(name):
+    check(FAMILIES[name], 0.0005)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_programs_peak_is_the_measured_one(name):
+    """Convolutions: oneDNN chooses its scratchpads by the processor."""
+    check(PROGRAMS[name], 0.005)

@@ -1,0 +1,70 @@
+"""What ``brim train`` promises of RAM is what its process grows by, whatever the shape of the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from machine import probed_home
+from tiny_model import save_tokenizer
+
+__all__ = ["probed_home"]
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the high water of a process is read from /proc"),
+    pytest.mark.timeout(600),
+]
+
+
+def llama(width: int, layers: int) -> Any:
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=8,
+            num_key_value_heads=8, vocab_size=300, bos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def t5() -> Any:
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=256, d_kv=32, d_ff=1024, num_layers=4, num_heads=8, vocab_size=3000, decoder_start_token_id=0
+        )
+    )
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "deep and thin": lambda: llama(128, 20),
+    "short and wide": lambda: llama(1024, 2),
+    "encoder and decoder": t5,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_process_grows_as_promised(shape: str, tmp_path: Path, probed_home: Path) -> None:
+    torch.manual_seed(0)
+    SHAPES[shape]().save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{number} pieces of text, one after another. " for number in range(400))
+    )
+    command = [sys.executable, "-m", "brim", "train", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt")]
+    command += ["--output", str(tmp_path / "out"), "--seq", "128", "--batch", "4", "--steps", "3", "--ram", "8GiB"]
+    settings = {"XDG_CACHE_HOME": str(probed_home), "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--json"], capture_output=True, text=True, env=os.environ | settings
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    promised, measured = found["promised_bytes"]["ram"], found["measured_bytes"]["ram"]
+    assert measured <= promised
+    assert measured >= 0.95 * promised

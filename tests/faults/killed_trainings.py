@@ -1,0 +1,121 @@
+"""A program that trains by ``brim train``, in children of its own that it kills, and prints what came of it as JSON.
+
+killed_trainings.py MODEL DATA ROOT KILLS [OPTION...]: a run that nobody kills, then runs that are killed at random
+moments and resumed until they are done, until there were KILLS of them; each as the command line runs it. Only what a
+step takes is predicted before forking, once: the children begin with the plan's figures in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from brim.cli import main
+from brim.run.checkpoint_reading import latest, steps
+from forked import forked, was_killed
+from trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
+
+STEPS = 12
+COMMAND = ["--steps", str(STEPS), "--save-every", "2", "--seq", str(SEQ), "--batch", str(BATCH), "--lr", str(LR)]
+COMMAND += ["--ram", "1GiB", "--device", "cpu"]
+
+
+class Killer:
+    """Runs one command line. ``start_s`` is what it takes to begin to train, ``step_s`` a step with its share of the
+    checkpoints."""
+
+    def __init__(self, model: str, data: str, root: Path, options: list[str]) -> None:
+        self._command = ["train", model, "--data", data, *COMMAND, *options]
+        self._root, self._choose = root, random.Random(0)
+        self.reference = root / "whole"
+        self.start_s, self.step_s = self._times()
+
+    def _run(self, output: Path) -> int:
+        def child() -> None:
+            sys.stdout = sys.stderr
+            assert main([*self._command, "--output", str(output), "--resume"]) == 0
+
+        return forked(child)
+
+    def _times(self) -> tuple[float, float]:
+        begin_s = time.monotonic()
+        pid = self._run(self.reference)
+        _wait_for(lambda: (self.reference / "metrics.jsonl").exists())
+        started_s = time.monotonic()
+        _wait_for(lambda: any(self.reference.glob("*model.safetensors")))
+        trained_s = time.monotonic()
+        assert not was_killed(pid)
+        return started_s - begin_s, (trained_s - started_s) / STEPS
+
+    def killed(self, output: Path) -> bool:
+        """One run, killed at a random moment while it begins (one in eight), or of one of the next steps, which it
+        reaches sooner or later on a busy machine, or of what comes after the last. Whether it was still there."""
+        before, done = _inode(output), max(steps(output), default=0)
+        pid = self._run(output)
+        if self._choose.random() < 0.125:
+            time.sleep(self._choose.uniform(0, self.start_s))
+        else:
+            step = self._choose.randint(done, min(done + 4, STEPS))
+            _wait_for(lambda: _inode(output) != before)
+            _wait_for(lambda: _reached(output) >= step)
+            time.sleep(self._choose.uniform(0, self.step_s * (3 if step == STEPS else 1)))
+        os.kill(pid, signal.SIGKILL)
+        return was_killed(pid)
+
+
+def _inode(output: Path) -> int:
+    """Of the metrics file, which each run makes anew."""
+    path = output / "metrics.jsonl"
+    return path.stat().st_ino if path.exists() else 0
+
+
+def _reached(output: Path) -> int:
+    return (output / "metrics.jsonl").read_text().count('"loss"')
+
+
+def _wait_for(ready: Any) -> None:
+    stop_s = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < stop_s
+        time.sleep(0.001)
+
+
+def run(model: str, data: str, root: Path, kills: int, options: list[str]) -> dict[str, Any]:
+    remember_predictions()
+    warm = ["train", model, "--data", data, *COMMAND, *options, "--output", str(root / "warm")]
+    assert main([*warm, "--json"]) == 0  # what libraries import late is here now
+    gc.collect()
+    gc.freeze()  # or each child would look through all of it again
+    killer = Killer(model, data, root, options)
+    resumed_at, ends = [], []
+    while len(resumed_at) < kills or not ends[-1]["whole"]:
+        output = root / f"run-{len(ends)}"
+        while killer.killed(output):
+            resumed_at.append(latest(output).step if steps(output) else 0)
+            if len(resumed_at) >= kills:
+                assert not was_killed(killer._run(output))
+                break
+        whole = course(output) == course(killer.reference) and same_weights(output, killer.reference)
+        left = [path.name for path in output.iterdir() if path.name.endswith(".partial")]
+        ends.append({"whole": whole, "left": left, "steps": [step for step, _ in course(output)]})
+        if not whole:
+            break
+    return {"resumed_at": resumed_at, "ends": ends}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.stdout, out = sys.stderr, sys.stdout
+    found = run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    print(json.dumps(found), file=out)

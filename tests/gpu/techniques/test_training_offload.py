@@ -1,0 +1,177 @@
+"""Optimizer states, gradients and activations that leave a real CUDA device during training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from brim.core import Timeline
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.memory.tiers import Memory, cuda_memory
+from brim.techniques import activation_offload, optimizer_offload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+DEVICE = "cuda"
+WIDTH, BLOCKS, ROWS = 512, 6, 2048
+NAMES = [f"blocks.{index}" for index in range(BLOCKS)]
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Memory]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    made = cuda_memory(Timeline("t", measured=True), vram_bytes=1 << 30, ram_bytes=1 << 30, device=device)
+    made.use_disk(folder=str(tmp_path), limit_bytes=None)
+    yield made
+    made.close()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, handle: Any = None, *, parts: int = 1) -> list[float]:
+    """Four steps; with ``handle`` the last backward pass of each is its final one, unless gradients are clipped."""
+    losses = []
+    for step in range(4):
+        for part in range(parts):
+            loss = net(batch(10 * step + part)) / parts
+            last = handle is not None and part == parts - 1
+            with handle.final() if last else contextlib.nullcontext():
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_close(net: nn.Module, twin: nn.Module) -> None:
+    for (name, one), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert one.device.type == DEVICE
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("gradients", ["keep", RAM, DISK])
+@pytest.mark.parametrize("states", [RAM, DISK])
+@pytest.mark.parametrize("early", [False, True], ids=["step", "final"])
+def test_adamw_away_trains_as_adamw_on_the_device(
+    states: str, gradients: str, parts: int, early: bool, memory: Memory
+) -> None:
+    net, twin = Net().to(DEVICE), Net().to(DEVICE)
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (net, twin))
+    handle = optimizer_offload.apply(net, optimizer, memory, states=states, gradients=gradients, block_bytes=6 * MIB)
+    assert len(handle.blocks) > BLOCKS
+    got = train(net, optimizer, handle if early else None, parts=parts)
+    torch.testing.assert_close(got, train(twin, plain, parts=parts), rtol=1e-4, atol=1e-5)
+    handle.remove()
+    assert_close(net, twin)
+    for parameter, state in optimizer.state.items():
+        torch.testing.assert_close(state["exp_avg"], plain.state[_twin(net, twin, parameter)]["exp_avg"])
+    assert memory.ram.held_bytes == 0
+
+
+def _twin(net: nn.Module, twin: nn.Module, parameter: torch.Tensor) -> torch.Tensor:
+    pairs = zip(net.parameters(), twin.parameters(), strict=True)
+    return next(other for one, other in pairs if one is parameter)
+
+
+def test_states_in_ram_take_no_vram(memory: Memory) -> None:
+    net = Net().to(DEVICE)
+    weights_bytes = sum(p.numel() * p.element_size() for p in net.parameters())
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    handle = optimizer_offload.apply(net, optimizer, memory, states=RAM, block_bytes=4 * MIB)
+    net(batch(0)).backward()  # cuBLAS takes its workspaces, of each thread and stream
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    train(net, optimizer, handle)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < weights_bytes / 4
+    handle.remove()
+    assert torch.cuda.memory_allocated() - before >= 2 * weights_bytes
+
+
+def test_clipping_is_the_devices_own(memory: Memory) -> None:
+    net, twin = Net().to(DEVICE), Net().to(DEVICE)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    handle = optimizer_offload.apply(net, optimizer, memory, states=RAM, gradients=RAM, block_bytes=4 * MIB)
+    for model in (net, twin):
+        model(batch(0)).backward()
+    want = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1e-3)
+    torch.testing.assert_close(handle.clip_grad_norm_(1e-3), want)
+    optimizer.step()
+    handle.remove()
+
+
+def backward_of(net: nn.Module, stream: torch.cuda.Stream | None) -> list[torch.Tensor]:
+    """Gradients of three steps, on ``stream``."""
+    made = []
+    with torch.cuda.stream(stream):
+        for step in range(3):
+            net.zero_grad()
+            net(batch(step)).backward()
+            made += [p.grad.clone() for p in net.parameters()]
+    torch.cuda.synchronize()
+    return made
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["default stream", "stream of the user's"])
+@pytest.mark.parametrize("window_bytes", [8 * MIB, 64 * MIB])
+def test_activations_come_back_bit_for_bit(beside: bool, window_bytes: int, memory: Memory) -> None:
+    net = Net().to(DEVICE)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream() if beside else None
+    want = backward_of(net, stream)
+    handle = activation_offload.apply(net, NAMES, memory, window_bytes=window_bytes)
+    got = backward_of(net, stream)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    assert memory.recorder.copied_bytes[VRAM, RAM] > 3 * 16 * MIB
+    assert handle.misses == 0
+    handle.remove()
+    assert memory.ram.held_bytes == memory.compute.held_bytes == 0
+
+
+def test_activations_in_ram_lower_the_peak(memory: Memory) -> None:
+    net = Net().to(DEVICE)
+    peaks = []
+    for blocks in ([], NAMES):
+        handle = activation_offload.apply(net, blocks, memory, window_bytes=8 * MIB) if blocks else None
+        backward_of(net, None)  # workspaces and gradients
+        torch.cuda.reset_peak_memory_stats()
+        backward_of(net, None)
+        peaks.append(torch.cuda.max_memory_allocated())
+        if handle is not None:
+            handle.remove()
+    moved_bytes = memory.recorder.copied_bytes[VRAM, RAM] / 6
+    assert peaks[0] - peaks[1] >= 0.5 * moved_bytes

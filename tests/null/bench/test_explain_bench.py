@@ -1,0 +1,39 @@
+"""``bench/explain.py`` as a user runs it, at a size that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[3] / "bench"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as Linux counts it")
+
+
+def test_every_contender_reads_the_same_files(tmp_path):
+    output = tmp_path / "rows.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "explain.py"), "--tiny", "--json", str(output)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())
+    assert {(row["contender"], row["input"]) for row in rows} >= {
+        ("brim explain", "pickle"),
+        ("brim explain --html", "pickle"),
+        ("_memory_viz trace_plot", "pickle"),
+        ("_memory_viz segment_plot", "pickle"),
+        ("brim explain", "json"),
+    }
+    for row in rows:
+        assert not row["failed"], row
+        assert row["wall_s"] > 0
+        assert row["peak_rss_bytes"] > 0
+        assert row["output_bytes"] > 0
+        assert row["contender"] in done.stdout

@@ -1,0 +1,114 @@
+"""``--html`` of ``estimate``, ``generate`` and ``train``: a page with the figures of the command's own JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from brim.cli import main
+from machine import cache, probed_home
+from report_page import data_of
+from tiny_model import save_llama
+
+__all__ = ["cache", "probed_home"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("saved") / "llama", hidden=64)
+
+
+def both(arguments: list[str], path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, Any]:
+    """The command's JSON and its page's data."""
+    assert main([*arguments, "--json", "--html", str(path)]) == 0
+    output = capsys.readouterr()
+    assert str(path) in output.err
+    return json.loads(output.out), data_of(path.read_text())
+
+
+def rows(page: Any, title: str) -> list[list[Any]]:
+    (table,) = (table for table in page["tables"] if table["title"].startswith(title))
+    return table["rows"]
+
+
+def test_estimates_peaks_are_those_of_the_json(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["estimate", str(llama), "--batch", "2", "--seq", "32", "--gpu", "RTX 4090"]
+    document, page = both(arguments, tmp_path / "report.html", capsys)
+    (panel,) = page["views"][0]["panels"]
+    peak = document["peak_bytes"]
+    assert panel["peak"]["allocated_bytes"] == peak["allocated"]
+    assert panel["reserved_peak_bytes"] == peak["reserved"]
+    told = {name: size for name, size, _ in rows(page, "Peak")}
+    assert (told["process"], told["safe upper bound"]) == (peak["process"], document["upper_bound_bytes"])
+
+
+def test_what_does_not_fit_is_shown_until_it_fails_and_without_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "estimate",
+        "llama-3-8b",
+        "--task",
+        "generate",
+        "--seq",
+        "32",
+        "--new-tokens",
+        "2",
+        "--gpu",
+        "RTX 3060",
+    ]
+    document, page = both(arguments, tmp_path / "report.html", capsys)
+    assert document["fits"] is False
+    here, endless = (view["panels"][0] for view in page["views"])
+    assert len(here["ooms"]) == 1 and endless["ooms"] == []
+    assert here["peak"]["allocated_bytes"] < endless["peak"]["allocated_bytes"] == document["peak_bytes"]["allocated"]
+    assert page["notes"][0].startswith("It does not fit.")
+
+
+def test_generate_shows_its_plan_and_what_was_copied(
+    llama: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(llama), "--prompt", "hi", "--max-new-tokens", "3"]
+    document, page = both(arguments, tmp_path / "report.html", capsys)
+    panel = page["views"][0]["panels"][0]
+    assert {line["name"]: line["bytes"] for line in panel["lines"]} == {
+        "promised": document["promised_bytes"]["ram"],
+        "budget": document["plan"]["budget_bytes"]["ram"],
+    }
+    (memory,) = (row for row in rows(page, "Memory, promised and measured") if row[0] == "RAM")
+    assert memory[3] == document["measured_bytes"]["ram"]
+    assert len(rows(page, "Decisions")) == len(document["plan"]["decisions"])
+
+
+def test_train_shows_its_losses_and_peaks(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "text.txt"
+    data.write_text("".join(f"{number} little pieces of text, one after another. " for number in range(60)))
+    arguments = ["train", str(llama), "--data", str(data), "--output", str(tmp_path / "out"), "--seq", "32"]
+    more = ["--batch", "2", "--steps", "2", "--ram", "1GiB", "--device", "cpu"]
+    document, page = both([*arguments, *more], tmp_path / "report.html", capsys)
+    assert [loss for _, loss in rows(page, "Loss")] == document["losses"]
+    told = {tier: (promised, measured) for tier, _, promised, measured in rows(page, "Memory, promised and measured")}
+    assert told["RAM"] == (document["promised_bytes"]["ram"], document["measured_bytes"]["ram"])
+    assert page["views"][0]["measured"] is True
+
+
+def test_formulas_alone_have_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--explain-formula", "--html", str(tmp_path / "a.html")]
+    assert main(["estimate", "gpt2", *arguments]) == 2
+    assert "no picture" in capsys.readouterr().err
+    assert not (tmp_path / "a.html").exists()
+
+
+@pytest.mark.parametrize("command", ["estimate", "generate", "train"])
+def test_a_folder_that_does_not_exist_is_told_before_anything_is_done(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = {"generate": ["--prompt", "hi"], "train": ["--data", "x", "--output", "y"]}.get(command, [])
+    page = tmp_path / "none" / "a.html"
+    assert main([command, "no-such-model", *needed, "--html", str(page)]) == 2
+    assert f"'{page.parent}' is not a folder" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""What people write in their training loops works in a trace, or is refused in words that name the line."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from brim.core import Category, Trace
+from brim.errors import UnsupportedError
+from brim.predict.tracer import trace
+
+Step = Callable[[], Any]
+
+
+def on_cuda(build: Callable[[], Step], steps: int = 2) -> Trace:
+    return trace(build, steps=steps, target="cuda")
+
+
+def parameter_bytes(made: Trace) -> int:
+    return sum(storage.bytes for storage in made.storages if storage.category is Category.PARAMETER)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to("cuda")
+
+
+def test_a_shuffling_data_loader_with_workers_gives_every_batch():
+    seen: list[tuple[int, ...]] = []
+
+    def build() -> Step:
+        data = torch.utils.data.TensorDataset(torch.randn(20, 16), torch.randint(0, 4, (20,)))
+        loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=2, pin_memory=True)
+        layer = model()
+
+        def step() -> None:
+            for source, classes in loader:
+                nn.functional.cross_entropy(layer(source.cuda()), classes.cuda()).backward()
+                seen.append(tuple(source.shape))
+
+        return step
+
+    on_cuda(build, steps=1)
+    assert seen == [(8, 16), (8, 16), (4, 16)]
+
+
+def test_numbers_for_the_log_are_read_and_printed():
+    lines: list[str] = []
+
+    def build() -> Step:
+        layer, source, classes = model(), torch.randn(8, 16).cuda(), torch.randint(0, 4, (8,)).cuda()
+
+        def step() -> None:
+            logits = layer(source)
+            loss = nn.functional.cross_entropy(logits, classes)
+            right = (logits.argmax(1) == classes).sum().item()
+            perplexity = math.exp(loss.item())
+            lines.append(f"{loss.item():.3f} {round(right / 8, 2)} {perplexity:.1f} {sum([loss.item(), 1.0])}")
+
+        return step
+
+    on_cuda(build)
+    assert lines == ["nan nan nan nan"] * 2
+
+
+def _shape(count: Any, _: torch.Tensor) -> None:
+    torch.zeros(4, count, device="cuda")
+
+
+def _slice(count: Any, source: torch.Tensor) -> None:
+    source[:, :count]
+
+
+def _loop(count: Any, _: torch.Tensor) -> None:
+    for _unused in range(count):
+        pass
+
+
+def _compare(count: Any, _: torch.Tensor) -> None:
+    if count > 3:
+        pass
+
+
+def _round_trip(count: Any, _: torch.Tensor) -> None:
+    if torch.tensor([count]).item() > 3:
+        pass
+
+
+def _less(count: Any, _: torch.Tensor) -> None:
+    if np.less(count, 3):
+        pass
+
+
+@pytest.mark.parametrize("use", [_shape, _slice, _loop, _compare, _round_trip, _less])
+def test_an_unknown_number_is_no_shape_and_no_decision(use):
+    def build() -> Step:
+        lengths, source = torch.randint(1, 10, (8,)).cuda(), torch.randn(8, 16).cuda()
+        return lambda: use(lengths.max().item(), source)
+
+    with pytest.raises(UnsupportedError, match=r"item\(\) read.*\n.*test_programs\.py:\d+"):
+        on_cuda(build)
+
+
+def test_values_are_finite_and_the_trace_says_that_this_was_asked():
+    def build() -> Step:
+        layer, source = model(), torch.randn(8, 16).cuda()
+
+        def step() -> None:
+            loss = layer(source).square().mean()
+            assert torch.isfinite(loss)
+            assert not torch.isnan(loss).any()
+            assert math.isfinite(loss.item())
+            assert not np.isnan(loss.item())
+            loss.backward()
+
+        return step
+
+    assert on_cuda(build).notes["finite"] == "values are taken to be finite where the program asks"
+    assert "finite" not in on_cuda(lambda: lambda: model()(torch.randn(8, 16).cuda())).notes
+
+
+def test_values_for_numpy_are_given_where_known_and_refused_where_not():
+    def known() -> Step:
+        def step() -> None:
+            assert torch.arange(3).numpy().tolist() == [0, 1, 2]
+
+        return step
+
+    def unknown() -> Step:
+        return lambda: torch.randn(3).numpy()
+
+    on_cuda(known)
+    with pytest.raises(UnsupportedError, match=r"numpy\(\) needs the values.*\n.*test_programs\.py"):
+        on_cuda(unknown)
+
+
+def test_a_default_device_takes_what_names_no_device():
+    def build() -> Step:
+        torch.set_default_device("cuda")
+        layer, source = nn.Linear(16, 4), torch.randn(8, 16)
+        assert torch.get_default_device().type == "cuda"
+        return lambda: layer(source).sum().backward()
+
+    assert parameter_bytes(on_cuda(build)) == (16 * 4 + 4) * 4
+    assert torch.get_default_device().type == "cpu"
+
+
+def test_what_a_program_replaces_or_copies_from_is_let_go():
+    """A new head in the place of the old one; layers that are copies of a template."""
+
+    def replaced() -> Step:
+        layer = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 1000)).cuda()
+        layer[1] = nn.Linear(32, 4).cuda()
+        return lambda: layer(torch.randn(8, 16).cuda())
+
+    def copied() -> Step:
+        template = nn.Linear(16, 16).cuda()
+        layers = nn.Sequential(*(copy.deepcopy(template) for _ in range(3)))
+        del template
+        return lambda: layers(torch.randn(8, 16).cuda())
+
+    def alive(made: Trace) -> int:
+        return sum(s.bytes for s in made.storages if s.category is Category.PARAMETER and s.died is None)
+
+    assert alive(on_cuda(replaced)) == (16 * 32 + 32 + 32 * 4 + 4) * 4
+    assert alive(on_cuda(copied)) == 3 * (16 * 16 + 16) * 4
+
+
+def test_checkpoints_are_loaded_to_the_gpu_and_none_is_written(tmp_path):
+    file = tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(16, 4)}, file)
+
+    def build() -> Step:
+        found = torch.load(file, map_location="cuda")
+        assert found["weight"].is_cuda
+
+        def step() -> None:
+            found["weight"].sum()
+            torch.save(found, tmp_path / "later.pt")
+
+        return step
+
+    assert [s.bytes for s in on_cuda(build).storages][:1] == [16 * 4 * 4]
+    assert not (tmp_path / "later.pt").exists()
+
+
+def test_files_of_safetensors_are_loaded_without_reading_them(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save_file({"weight": torch.ones(16, 4)}, tmp_path / "weights.safetensors")
+
+    def build() -> Step:
+        weight = load_file(tmp_path / "weights.safetensors")["weight"].cuda()
+        assert weight.shape == (16, 4)
+        return lambda: weight.sum()
+
+    assert on_cuda(build).storages[0].bytes == 16 * 4 * 4
+
+
+def test_memory_statistics_and_one_replica_are_there():
+    def build() -> Step:
+        layer, source = nn.DataParallel(model()), torch.cuda.FloatTensor(8, 16).fill_(0)
+
+        def step() -> None:
+            with torch.cuda.device(0):
+                layer(source).sum().backward()
+            assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == torch.cuda.memory_allocated() > 0
+            assert "bytes allocated" in torch.cuda.memory_summary()
+
+        return step
+
+    on_cuda(build)
+
+
+def test_a_cuda_graph_is_refused():
+    def build() -> Step:
+        torch.cuda.CUDAGraph()
+        return lambda: None
+
+    with pytest.raises(UnsupportedError, match="A CUDA graph cannot be traced"):
+        on_cuda(build)
+
+
+@pytest.mark.parametrize(
+    ("shape", "temporary"),
+    [
+        ((256, 4096), 4096 * 8),  # in place; positions of one row
+        ((256, 8192), 256 * 8192 * (8 + 4 + 8)),  # row by row in one launch
+        ((64, 8192), 64 * 8192 * (8 + 8 + 4 + 4 + 8)),  # all at once
+        ((1, 8192), 8192 * (8 + 4 + 8)),  # one row
+    ],
+)
+def test_sorting_takes_what_its_kernel_takes(shape, temporary):
+    """The published peaks of sparsemax on an RTX 3090 show the first two."""
+    made = on_cuda(lambda: lambda: torch.randn(shape, device="cuda").sort(-1), steps=1)
+    (sort,) = (op for op in made.ops if op.name.startswith("aten.sort"))
+    taken = sorted((s for s in made.storages if s.born > sort.at), key=lambda s: s.born)[2:]  # after both results
+    held = peak = 0
+    for _, change in sorted([(s.born, s.bytes) for s in taken] + [(s.died or 0, -s.bytes) for s in taken]):
+        held += change
+        peak = max(peak, held)
+    assert peak == temporary
+
+
+def test_a_linear_layer_adds_its_bias_in_place_to_what_is_not_contiguous():
+    layer_bytes = 8 * 6 * 4
+
+    def build() -> Step:
+        layer = nn.Linear(4, 4)
+
+        def step() -> None:
+            layer(torch.randn(6, 8, 4).transpose(0, 1))
+
+        return step
+
+    made = trace(build, steps=1, target="cpu")
+    adds = [op for op in made.ops if op.name.startswith("aten.add")]
+    during = [s for s in made.storages if adds and adds[0].at < s.born and s.bytes >= layer_bytes]
+    assert len(adds) == 1
+    assert during == []
+
+
+def test_the_loss_of_ctc_is_traced_where_lengths_are_known():
+    def build() -> Step:
+        logits = torch.randn(50, 2, 20, requires_grad=True)
+
+        def step() -> None:
+            targets, lengths = torch.ones(2, 8, dtype=torch.long), torch.tensor([8, 6])
+            logps = logits.log_softmax(-1)
+            nn.functional.ctc_loss(logps, targets, torch.tensor([50, 50]), lengths).backward()
+
+        return step
+
+    made = trace(build, steps=1, target="cpu")
+    assert 2 * 50 * (2 * 8 + 1) * 4 in [storage.bytes for storage in made.storages]
