@@ -70,6 +70,10 @@ class KeptHeap:
         heap.return_freed_memory()
         heap.give_back()
 
+    def remove(self) -> None:
+        """As a handle's: ``close``."""
+        self.close()
+
     def _watch(self) -> None:
         wait_s = _INTERVAL_S
         with _STATM.open("rb", buffering=0) as statm:
