@@ -27,6 +27,7 @@ class Usage:
     """
 
     def __init__(self, half_life: float = HALF_LIFE_VISITS) -> None:
+        self.half_life = half_life
         self._decay = math.log(2) / half_life
         self._visits = 0
         self._scores: dict[int, tuple[float, int]] = {}  # expert -> its score at a visit
@@ -82,6 +83,11 @@ class ExpertCache:
         self.loads += len(shares.keys() - held)
         self._wanted = list(shares)
         self._fetch_ahead()
+
+    def fill(self) -> None:
+        """Have an expert in every slot."""
+        for expert, slot in enumerate(self._slots):
+            self._load(slot, expert)
 
     def acquire(self, expert: int) -> int:
         """The number of the slot that holds ``expert``, after whatever wait that takes. Pair with ``release``.

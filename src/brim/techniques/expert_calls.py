@@ -51,7 +51,7 @@ class ExpertCall:
         self._handle._adopt_changes(self._streamed)
         bound = self._signature.bind(self.module, *args, **kwargs)
         hidden, index, weights = list(bound.arguments.values())[1:4]
-        shares = _shares(index, self.module.num_experts)  # type: ignore[arg-type]
+        shares = shares_of(index, self.module.num_experts)  # type: ignore[arg-type]
         there = self._cache.held
         self._cache.expect(shares)
         try:
@@ -179,7 +179,7 @@ class _Rows:
         return self._lookup.get(int(expert), self._position)
 
 
-def _shares(index: torch.Tensor, count: int) -> dict[int, float]:
+def shares_of(index: torch.Tensor, count: int) -> dict[int, float]:
     """Of the experts that were chosen, in ascending order: the share of tokens that chose each."""
     uses = torch.bincount(index.reshape(-1), minlength=count)[:count].tolist()
     tokens = max(1, index.shape[0])

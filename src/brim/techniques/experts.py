@@ -143,9 +143,12 @@ class CachedExperts:
         return streamed
 
     def install(self) -> None:
-        if not self._handle.memory.fake:  # without values nobody knows where tokens are routed to
-            for call in self._calls:
-                self._handle._guards.replace(call.module, "forward", torch.compiler.disable(call.forward))
+        if self._handle.memory.fake:  # without values nobody knows where tokens go; in the end all slots are full
+            for cache in self._caches.values():
+                cache.fill()
+            return
+        for call in self._calls:
+            self._handle._guards.replace(call.module, "forward", torch.compiler.disable(call.forward))
 
     def has(self, streamed: Streamed) -> bool:
         return streamed.index in self._caches

@@ -43,8 +43,7 @@ def fit(net: nn.Module, share: float = 0.5, ram_layers: float = 9, **settings: i
     bytes = 5 * 4096
     budget = {VRAM: int(3.5 * bytes), RAM: int(ram_layers * bytes)}
     partition, plan = make_plan(net, machine("emulated"), budget, Need(step_bytes=0), Weights(), task="forward")
-    plan = compute_some_in_ram(plan, partition, share)
-    plan.settings.update(settings)  # type: ignore[attr-defined]
+    plan = replace(compute_some_in_ram(plan, partition, share), settings={**plan.settings, **settings})
     return put_in_force(net, partition, plan, machine("emulated"), Weights(), "emulated")
 
 
