@@ -122,6 +122,9 @@ class CachedExperts:
         parameters = [handle._parameters[name] for name in layer.tensors]
         parts = layer.parts(placement.source)
         layouts = equal_layouts(parts, in_files=memory.host is None)
+        slot_bytes = max(layout.bytes for layout in layouts)
+        slots = memory.compute.allocate(slot_bytes * handle.plan.settings[EXPERT_SLOTS], f"{layer.path}, slots")
+        placement.buffers.append(slots)
         home = ExpertsHome([placement.source(name) for name in layer.tensors])
         try:
             for number, (sources, layout) in enumerate(zip(parts, layouts, strict=True)):
@@ -134,9 +137,6 @@ class CachedExperts:
         block = Block(name=layer.path, triggers=(layer.path,), lookups=(), tensors=layer.tensors, bytes=layer.bytes)
         # Parameters at rest point to nothing: experts are in as many places as there are experts.
         streamed = Streamed(len(handle._streamed), block, parameters, home, memory.device, True, memory.fake)
-        slot_bytes = max(expert.layout.bytes for expert in home.homes)
-        slots = memory.compute.allocate(slot_bytes * handle.plan.settings[EXPERT_SLOTS], f"{layer.path}, slots")
-        placement.buffers.append(slots)
         cache = ExpertCache(memory, home.homes, layer.path, slots, slot_bytes)
         self._caches[streamed.index] = cache
         self._calls.append(ExpertCall(handle, module, streamed, cache, slots))
