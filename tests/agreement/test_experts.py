@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.core import EventKind, Plan, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
+from brim.memory.checkpoint_files import TensorSource
 from brim.run.expert_plans import expert_ways
 from brim.run.fitting import Need, machine, make_job, make_plan, predict, put_in_force
 from brim.run.inference import by_parameter, materialize, verifier
 from brim.run.models import open_model
-from brim.memory.checkpoint_files import TensorSource
 from brim.planner import plan_streaming
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.experts import CACHE_DISK, CACHE_RAM, EXPERT_SLOTS, NAME
@@ -155,3 +156,80 @@ def test_the_planner_caches_experts_where_that_is_faster(device: str, share: flo
     assert_same_generation(generated(model), wanted)
     check_promise(handle)
     handle.remove()
+
+
+class Listed(nn.Module):
+    """Experts as modules of a list, as older models have them."""
+
+    def __init__(self, experts: int = 6) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, experts)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, position = torch.where(chosen == number)
+            if rows.numel():
+                made.index_add_(0, rows, expert(x[rows]) * weights[rows, position, None])
+        return x + made
+
+
+@pytest.mark.parametrize(("device", "choice"), WAYS)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_experts_in_lists(device: str, choice: str, slots: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Listed() for _ in range(4)]).eval(), torch.randn(3, 32)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        handle = fit(model, device, choice, slots)
+        for _ in range(3):
+            assert torch.equal(model(x), twin(x))
+        facts = handle.timeline().facts
+        assert 0 < facts["expert_loads"]
+        assert (facts["expert_hits"] > 0) or slots == 1
+        for each in (model, twin):
+            each.get_parameter("1.experts.2.0.weight").data += 1
+            each.get_parameter("2.experts.1.1.weight").mul_(2)
+        assert torch.equal(model(x), twin(x))
+        handle.remove()
+        assert torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize(("device", "choice"), WAYS)
+def test_a_model_with_experts_in_lists(device: str, choice: str) -> None:
+    model, given = make("switch", num_layers=3), inputs("switch")
+    with torch.no_grad():
+        wanted = model(**given).logits
+        handle = fit(model, device, choice, 2)
+        for _ in range(2):
+            assert torch.equal(model(**given).logits, wanted)
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "switch"])
+def test_changed_experts_are_those_that_compute(name: str) -> None:
+    model, twin, given = make(name, **LAYERS[name]), make(name, **LAYERS[name]), inputs(name)
+    handle = fit(model, "emulated", CACHE_RAM, 2)
+    torch.manual_seed(1)
+    other = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model(**given)
+        for each in (model, twin):
+            each.load_state_dict(other)
+        for _ in range(2):
+            assert torch.equal(model(**given).logits, twin(**given).logits)
+        assert all(torch.equal(value, other[key]) for key, value in model.state_dict().items())
+        if name == "mixtral":
+            for each in (model, twin):
+                experts = each.model.layers[1].mlp.experts
+                experts.down_proj.data = torch.full_like(experts.down_proj, 0.5)
+            assert torch.equal(model(**given).logits, twin(**given).logits)
+        for key, parameter in twin.named_parameters():
+            assert torch.equal(handle.value(key), parameter)
+        handle.remove()
+        assert torch.equal(model(**given).logits, twin(**given).logits)
+
+
+LAYERS: dict[str, dict[str, int]] = {"mixtral": {"num_hidden_layers": 3}, "switch": {"num_layers": 3}}

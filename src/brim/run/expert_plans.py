@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import DISK, RAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
-from brim.memory.layout import equal_layouts, packed_layout
+from brim.memory.layout import packed_layout
 from brim.planner import Job
 from brim.techniques.blocks import Partition
 from brim.techniques.experts import (
@@ -168,14 +169,15 @@ def _layer(
     seen: RouterStatistics | None,
 ) -> _Layer:
     parts, module = layer.parts(source), model.get_submodule(layer.path)
-    layouts = equal_layouts(parts, in_files=hardware.compute == RAM and bool(source(layer.tensors[0]).extents))
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    layouts = layer.layouts(parts, in_files=hardware.compute == RAM)
     return _Layer(
         layer=layer,
         slot_bytes=max(layout.bytes for layout in layouts),
         packed_bytes=packed_layout(parts[0]).bytes,
         bounce_bytes=max(bounce_bytes(layout.runs) for layout in layouts),
-        values=sum(module.get_parameter(name.rpartition(".")[2])[0].numel() for name in layer.tensors),
-        chosen=min(layer.count, _chosen(module.config)),
+        values=sum(math.prod(tensor.shape) for tensor in parts[0]),
+        chosen=min(layer.count, _chosen(config)),
         seen=seen,
     )
 

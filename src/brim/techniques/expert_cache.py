@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,7 @@ class ExpertCache:
 
     @property
     def held(self) -> set[int]:
+        """The experts that are there, or on their way."""
         return {slot.holds for slot in self._slots if slot.holds is not None}
 
     def expect(self, shares: Mapping[int, float]) -> None:
@@ -127,11 +128,14 @@ class ExpertCache:
             if slot.users:  # it was interrupted
                 slot.users, slot.idle = 0, self._memory.engine.mark()
 
-    def forget(self) -> None:
-        """Drop what is there and not in use: the values changed, or an error broke the sequence."""
+    def forget(self, experts: Collection[int] | None = None) -> None:
+        """Drop what is there and not in use: the values changed, or an error broke the sequence. All unless told."""
         for slot in self._slots:
-            if not slot.users:
+            if not slot.users and (experts is None or slot.holds in experts):
                 slot.holds = None
+
+    def part(self, slot: int) -> Buffer:
+        return self._slots[slot].part
 
     def _await(self, slot: _Slot, expert: int, ahead: bool) -> None:
         begin_s = self._memory.recorder.now_s()

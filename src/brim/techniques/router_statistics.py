@@ -79,7 +79,7 @@ def router_statistics(model: nn.Module, inputs: Mapping[str, Any], *, new_tokens
 
 def watch_routers(model: nn.Module, run: Callable[[], object]) -> dict[str, RouterStatistics]:
     """The same for whatever ``run`` does with the model."""
-    layers = find_experts(model)
+    layers = [layer for layer in find_experts(model) if not layer.modules]
     if not layers:
         raise UnsupportedError(
             f"The routers of {type(model).__name__} were to be watched.",

@@ -19,7 +19,7 @@ from brim.memory.homes import DiskHome, RamHome
 from brim.memory.tiers import Memory
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition
-from brim.techniques.experts import CachedExperts, expert_layers, passing_sources
+from brim.techniques.experts import CachedExperts, ListedExperts, expert_layers, passing_sources
 from brim.techniques.experts_home import ExpertsHome
 from brim.techniques.guards import Guards
 from brim.techniques.hooks import Recover, Visit, note_steps, watch_lookup
@@ -218,8 +218,17 @@ class WeightStreaming:
         apart = (part is not None and part.has(streamed) for part in (self._host, self._experts))
         return bool(loads_for(streamed.block)) and not any(apart)
 
+    def _listed(self, streamed: Streamed) -> ListedExperts | None:
+        return None if self._experts is None else self._experts.carrier(streamed)
+
+    def _carrier(self, streamed: Streamed) -> Ring | ListedExperts:
+        """What brings the block when its modules are called."""
+        carrier = self._listed(streamed) or self._ring
+        assert carrier is not None
+        return carrier
+
     def _make_ring(self) -> None:
-        homes = {s.index: s.home for s in self._streamed if self._passes(s)}
+        homes = {s.index: s.home for s in self._streamed if self._passes(s) and not self._listed(s)}
         if not homes:
             return
         size = max(home.layout.bytes for home in homes.values())
@@ -282,11 +291,11 @@ class WeightStreaming:
         if streamed.uses:
             streamed.uses += 1
             return
-        assert self._ring is not None
+        carrier = self._carrier(streamed)
         self._adopt_changes(streamed)
         streamed.uses = 1
         try:
-            slot = self._ring.acquire(streamed.index)
+            slot = carrier.acquire(streamed.index)
         except BaseException:
             streamed.uses = 0
             raise
@@ -300,7 +309,7 @@ class WeightStreaming:
             streamed.bind(views)
         except BaseException:
             streamed.uses = 0
-            self._ring.release(streamed.index)
+            carrier.release(streamed.index)
             raise
 
     def _leave(self, streamed: Streamed) -> None:
@@ -309,7 +318,7 @@ class WeightStreaming:
         streamed.uses -= 1
         if streamed.uses:
             return
-        assert self._ring is not None
+        carrier = self._carrier(streamed)
         saved = changed = streamed.is_changed()
         try:
             if changed:
@@ -318,16 +327,16 @@ class WeightStreaming:
                 saved = True
         finally:  # a full scratch disk loses the change, not the slot
             streamed.rest()
-            self._ring.release(streamed.index)
+            carrier.release(streamed.index)
             if changed and not saved:
-                self._ring.forget({streamed.index})
+                carrier.forget({streamed.index})
 
     def _save(self, streamed: Streamed) -> None:
         """What the user changed while the block was in use becomes its values."""
-        assert self._ring is not None
         if self._recall is None:
             streamed.home.write_back([p.data for p in streamed.parameters])
         else:
+            assert self._ring is not None
             self._ring.save(streamed.index)
 
     def _adopt_changes(self, streamed: Streamed) -> None:
