@@ -43,6 +43,9 @@ class _Layer:
     chosen: int
     seen: RouterStatistics | None
 
+    def held_bytes(self, slots: int) -> int:
+        return min(slots, self.layer.count) * self.slot_bytes
+
     def distinct(self, tokens: int) -> float:
         """Different experts in a step. Of a router that nobody watched: as if it chose any as often."""
         if self.seen is not None:
@@ -80,7 +83,7 @@ class ExpertWay:
             spent[RAM] = spent.get(RAM, 0) + self._ram_bytes() + self._staging_bytes()
         return replace(
             job,
-            fixed_bytes=job.fixed_bytes + sum(self.slots * each.slot_bytes for each in self.layers),
+            fixed_bytes=job.fixed_bytes + sum(each.held_bytes(self.slots) for each in self.layers),
             fixed_compute_s=job.fixed_compute_s + self._compute_s(hardware, tokens, rate),
             spent_bytes=spent,
             bounce_bytes=max([job.bounce_bytes, *(each.bounce_bytes for each in self.layers)]),

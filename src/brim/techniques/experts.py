@@ -156,7 +156,8 @@ class CachedExperts:
 
     def _slots(self, layer: ExpertLayer, layouts: Sequence[BlockLayout]) -> tuple[Buffer, int]:
         """The slots of a layer in one buffer, and the bytes of one."""
-        slot_bytes, count = max(layout.bytes for layout in layouts), self._handle.plan.settings[EXPERT_SLOTS]
+        slot_bytes = max(layout.bytes for layout in layouts)
+        count = min(layer.count, self._handle.plan.settings[EXPERT_SLOTS])
         slots = self._handle.memory.compute.allocate(slot_bytes * count, f"{layer.path}, slots")
         self._handle._placement.buffers.append(slots)
         return slots, slot_bytes
