@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from brim.core import EventKind, Plan, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.checkpoint_files import TensorSource
+from brim.planner import plan_streaming
 from brim.run.expert_plans import expert_ways
 from brim.run.fitting import Need, machine, make_job, make_plan, predict, put_in_force
 from brim.run.inference import by_parameter, materialize, verifier
 from brim.run.models import open_model
-from brim.planner import plan_streaming
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.experts import CACHE_DISK, CACHE_RAM, EXPERT_SLOTS, NAME
 from brim.techniques.weight_streaming import Weights, WeightStreaming
@@ -64,7 +63,7 @@ def loads(timeline: Timeline) -> int:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", MOE)
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_the_same_bits_with_any_number_of_slots(name: str, kernels: str, device: str, choice: str, slots: int) -> None:
+def test_the_same_bits_with_few_slots(name: str, kernels: str, device: str, choice: str, slots: int) -> None:
     model, given = make(name, num_hidden_layers=3), inputs(name)
     model.set_experts_implementation(kernels)
     with torch.no_grad():
@@ -187,7 +186,7 @@ def test_experts_in_lists(device: str, choice: str, slots: int) -> None:
         for _ in range(3):
             assert torch.equal(model(x), twin(x))
         facts = handle.timeline().facts
-        assert 0 < facts["expert_loads"]
+        assert facts["expert_loads"] > 0
         assert (facts["expert_hits"] > 0) or slots == 1
         for each in (model, twin):
             each.get_parameter("1.experts.2.0.weight").data += 1

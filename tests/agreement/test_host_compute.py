@@ -1,4 +1,4 @@
-"""Blocks that the CPU computes from RAM beside streamed ones: the same bits, and what was predicted is what happens."""
+"""Blocks that the CPU computes from RAM beside streamed ones: the same bits, and what was predicted happens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def planned(
     size = size_of(model)
     budget = {VRAM: int(vram * size), RAM: int(1.5 * size)}
     seen = None if example is None else watch_example(model, example)
-    need = Need(step_bytes=0, observation=seen)
+    need = Need(step_bytes=0, observation=seen, cache_experts=False)
     partition, plan = make_plan(model, machine("emulated"), budget, need, weights or Weights(), task="forward")
     plan = compute_some_in_ram(plan, partition, share)
     assert COMPUTE_RAM in plan.choices("weight_streaming").values()

@@ -42,7 +42,12 @@ def with_experts(net: nn.Module, device: str, weights: Weights | None = None) ->
     size = size_of(net)
     budget = {RAM: int(0.5 * size)} if device == "cpu" else {VRAM: int(0.5 * size), RAM: 2 * size}
     partition, plan = make_plan(
-        net, machine(device), budget, Need(step_bytes=0), weights or Weights(), task="generate"  # type: ignore[arg-type]
+        net,
+        machine(device),
+        budget,
+        Need(step_bytes=0),
+        weights or Weights(),
+        task="generate",  # type: ignore[arg-type]
     )
     assert plan.choices(NAME)
     return partition, plan
@@ -52,7 +57,7 @@ def on_host(net: nn.Module, device: str) -> tuple[Partition, Plan]:
     size = size_of(net)
     budget = {VRAM: int(0.6 * size), RAM: 2 * size}
     hardware = machine("emulated")
-    partition, plan = make_plan(net, hardware, budget, Need(step_bytes=0), Weights(), task="train")
+    partition, plan = make_plan(net, hardware, budget, Need(step_bytes=0, cache_experts=False), Weights(), task="forward")
     return partition, compute_some_in_ram(plan, partition, 0.5)
 
 

@@ -36,7 +36,8 @@ class Need:
     """What a step takes beside the blocks, and how much it computes.
 
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
-    Parameters in ``stay`` are not streamed. ``routers``: what those of a mixture of experts were seen to do.
+    Parameters in ``stay`` are not streamed. ``cache_experts``: for inference, whether the experts of a mixture may come
+    one by one; ``routers``: what their routers were seen to do.
     """
 
     step_bytes: int
@@ -44,6 +45,7 @@ class Need:
     tokens: int = 1
     stay: frozenset[str] = frozenset()
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    cache_experts: bool = True
     routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
 
 
@@ -147,11 +149,9 @@ def _expert_ways(
 ) -> Iterator[ExpertWay | None]:
     """None: experts are moved with their layer."""
     yield None
-    if task != "train":
+    if need.cache_experts and task != "train":
         parameters = dict(model.named_parameters())
-        yield from expert_ways(
-            model, hardware, lambda name: _source(name, parameters[name], weights), need.routers
-        )
+        yield from expert_ways(model, hardware, lambda name: _source(name, parameters[name], weights), need.routers)
 
 
 def _plan(

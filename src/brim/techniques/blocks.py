@@ -37,7 +37,7 @@ class Partition:
     blocks: tuple[Block, ...]
     loose: tuple[str, ...]
     loose_bytes: int  # parameters outside blocks, and every buffer
-    elsewhere: tuple[str, ...] = ()  # parameters that something else moves
+    mixed: frozenset[str] = frozenset()  # triggers that need parameters outside blocks too
 
     @property
     def bytes(self) -> int:
@@ -72,7 +72,8 @@ def find_blocks(
     total = sum(tensor_bytes(p) for p in parameters.values() if id(p) not in staying)
     largest = total if largest_bytes is None or not cut_parts else largest_bytes
     units = list(_units(model, "", False, min(total * _COARSEST_FRACTION, largest_bytes or total), largest, staying))
-    owners = {name: () if name in stay else held for name, held in _owners(model, parameters, units).items()}
+    users = _owners(model, parameters, units)
+    owners = {name: () if name in stay else held for name, held in users.items()}
     groups = _groups(owners)
     sizes = {held: sum(tensor_bytes(parameters[name]) for name in names) for held, names in groups.items()}
     small = total * _LOOSE_FRACTION
@@ -84,6 +85,7 @@ def find_blocks(
         blocks=tuple(_block(model, held, groups, sizes[held]) for held in groups if held in kept),
         loose=loose,
         loose_bytes=sum(tensor_bytes(parameters[n]) for n in loose) + sum(tensor_bytes(b) for b in model.buffers()),
+        mixed=frozenset(unit for name in loose for unit in users[name]),
     )
 
 

@@ -38,6 +38,10 @@ class Usage:
         for expert, share in shares.items():
             self._scores[expert] = self.score(expert) + share, self._visits
 
+    def rank(self, expert: int) -> tuple[float, int]:
+        """What is ranked lowest makes way first."""
+        return self.score(expert), expert
+
     def score(self, expert: int) -> float:
         score, visit = self._scores.get(expert, (0.0, 0))
         return score * math.exp(-self._decay * (self._visits - visit))
@@ -170,7 +174,8 @@ class ExpertCache:
 
     def _least_used(self, keep: Sequence[int]) -> _Slot | None:
         free = [slot for slot in self._slots if not slot.users and slot.holds not in keep]
-        return min(free, key=lambda slot: -1.0 if slot.holds is None else self.usage.score(slot.holds), default=None)
+        # An empty one first.
+        return min(free, key=lambda s: (-1.0, 0) if s.holds is None else self.usage.rank(s.holds), default=None)
 
     def _find(self, expert: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.holds == expert), None)

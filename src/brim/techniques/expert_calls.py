@@ -106,7 +106,7 @@ class ExpertCall:
 
     @contextmanager
     def _acquired(self, experts: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Within, the parameters are the slots, and ``num_experts`` is their number. Gives expert -> slot, -1: none."""
+        """Within, the parameters are the slots, and ``num_experts`` is their number. Gives expert -> slot or -1."""
         table = torch.full((self.module.num_experts,), -1, dtype=torch.long)  # type: ignore[arg-type]
         held: list[int] = []
         before, resting = self.module.num_experts, [p.data for p in self._streamed.parameters]

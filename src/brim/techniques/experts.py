@@ -27,8 +27,8 @@ from brim.memory.homes import Home
 from brim.memory.layout import BlockLayout, equal_layouts, file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.techniques.blocks import Block, Partition, tensor_bytes
-from brim.techniques.expert_calls import IMPLEMENTATIONS, ExpertCall, implementation
 from brim.techniques.expert_cache import ExpertCache
+from brim.techniques.expert_calls import IMPLEMENTATIONS, ExpertCall, implementation
 from brim.techniques.experts_home import ExpertsHome
 from brim.techniques.streamed import Streamed
 
@@ -123,12 +123,10 @@ def _is_fused(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
 
 def without_experts(partition: Partition, layers: Sequence[ExpertLayer], names: frozenset[str]) -> Partition:
     """A partition that was made with the experts' parameters ``names`` to stay, without them."""
-    kept = tuple(name for name in partition.loose if name not in names)
     return replace(
         partition,
-        loose=kept,
+        loose=tuple(name for name in partition.loose if name not in names),
         loose_bytes=partition.loose_bytes - sum(layer.bytes for layer in layers),
-        elsewhere=partition.elsewhere + tuple(name for name in partition.loose if name in names),
     )
 
 

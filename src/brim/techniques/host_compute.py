@@ -184,4 +184,3 @@ class _Call:
                 "Blocks that the CPU computes from RAM are for inference only.",
                 "Run the model under torch.no_grad(), or fit it for training.",
             )
-

@@ -47,13 +47,10 @@ def computable(partition: Partition) -> frozenset[str]:
     users: dict[str, int] = {}
     for trigger in [trigger for block in partition.blocks for trigger in loads_for(block)]:
         users[trigger] = users.get(trigger, 0) + 1
-    apart = [*partition.loose, *partition.elsewhere]
-    holders = {prefix for name in apart for prefix in itertools.accumulate(name.split("."), "{}.{}".format)}
-    holders |= {""} if apart else set()
     return frozenset(
         block.name
         for block in partition.blocks
-        if loads_for(block) and all(users[t] == 1 and t not in holders for t in loads_for(block))
+        if loads_for(block) and all(users[t] == 1 and t not in partition.mixed for t in loads_for(block))
     )
 
 

@@ -1,4 +1,4 @@
-"""What a model's routers do on given inputs, seen in a short run: how many experts a step needs, and how often again."""
+"""What a model's routers do, seen in a short run: how many experts a step needs, and how many of them again."""
 
 from __future__ import annotations
 
@@ -53,13 +53,15 @@ def simulate(visits: Visits, slots: int, *, half_life: float, skip: int = 0) -> 
         if number >= skip:
             hits, needed = hits + len(held & visit.keys()), needed + len(visit)
         # What a call needs is there at its end, as far as it goes; of the rest the most used stay.
-        wanted = sorted(visit, key=usage.score, reverse=True)[:slots]
-        others = sorted(held - visit.keys(), key=usage.score, reverse=True)
+        wanted = sorted(visit, key=usage.rank, reverse=True)[:slots]
+        others = sorted(held - visit.keys(), key=usage.rank, reverse=True)
         held = {*wanted, *others[: slots - len(wanted)]}
     return hits, needed
 
 
-def router_statistics(model: nn.Module, inputs: Mapping[str, Any], *, new_tokens: int = 0) -> dict[str, RouterStatistics]:
+def router_statistics(
+    model: nn.Module, inputs: Mapping[str, Any], *, new_tokens: int = 0
+) -> dict[str, RouterStatistics]:
     """Path of each layer with fused experts -> what its router did on ``inputs``.
 
     ``new_tokens`` 0: one forward pass on them; else that many tokens are generated from them. The model may be

@@ -75,40 +75,48 @@ def copies(handle: WeightStreaming) -> list[tuple[float, float, str]]:
     return [(e.time_s, e.time_s + e.duration_s, e.label) for e in events]
 
 
-def test_while_the_cpu_computes_a_block_the_link_brings_the_next() -> None:
+class Gate:
+    """Something that a copy waits for."""
+
+    def __init__(self) -> None:
+        self.event, self.done = threading.Event(), False
+
+    def wait(self) -> None:
+        assert self.event.wait(20)
+
+
+def test_while_the_cpu_computes_a_block_the_link_brings_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     net = make_net()
     want, handle = net(X), fit(net, 0.4)
-    choices = list(handle.plan.choices("weight_streaming").items())
-    # A block of the CPU with a streamed one before it, whose slot is free by then, and others to fill it with.
-    place = next(
-        i for i in range(1, 8) if choices[i][1] == COMPUTE_RAM and choices[i - 1][1] == FROM_RAM and i < 6
-    )
+    choices = [choice for _, choice in handle.plan.choices("weight_streaming").items()]
+    # The slot of the streamed block before it is free by then, and others come after it.
+    place = next(i for i in range(1, 6) if choices[i - 1 : i + 1] == [FROM_RAM, COMPUTE_RAM])
     net(X)
-    recorder, arrived = handle.memory.recorder, []
-    copied, came = recorder.copied, threading.Event()
+    engine, gate, begun = handle.memory.engine, Gate(), [False]
+    moving: list[Any] = []
+    copy_block = engine.copy
 
-    def note(source: str, target: str, bytes: int, begin_s: float, label: str) -> None:
-        copied(source, target, bytes, begin_s, label)
-        if waiting[0] and not label.endswith(", activations"):
-            arrived.append(label)
-            came.set()
+    def copy_later(source: Any, target: Any, label: str, after: Any, way: Any) -> Any:
+        if not begun[0]:
+            return copy_block(source, target, label, after, way)
+        moving.append(copy_block(source, target, label, [*after, gate], way))
+        return moving[-1]
 
-    waiting = [False]
-    handle.memory.recorder.copied = note  # type: ignore[method-assign]
+    def let_it_come(*_: Any) -> None:
+        assert moving and not moving[0].done
+        gate.event.set()
+        moving[0].wait()  # here, in the middle of a block that the CPU computes
 
-    def linger(*_: Any) -> None:
-        waiting[0] = True
-        assert came.wait(20), "nothing was brought while the CPU computed"
-        waiting[0] = False
-
-    hook = net[place].linear.register_forward_hook(linger)
+    monkeypatch.setattr(engine, "copy", copy_later)
+    net[place - 1].norm.register_forward_hook(lambda *_: begun.__setitem__(0, True))
+    hook = net[place].linear.register_forward_hook(let_it_come)
     assert torch.equal(net(X), want)
     hook.remove()
-    assert arrived
+    assert gate.event.is_set()
     handle.remove()
 
 
-def test_hooks_of_the_user_see_what_they_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_the_user_see_what_they_saw() -> None:
     net = make_net()
     handle = fit(net, 1.0)
     seen: list[torch.Tensor] = []
