@@ -57,7 +57,9 @@ def on_host(net: nn.Module, device: str) -> tuple[Partition, Plan]:
     size = size_of(net)
     budget = {VRAM: int(0.6 * size), RAM: 2 * size}
     hardware = machine("emulated")
-    partition, plan = make_plan(net, hardware, budget, Need(step_bytes=0, cache_experts=False), Weights(), task="forward")
+    partition, plan = make_plan(
+        net, hardware, budget, Need(step_bytes=0, cache_experts=False), Weights(), task="forward"
+    )
     return partition, compute_some_in_ram(plan, partition, 0.5)
 
 

@@ -173,7 +173,7 @@ def _layer(
 ) -> _Layer:
     parts, module = layer.parts(source), model.get_submodule(layer.path)
     config = getattr(module, "config", None) or getattr(model, "config", None)
-    layouts = layer.layouts(parts, in_files=hardware.compute == RAM)
+    layouts = layer.layouts(source, in_ram=hardware.compute == RAM)
     return _Layer(
         layer=layer,
         slot_bytes=max(layout.bytes for layout in layouts),

@@ -80,13 +80,11 @@ class ExpertCache:
         """The experts that are there, or on their way."""
         return {slot.holds for slot in self._slots if slot.holds is not None}
 
-    def expect(self, shares: Mapping[int, float]) -> None:
-        """A call begins that uses these experts in this order, each for a share of the tokens: begin to load."""
-        self.usage.visit(shares)
-        held = self.held
-        self.hits += len(held & shares.keys())
-        self.loads += len(shares.keys() - held)
-        self._wanted = list(shares)
+    def expect(self, experts: Collection[int]) -> None:
+        """A call begins that uses these experts in this order: begin to load those that are not there."""
+        there = len(self.held.intersection(experts))
+        self.hits, self.loads = self.hits + there, self.loads + len(experts) - there
+        self._wanted = list(experts)
         self._fetch_ahead()
 
     def fill(self) -> None:

@@ -53,6 +53,7 @@ class ExpertCall:
         hidden, index, weights = list(bound.arguments.values())[1:4]
         shares = shares_of(index, self.module.num_experts)  # type: ignore[arg-type]
         there = self._cache.held
+        self._cache.usage.visit(shares)
         self._cache.expect(shares)
         try:
             if implementation(self.module) == "eager":
@@ -95,6 +96,8 @@ class ExpertCall:
             with self._acquired(experts[begin : begin + self._cache.size]) as table:
                 slots = table.to(index.device)[pairs]
                 (rows,) = torch.nonzero(slots >= 0, as_tuple=True)
+                if rows.numel() == 1 and implementation(self.module) == "batched_mm":
+                    rows = rows.expand(2)  # a batch of one would be another kernel
                 part = hidden[torch.div(rows, chosen, rounding_mode="floor")]
                 # Unweighted, and a sum over one: what the kernels made of each pair, with no rounding after it.
                 done = self._forward(part, slots[rows][:, None], torch.ones_like(part[:, :1]))

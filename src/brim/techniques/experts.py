@@ -65,10 +65,16 @@ class ExpertLayer:
             return [tuple(source(name) for name in self.of_module(number)) for number in range(self.count)]
         return list(zip(*(leading_slices(source(name)) for name in self.tensors), strict=True))
 
-    def layouts(self, parts: Sequence[Sequence[TensorSource]], *, in_files: bool) -> list[BlockLayout]:
-        """The form of each expert in a slot. Of fused ones the slots are one tensor, so it is the same for all."""
+    def layouts(self, source: Callable[[str], TensorSource], *, in_ram: bool) -> list[BlockLayout]:
+        """The form of each expert in a slot. Of fused ones the slots are one tensor, so it is the same for all.
+
+        ``in_ram``: RAM is the compute tier, where the form is that in the files if the model would be mapped from
+        them. Experts that the files hold one by one are put together in memory, as transformers does.
+        """
+        parts = self.parts(source)
+        in_files = in_ram and all(source(name).is_mappable for name in self.tensors)
         if self.modules:
-            return [(file_layout if in_files else packed_layout)(each) for each in parts]
+            return [(file_layout if in_ram else packed_layout)(each) for each in parts]
         return equal_layouts(parts, in_files=in_files)
 
 
@@ -164,7 +170,7 @@ class CachedExperts:
         handle, memory = self._handle, self._handle.memory
         homes: list[Home] = []
         parts = layer.parts(handle._placement.source)
-        layouts = layer.layouts(parts, in_files=memory.host is None)
+        layouts = layer.layouts(handle._placement.source, in_ram=memory.host is None)
         slots, slot_bytes = self._slots(layer, layouts)
         listed = ListedExperts(ExpertCache(memory, homes, layer.path, slots, slot_bytes), len(handle._streamed))
         for number, path in enumerate(layer.modules):
@@ -184,7 +190,7 @@ class CachedExperts:
         module, placement = handle.model.get_submodule(layer.path), handle._placement
         parameters = [handle._parameters[name] for name in layer.tensors]
         parts = layer.parts(placement.source)
-        layouts = layer.layouts(parts, in_files=memory.host is None)
+        layouts = layer.layouts(handle._placement.source, in_ram=memory.host is None)
         slots, slot_bytes = self._slots(layer, layouts)
         home = ExpertsHome([placement.source(name) for name in layer.tensors])
         try:
@@ -229,9 +235,12 @@ class CachedExperts:
     def _all(self) -> list[ExpertCache]:
         return [*self._caches.values(), *{id(one): one.cache for one in self._lists.values()}.values()]
 
-    def let_go(self) -> None:
+    def begin_step(self) -> None:
+        """The whole model is called: what an interrupted call left is over."""
         for cache in self._all():
             cache.done()
+        for listed in self._lists.values():
+            listed.begin_step()
 
     def facts(self) -> dict[str, float]:
         caches = self._all()
@@ -243,11 +252,19 @@ class ListedExperts:
 
     def __init__(self, cache: ExpertCache, first: int) -> None:
         self.cache, self._first = cache, first
+        self._called: dict[int, float] = {}  # in this step; which others will be, nobody says
+
+    def begin_step(self) -> None:
+        # Only now: experts that were called a moment ago are those needed last in the next step.
+        if self._called:
+            self.cache.usage.visit(self._called)
+            self._called = {}
 
     def acquire(self, index: int) -> Buffer:
-        """The slot that holds the expert. Nobody says before which will be called."""
+        """The slot that holds the expert."""
         expert = index - self._first
-        self.cache.expect({expert: 1.0})
+        self._called[expert] = 1.0
+        self.cache.expect([expert])
         return self.cache.part(self.cache.acquire(expert))
 
     def release(self, index: int) -> None:

@@ -283,7 +283,7 @@ class WeightStreaming:
                 streamed.uses = 0
                 streamed.rest()
         if self._experts is not None:
-            self._experts.let_go()
+            self._experts.begin_step()
         if self._ring is not None:
             self._ring.let_go()
 

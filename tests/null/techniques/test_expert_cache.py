@@ -51,7 +51,8 @@ class Bench:
 
     def use(self, *experts: int) -> None:
         """One call that needs these, one after the other."""
-        self.cache.expect(dict.fromkeys(experts, 1.0))
+        self.cache.usage.visit(dict.fromkeys(experts, 1.0))
+        self.cache.expect(experts)
         for expert in experts:
             self.check(expert, self.cache.acquire(expert))
             self.cache.release(expert)
@@ -97,7 +98,7 @@ def test_more_than_there_are_slots_come_one_after_another() -> None:
 
 def test_a_call_loads_ahead_but_never_what_is_in_use() -> None:
     bench = Bench(slots=3)
-    bench.cache.expect(dict.fromkeys(range(5), 0.5))
+    bench.cache.expect(range(5))
     assert bench.loads == [0, 1, 2]
     slot = bench.cache.acquire(0)
     bench.cache.acquire(1)
@@ -116,7 +117,7 @@ def test_a_failed_load_is_told_to_who_needs_it_and_tried_again() -> None:
     bench.failing.add(2)
     bench.use(0, 1)
     for _ in range(2):
-        bench.cache.expect({2: 1.0, 3: 1.0})
+        bench.cache.expect([2, 3])
         with pytest.raises(TransferError, match="on purpose"):
             bench.cache.acquire(2)
         bench.cache.done()
@@ -127,7 +128,7 @@ def test_a_failed_load_is_told_to_who_needs_it_and_tried_again() -> None:
 def test_what_failed_before_it_was_needed_is_tried_once_more() -> None:
     bench = Bench(slots=2)
     bench.failing.add(5)
-    bench.cache.expect({5: 1.0})
+    bench.cache.expect([5])
     bench.failing.clear()
     bench.check(5, bench.cache.acquire(5))
 
