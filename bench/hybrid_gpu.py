@@ -33,6 +33,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.run.fitting import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import Partition
 from brim.techniques.host_compute import compute_some_in_ram, split
+from brim.techniques.placement import loads_for
 from brim.techniques.weight_streaming import COMPUTE_RAM, FROM_RAM, NAME, RESIDENT, RING_SLOTS, Weights
 from brim.units import format_bytes, parse_bytes
 
@@ -114,7 +115,8 @@ def _hybrids(rows: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 
 def _measure(model: Any, partition: Partition, plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
     choices = plan.choices(NAME)
-    sizes = {block.name: block.bytes for block in partition.blocks}
+    # Of a table only rows are needed, wherever it is.
+    sizes = {block.name: block.bytes * bool(loads_for(block)) for block in partition.blocks}
     handle = put_in_force(model, partition, plan, machine(options.device), Weights(), options.device)
     ids = torch.zeros(1, 1, dtype=torch.long, device=handle.memory.device)
     with torch.inference_mode():

@@ -59,10 +59,9 @@ def loads(timeline: Timeline) -> int:
     return sum(e.kind is EventKind.COPY and ", expert " in e.label for e in timeline)
 
 
-@pytest.mark.parametrize(("device", "choice"), WAYS)
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", MOE)
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize(("name", "slots"), [("mixtral", 1), ("qwen3-moe", 4), ("qwen3-moe", 1), ("gpt-oss", 2)])
+@pytest.mark.parametrize(("device", "choice"), [WAYS[0], WAYS[1]])
 def test_the_same_bits_with_few_slots(name: str, kernels: str, device: str, choice: str, slots: int) -> None:
     model, given = make(name, num_hidden_layers=3), inputs(name)
     model.set_experts_implementation(kernels)

@@ -35,12 +35,12 @@ def _inference(cache: Path, scratch: Path) -> Iterator[None]:
 
 
 def model(**values: Any) -> Any:
-    return make("qwen3-moe", num_hidden_layers=3, num_experts=16, **values)
+    return make("qwen3-moe", num_hidden_layers=3, **values)
 
 
 def with_experts(net: nn.Module, device: str, weights: Weights | None = None) -> tuple[Partition, Plan]:
     size = size_of(net)
-    budget = {RAM: int(0.5 * size)} if device == "cpu" else {VRAM: int(0.5 * size), RAM: 2 * size}
+    budget = {RAM: int(0.6 * size)} if device == "cpu" else {VRAM: int(0.6 * size), RAM: 2 * size}
     partition, plan = make_plan(
         net,
         machine(device),
@@ -55,7 +55,7 @@ def with_experts(net: nn.Module, device: str, weights: Weights | None = None) ->
 
 def on_host(net: nn.Module, device: str) -> tuple[Partition, Plan]:
     size = size_of(net)
-    budget = {VRAM: int(0.6 * size), RAM: 2 * size}
+    budget = {VRAM: int(0.85 * size), RAM: 2 * size}
     hardware = machine("emulated")
     partition, plan = make_plan(
         net, hardware, budget, Need(step_bytes=0, cache_experts=False), Weights(), task="forward"
@@ -85,7 +85,7 @@ def test_wherever_memory_ends_the_module_is_as_it_was(way: str, monkeypatch: pyt
     net.brim.remove()
     total = allocations.count
     assert total >= 3
-    for n in sorted({*range(1, total + 1, max(1, total // 12)), total}):
+    for n in sorted({*range(1, total + 1, max(1, total // 5)), total}):
         allocations.fail(n)
         with pytest.raises(BudgetError, match="are already held"):
             fit_and_call()
@@ -112,7 +112,7 @@ def test_any_one_failed_read_of_an_expert_is_one_error_and_the_next_call_works(
     assert torch.equal(net(**GIVEN).logits, want)
     per_step = reads.count
     assert per_step >= 5
-    for n in range(1, per_step + 1):
+    for n in sorted({*range(1, per_step + 1, max(1, per_step // 6)), per_step}):
         reads.fail(n)
         failed = 0
         for _ in range(3):

@@ -36,8 +36,8 @@ class Need:
     """What a step takes beside the blocks, and how much it computes.
 
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
-    Parameters in ``stay`` are not streamed. ``cache_experts``: for inference, whether the experts of a mixture may come
-    one by one; ``routers``: what their routers were seen to do.
+    Parameters in ``stay`` are not streamed. ``cache_experts``: for inference, whether the experts of a mixture may
+    come one by one; ``routers``: what their routers were seen to do.
     """
 
     step_bytes: int

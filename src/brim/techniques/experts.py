@@ -192,11 +192,12 @@ class CachedExperts:
         parts = layer.parts(placement.source)
         layouts = layer.layouts(handle._placement.source, in_ram=memory.host is None)
         slots, slot_bytes = self._slots(layer, layouts)
-        home = ExpertsHome([placement.source(name) for name in layer.tensors])
+        tier = RAM if choice == CACHE_RAM else DISK
+        home = ExpertsHome([placement.source(name) for name in layer.tensors], tier)
         try:
             for number, (sources, layout) in enumerate(zip(parts, layouts, strict=True)):
                 values = [parameter.data[number] for parameter in parameters]
-                name, tier = f"{layer.path}, expert {number}", RAM if choice == CACHE_RAM else DISK
+                name = f"{layer.path}, expert {number}"
                 home.homes.append(placement.home_of(name, sources, values, tier, layout))
         except BaseException:
             home.free()

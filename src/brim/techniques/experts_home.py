@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.homes import DiskHome, RamHome
@@ -18,13 +17,9 @@ from brim.memory.transfer import Waitable
 class ExpertsHome:
     """A Home of parameters [experts, ...] in ``homes`` of one expert each. It is never loaded whole."""
 
-    def __init__(self, sources: Sequence[TensorSource]) -> None:
+    def __init__(self, sources: Sequence[TensorSource], tier: str) -> None:
         self.homes: list[RamHome | DiskHome] = []
-        self.layout = packed_layout(sources)
-
-    @property
-    def tier(self) -> str:
-        return DISK if any(isinstance(home, DiskHome) for home in self.homes) else RAM
+        self.layout, self.tier = packed_layout(sources), tier
 
     def stage(self) -> bool:
         return True
