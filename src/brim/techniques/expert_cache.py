@@ -14,8 +14,9 @@ from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Done, Settled, Waitable
 
-# After so many visits of the layer a use counts half. Of 1 (nearly the latest use alone) to 1024 (the mere number of
-# uses) this hits most on routers that keep some favourites and change the subject: bench/experts.py.
+# After so many visits of the layer a use counts half. Over router traces with and without favourites, that change and
+# that do not (bench/experts.py), 0.569 of the experts needed are there; with the latest use alone (LRU) 0.545, with
+# the mere number of uses (LFU) 0.559.
 HALF_LIFE_VISITS = 32.0
 
 
