@@ -153,7 +153,7 @@ def expert_ways(
     layers = [_layer(model, layer, hardware, source, seen.get(layer.path)) for layer in found]
     chosen = max(each.chosen for each in layers)
     count = max(each.layer.count for each in layers)
-    for slots in sorted({1, 2, chosen, *(max(1, count * part // 8) for part in range(1, 9))}):
+    for slots in sorted({1, 2, chosen, *(max(1, count * part // 16) for part in range(1, 17))}):
         if slots <= count:
             for choice in [CACHE_DISK] if hardware.compute == RAM else [CACHE_RAM, CACHE_DISK]:
                 yield ExpertWay(layers=layers, slots=slots, choice=choice)
