@@ -279,3 +279,39 @@ def test_the_loss_of_ctc_is_traced_where_lengths_are_known():
 
     made = trace(build, steps=1, target="cpu")
     assert 2 * 50 * (2 * 8 + 1) * 4 in [storage.bytes for storage in made.storages]
+
+
+@pytest.mark.parametrize("where", ["within", "outside", "in place", "decorated"])
+def test_what_is_compiled_runs_as_it_is_written_and_the_trace_says_so(where):
+    outside = torch.compile(nn.functional.gelu) if where == "outside" else None
+
+    def build() -> Step:
+        layer, source = model(), torch.randn(8, 16).cuda()
+        if where == "within":
+            layer = torch.compile(layer)
+        elif where == "in place":
+            layer.compile()
+        decorated = torch.compile(dynamic=True)(nn.functional.relu) if where == "decorated" else lambda value: value
+        return lambda: decorated((outside or decorated)(layer(source))).sum().backward()
+
+    plain = on_cuda(lambda: (lambda layer, source: lambda: layer(source).sum().backward())(model(), torch.ones(8, 16)))
+    made = on_cuda(build)
+    assert made.not_modelled == ("torch.compile: run as it is written",)
+    assert {op.name for op in plain.ops} <= {op.name for op in made.ops}
+    assert plain.not_modelled == ()
+
+
+def test_a_batch_of_more_than_a_million_tokens_is_asked_about_its_mask():
+    def step() -> None:
+        mask = torch.ones(512, 4096, dtype=torch.int64, device="cuda")
+        assert mask.all()
+        assert int(mask.sum(-1).max()) == 4096
+
+    on_cuda(lambda: step, steps=1)
+
+
+def test_a_collective_says_that_the_buffers_of_its_library_are_not_counted():
+    def step() -> None:
+        torch.ops._c10d_functional.all_reduce(torch.randn(64, device="cuda"), "sum", "0")
+
+    assert on_cuda(lambda: step).not_modelled == ("_c10d_functional.all_reduce: NCCL's buffers",)
