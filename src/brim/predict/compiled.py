@@ -23,26 +23,22 @@ _DECISION = "_callback_from_stance"
 @contextmanager
 def as_written(recorder: Recorder) -> Iterator[None]:
     """Nothing is compiled, whether it was to be before the trace or within it, for the duration of one trace."""
-    compile = torch.compile
 
     def eagerly(callback: Any) -> None:
         if callback not in (None, False):
             recorder.not_modelled.add(NOTE)
 
-    def compiled(*args: Any, **options: Any) -> Any:
-        made = compile(*args, **options)
-        replace()  # the compiler may have been loaded just now
-        return made
+    def compile(model: Any = None, **options: Any) -> Any:
+        recorder.not_modelled.add(NOTE)
+        if model is None:  # as a decorator with options
+            return lambda function: function
+        if isinstance(model, torch.nn.Module):  # where programs look for the module that was compiled
+            object.__setattr__(model, "_orig_mod", model)
+        return model
 
     with ExitStack() as stack:
-        replaced: list[str] = []
-
-        def replace() -> None:
-            frames = sys.modules.get(_FRAMES)
-            if frames is not None and hasattr(frames, _DECISION) and not replaced:
-                replaced.append(_DECISION)
-                stack.enter_context(mock.patch.object(frames, _DECISION, eagerly))
-
-        replace()
-        stack.enter_context(mock.patch.object(torch, "compile", compiled))
+        stack.enter_context(mock.patch.object(torch, "compile", compile))
+        frames = sys.modules.get(_FRAMES)
+        if hasattr(frames, _DECISION):
+            stack.enter_context(mock.patch.object(frames, _DECISION, eagerly))
         yield

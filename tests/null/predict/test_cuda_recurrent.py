@@ -74,7 +74,9 @@ def test_both_directions_projections_and_half_precision():
 
 def test_a_batch_first_layer_copies_what_does_not_lie_step_by_step():
     plain, batch_first = traced(nn.GRU), traced(nn.GRU, batch_first=True)
-    assert [op.name for op in batch_first.ops if "rnn" in op.name] == [op.name for op in plain.ops if "rnn" in op.name]
+    assert [op.name for op in batch_first.ops if "rnn" in op.name] == [
+        op.name for op in plain.ops if "rnn" in op.name
+    ]
     contiguous = trace(_batch_first, steps=1)
     copied = [s.bytes for s in contiguous.storages if s.category is Category.TEMPORARY]
     assert BATCH * STEPS * INPUTS * 4 in copied

@@ -205,7 +205,7 @@ def test_layers_that_are_dropped_with_probability_zero_stay():
         draw.add_(1)
         assert draw > 1.0
 
-    with pytest.raises(UnsupportedError, match="assert draw > 1.0"):
+    with pytest.raises(UnsupportedError, match=r"assert draw > 1\.0"):
         on_cpu(step)
     assert seen == [(True, False, False, True)]
 

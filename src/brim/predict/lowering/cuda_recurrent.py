@@ -1,8 +1,8 @@
 """Recurrent layers as CUDA runs them: cuDNN takes all steps and layers as one operation.
 
-Follows aten/src/ATen/native/RNN.cpp and cudnn/RNN.cpp. What cuDNN keeps for the backward pass (its reserve) has a size
-that only the library tells; here it is what that pass cannot do without, every step's gates and states, and the trace
-says that the rest is not known. Weights count as they lie: flattening them into one buffer moves them.
+Follows aten/src/ATen/native/RNN.cpp and cudnn/RNN.cpp. What cuDNN keeps for the backward pass (its reserve) has a
+size that only the library tells; here it is what that pass cannot do without, every step's gates and states, and the
+trace says that the rest is not known. Weights count as they lie: flattening them into one buffer moves them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def _contiguous(kernel: Kernel, *names: str) -> None:
 
 
 def _note(kernel: Kernel) -> None:
-    kernel.unknown = f"{kernel.func.overloadpacket}: cuDNN's workspace, and what its reserve holds beside gates and states"
+    kernel.unknown = (
+        f"{kernel.func.overloadpacket}: cuDNN's workspace, and what its reserve holds beside gates and states"
+    )
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
