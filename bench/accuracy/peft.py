@@ -4,8 +4,8 @@ A run's batches differ in length; its peak is set by the longest. The tokenizer 
 length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty
 and the cache is emptied every ten steps, so the longest follows upon an empty cache.
 
-Adapters are peft's own classes, as they were then (``mid_2026.py``). FRoD cannot be built: it sums up the positions of
-a random sparse matrix, and a trace has no values.
+Adapters are peft's own classes, as they were then (``mid_2026.py``). FRoD cannot be built: it sums up the positions
+of a random sparse matrix, and a trace has no values.
 """
 
 from __future__ import annotations
