@@ -4,8 +4,8 @@ A run's batches differ in length; its peak is set by the longest. The tokenizer 
 length predicted for: the data themselves are not needed. Batches are sorted from long to short in groups of twenty
 and the cache is emptied every ten steps, so the longest follows upon an empty cache.
 
-Adapters are peft's own classes. FRoD, WaveFT and UniLoRA cannot be built, as they index by values of random tensors,
-nor can LoHa, which asks a random number whether to drop a layer: a trace has no values.
+Adapters are peft's own classes, as they were then (``mid_2026.py``). FRoD cannot be built: it sums up the positions
+of a random sparse matrix, and a trace has no values.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import brim
 from accuracy import ground_truth
+from accuracy.mid_2026 import peft_0_19
 from accuracy.table import Row
 from brim.catalog.gpus import gpu as find_gpu
 from brim.catalog.presets import model as preset
@@ -133,7 +134,8 @@ def _traced(row: dict[str, str]) -> Trace:
     major, minor = (card.compute_capability or "8.9").split(".")
 
     def traced(layers: int) -> Trace:
-        return brim.trace(build(row, layers), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
+        with peft_0_19():
+            return brim.trace(build(row, layers), steps=STEPS, target="cuda", capability=(int(major), int(minor)))
 
     few = [_begun(traced(layers)) for layers in _FEW]
     found = deepened(few, _LAYERS - _FEW[0])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,6 +29,22 @@ class Row:
     @property
     def error(self) -> float:
         return self.predicted_bytes / self.measured_bytes - 1
+
+
+def remembered(predict: Callable[[dict[str, str]], Row], path: Path) -> Callable[[dict[str, str]], Row]:
+    """``predict``, with what it found written to the file at once, and read from there where it was found before."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    known = {json.dumps(found["of"]): Row(**found["row"]) for found in map(json.loads, lines)}
+
+    def once(of: dict[str, str]) -> Row:
+        key = json.dumps(of)
+        if key not in known:
+            known[key] = predict(of)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"of": of, "row": asdict(known[key])}) + "\n")
+        return known[key]
+
+    return once
 
 
 def quantile(values: Sequence[float], share: float) -> float:

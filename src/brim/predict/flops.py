@@ -120,6 +120,10 @@ def _products() -> dict[Any, Callable[..., int]]:
         aten._scaled_grouped_mm: lambda a, b, *_, **__: _grouped(a, b),
         aten._weight_int8pack_mm: lambda a, b, *_: 2 * a.numel() * b.shape[0],
         aten.linear: lambda a, b, *_: 2 * a.numel() * b.shape[0],
+        aten._cudnn_rnn: lambda source, weights, *_, **__: _recurrent(source, weights),
+        aten._cudnn_rnn_backward: lambda source, weights, *_, **__: 2 * _recurrent(source, weights),
+        aten.mkldnn_rnn_layer: lambda source, *weights, **__: _recurrent(source, weights[:2]),
+        aten.mkldnn_rnn_layer_backward: lambda source, *weights, **__: 2 * _recurrent(source, weights[:2]),
     }
 
 
@@ -145,6 +149,12 @@ def _attention() -> dict[Any, Callable[..., int]]:
 def _score_count(q: torch.Tensor, k: torch.Tensor) -> int:
     """Twice the entries of the score matrices of q (batch, heads, queries, width) and k (batch, ..., keys, width)."""
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2]
+
+
+def _recurrent(source: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """Every step of ``source`` (steps, batch, inputs) meets every matrix of the layers once."""
+    matrices = sum(weight.numel() for weight in weights if weight.dim() == 2)
+    return 2 * (source.numel() // source.shape[-1]) * matrices
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor) -> int:

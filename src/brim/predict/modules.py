@@ -43,6 +43,10 @@ class ModuleTracker:
         node = torch._C._current_autograd_node()
         return self._by_sequence.get(node._sequence_nr(), -1) if node is not None else -1
 
+    def running(self) -> Iterator[nn.Module]:
+        """The modules that are being called, from the outside in."""
+        return (module for index in self._stack if (module := self._modules[index]()) is not None)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         handles = [

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from brim.predict.compiled import as_written
 from brim.predict.dispatch import RecordingMode
 from brim.predict.outside import as_numpy, as_tensor_of_file, outside_world
 from brim.predict.unknown import UnknownNumber, forget_values, holds_unknown, unknown_numbers
@@ -68,7 +69,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
          mock.patch.object(torch, "set_rng_state", _forget_rng_state), \
          mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
-         unknown_numbers(mode.recording.values), outside_world(), \
+         unknown_numbers(mode.recording.values), outside_world(), as_written(mode.recording.recorder), \
          _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
 

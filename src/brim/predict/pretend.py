@@ -7,6 +7,7 @@ whether the program put it on the GPU; what lies on the host is not part of a CU
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 
 from brim.predict.dispatch import RecordingMode
-from brim.predict.lowering import cuda_attention
+from brim.predict.lowering import cuda_attention, cuda_recurrent
 from brim.predict.patches import ValueMode
 from brim.predict.torch_cuda import torch_cuda
 
@@ -46,6 +47,7 @@ class PretendCuda(ValueMode):
             torch.nn.functional.scaled_dot_product_attention: self.attention,
             torch.dropout: self._dropout,
             torch.nn.functional.dropout: self.dropout,
+            **{kind: functools.partial(cuda_recurrent.layer, kind) for kind in cuda_recurrent.KINDS},
         }
 
     def on_device(self, tensor: torch.Tensor) -> bool:
@@ -163,6 +165,7 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         for name, value in torch_cuda(recording, mode.capability).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.nn.DataParallel, "scatter", _one_replica))
+        stack.enter_context(mock.patch.object(torch.nn.RNNBase, "flatten_parameters", _leave))
         stack.enter_context(_default_device(mode))
         stack.enter_context(mock.patch.object(FakeTensor, "device", _device_property(mode, recording)))
         stack.enter_context(_autocast_state())
@@ -177,6 +180,10 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
 def _one_replica(parallel: Any, inputs: Any, kwargs: Any, device_ids: Any) -> tuple[Any, Any]:
     """On one GPU the inputs stay as they are (nn/parallel/data_parallel.py then calls the module itself)."""
     return (inputs,), (kwargs,)
+
+
+def _leave(layer: torch.nn.RNNBase) -> None:
+    """Weights stay where they are: moved into one buffer they take as much."""
 
 
 @contextmanager

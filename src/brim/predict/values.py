@@ -5,7 +5,8 @@ computed from them) are computed for real beside their fakes, so that masks and 
 The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...; or, where
 the worst case is asked for, as crowded: every token goes to the first k experts.
 A program that asks whether values are finite hears that they are: only a run that is well can be planned.
-Nothing else is guessed, and a trace notes which of these it was asked for.
+Nothing else is guessed, and a trace notes which of these it was asked for. A draw from [0, 1) that is compared with a
+number outside of it, or with 0 itself (how layers are dropped with probability 0), has one answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
 _MOST_ELEMENTS = {False: 1 << 20, True: 1 << 14}  # by whether the dtype is floating
+_MOST_TOKENS = 1 << 24  # where there is a number per token of a batch, or per token and expert
 _MOST_ROUTED = 1 << 26  # tables of which token goes to which expert
 _FACTORIES = {
     _aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.ones.default, _aten.zeros.default,
@@ -26,6 +28,8 @@ _FACTORIES = {
     _aten.lift_fresh.default, _aten.tril_indices.default, _aten.triu_indices.default,
 }  # fmt: skip
 _MOST_EXPERTS = 1024
+_DRAWS = {_aten.rand.default, _aten.rand_like.default}
+_ABOVE = {_aten.gt.Scalar: True, _aten.ge.Scalar: True, _aten.lt.Scalar: False, _aten.le.Scalar: False}
 
 
 @dataclass(slots=True)
@@ -105,6 +109,11 @@ class KnownValues:
         if func is _aten.topk.default:
             _route(args, result, self.routing == "crowded")
             return
+        if func in _DRAWS:
+            result._brim_draw = result._version
+        elif func in _ABOVE and _is_draw(args[0]):
+            _compare_draw(args[1], _ABOVE[func], result)
+            return
         inputs = [t for t in _leaves((args, kwargs)) if getattr(t, "_brim_known", None) is not None]
         if not inputs:
             return
@@ -181,6 +190,19 @@ def _route(args: tuple[Any, ...], result: Any, crowded: bool) -> None:
     indices._brim_known.state["routing"] = True
 
 
+def _is_draw(tensor: torch.Tensor) -> bool:
+    """Whether it was drawn from [0, 1) and not written since."""
+    return getattr(tensor, "_brim_draw", None) == tensor._version
+
+
+def _compare_draw(bound: object, above: bool, result: torch.Tensor) -> None:
+    """One draw in 2^24 is 0 itself: with that bound the answer is the one of all others."""
+    if isinstance(bound, (int, float)) and not 0 < bound < 1:
+        with _disable_current_modes():
+            answer = torch.tensor((bound <= 0) == above).expand(result.shape)
+        result._brim_known = Known(answer)  # type: ignore[attr-defined]
+
+
 def carry_one_hot(classes: torch.Tensor, result: torch.Tensor) -> None:
     """Let a table of which class each element has be known where the classes are."""
     source = known(classes)
@@ -204,7 +226,11 @@ def _forget(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _small(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.numel() <= _MOST_ELEMENTS[tensor.dtype.is_floating_point]
+    """Whether its values are worth computing: those of a matrix of scores are not, those of a batch's tokens are."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    floating = tensor.dtype.is_floating_point
+    return tensor.numel() <= (_MOST_TOKENS if tensor.dim() <= 2 and not floating else _MOST_ELEMENTS[floating])
 
 
 def _leaves(value: Any) -> Iterable[torch.Tensor]:

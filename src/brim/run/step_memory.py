@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
-from brim.predict.lowering.fakes import FAKES
+from brim.predict.dispatch import RecordingMode
+from brim.predict.modules import ModuleTracker
+from brim.predict.recorder import Recorder
+from brim.predict.values import KnownValues
 from brim.techniques.blocks import Partition
 
 
@@ -39,45 +41,51 @@ class Observation:
         )
 
 
-class _Watch(TorchDispatchMode):
-    """Counts bytes of storages that operations make, while they live; notes who reads which parameter."""
+_GIVEN = frozenset({Category.PARAMETER, Category.BUFFER, Category.INPUT})
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = self.peak_bytes = 0
-        self.active: list[str] = []
+
+class _Watch(RecordingMode):
+    """Records operations as a trace does, without what kernels take inside; notes who reads which parameter."""
+
+    def __init__(self, model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(Recorder(), ModuleTracker(), KnownValues(), lambda func: None)
         self.uses: dict[str, set[frozenset[str]]] = {}
-        self._known: set[int] = set()
-        self._names = {t.untyped_storage()._cdata: name for name, t in parameters.items()}
-
-    def know(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These exist already and are not counted."""
-        self._known |= {t.untyped_storage()._cdata for t in tensors}
+        self._pauses: list[range] = []
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
+        for tensor in given.values():
+            self.adopt(tensor, Category.PARAMETER)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 name = self._names.get(tensor.untyped_storage()._cdata)
                 if name is not None:
-                    self.uses.setdefault(name, set()).add(frozenset(self.active))
-        made = FAKES.get(func, func)(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return made
+                    self.uses.setdefault(name, set()).add(self._running())
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._release, key, size)
+    def _running(self) -> frozenset[str]:
+        """The paths of the modules that are being called; "" for one that the model does not have."""
+        return frozenset(self._paths.get(id(module), "") for module in self.modules.running())
 
-    def _release(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= size
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """While open, what is held at once does not matter: only what is left of it."""
+        first = self.recorder.tick()
+        yield
+        self._pauses.append(range(first, self.recorder.tick()))
+
+    def peak_bytes(self) -> int:
+        """The most that was held at once of what operations made."""
+        made = [life for life in self.recorder.lives if life.category not in _GIVEN]
+        changes = [(life.born, life.bytes) for life in made]
+        changes += [(life.died, -life.bytes) for life in made if life.died is not None]
+        held = peak = 0
+        for tick, bytes in sorted(changes):
+            before, held = held, held + bytes
+            if not any(tick in pause for pause in self._pauses):
+                peak = max(peak, before, held)
+        return peak
 
 
 def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], _Watch], None]) -> Observation:
@@ -88,47 +96,27 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], _Watch], Non
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), torch.inference_mode(False):
         parameters = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
         buffers = {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
-        watch = _Watch(parameters)
-        watch.know([*parameters.values(), *buffers.values()])
+        watch = _Watch(model, parameters)
+        for buffer in buffers.values():
+            watch.adopt(buffer, Category.BUFFER)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map(_faked(fake), (args, kwargs))
-            watch.know([t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)])
-            with watch, _following(model, watch.active):
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and watch.life_of(tensor) is None:
+                    watch.adopt(tensor, Category.INPUT)
+            with watch.modules.watching(), watch:
                 return torch.func.functional_call(model, parameters | buffers, args, kwargs)
 
         try:
             run(call, watch)
-        except RuntimeError as error:  # fake kernels raise that and its kin
+        except (RuntimeError, UnsupportedError) as error:  # fake kernels raise the first and its kin
             raise UnsupportedError(
                 f"The activations of {type(model).__name__} were to be predicted without running it.",
                 f"{next(iter(str(error).splitlines()), type(error).__name__)}",
                 "Give them with activations=..., for instance activations='512MiB'.",
             ) from error
-    return Observation(step_bytes=watch.peak_bytes, uses={n: frozenset(u) for n, u in watch.uses.items()})
-
-
-@contextlib.contextmanager
-def _following(model: nn.Module, active: list[str]) -> Iterator[None]:
-    """Keep in ``active`` the paths of the modules that are being called."""
-    paths = {id(module): path for path, module in model.named_modules()}
-
-    def enter(module: nn.Module, args: object) -> None:
-        active.append(paths.get(id(module), ""))
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        active.pop()
-
-    hooks = [
-        nn.modules.module.register_module_forward_pre_hook(enter),
-        nn.modules.module.register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        active.clear()
+    return Observation(step_bytes=watch.peak_bytes(), uses={n: frozenset(u) for n, u in watch.uses.items()})
 
 
 def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> Observation:
@@ -170,13 +158,11 @@ def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
 
     def run(call: Callable[..., Any], watch: _Watch) -> None:
         call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
-        prompt_bytes = watch.peak_bytes
-        past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)
-        cache = past.past_key_values
-        del past
-        watch.peak_bytes = watch.live_bytes  # filling the cache at once was only a way to get there
+        with watch.uncounted():  # filling the cache at once is only a way to get there
+            past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)
+            cache = past.past_key_values
+            del past
         call(**_dummy(module, inputs.batch, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        watch.peak_bytes = max(watch.peak_bytes, prompt_bytes)
 
     return watch_step(module, run)
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from brim import trace
+from brim.core import Category
 
 
 def unknown(groups, dtype=torch.float32, layout=torch.contiguous_format):
@@ -26,3 +27,29 @@ def test_depthwise_convolutions_in_float32_take_pytorchs_own_kernels():
 )  # fmt: skip
 def test_convolutions_that_go_to_cudnn_are_named(choice):
     assert any("cuDNN" in text for text in unknown(**choice))
+
+
+def temporaries(dtype, layout=torch.contiguous_format):
+    """Sizes of what kernels take and give back in a step of a convolution from 3 to 20 channels."""
+
+    def build():
+        model = nn.Conv2d(3, 20, 3, padding=1, bias=False).cuda().to(dtype)
+        source = torch.randn(2, 3, 16, 16, device="cuda", dtype=dtype, requires_grad=True)
+        source = source.to(memory_format=layout)
+        return lambda: model(source).square().sum().backward()
+
+    made = trace(build, steps=1)
+    return [storage.bytes for storage in made.storages if storage.category is Category.TEMPORARY]
+
+
+TRANSPOSED = (2 * 16 * 16) * (8 + 24) + 8 * 24 * 3 * 3  # elements of source, result and weight, channels padded
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_transposes_its_operands_with_channels_padded_to_eight(dtype):
+    assert temporaries(dtype).count(TRANSPOSED * 2) == 3  # for the result, and for both gradients
+
+
+def test_channels_last_and_float32_are_not_transposed():
+    assert TRANSPOSED * 2 not in temporaries(torch.float16, torch.channels_last)
+    assert TRANSPOSED * 4 not in temporaries(torch.float32)

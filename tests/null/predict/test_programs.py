@@ -279,3 +279,48 @@ def test_the_loss_of_ctc_is_traced_where_lengths_are_known():
 
     made = trace(build, steps=1, target="cpu")
     assert 2 * 50 * (2 * 8 + 1) * 4 in [storage.bytes for storage in made.storages]
+
+
+@pytest.mark.parametrize("where", ["within", "in place", "decorated"])
+def test_what_is_compiled_runs_as_it_is_written_and_the_trace_says_so(where):
+    def build(compiled: bool = True) -> Step:
+        layer, source, other = model(), torch.randn(8, 16).cuda(), nn.functional.relu
+        if compiled and where == "within":
+            layer = torch.compile(layer)._orig_mod
+        elif compiled and where == "in place":
+            layer.compile()
+        elif compiled:
+            other = torch.compile(dynamic=True)(other)
+        return lambda: other(layer(source)).sum().backward()
+
+    plain, made = on_cuda(lambda: build(compiled=False)), on_cuda(build)
+    assert made.not_modelled == ("torch.compile: run as it is written",)
+    assert plain.not_modelled == ()
+    assert made.storages == plain.storages
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of the compiler, about itself
+def test_what_was_compiled_before_the_trace_is_not_compiled_in_it():
+    compiled = torch.compile(nn.functional.gelu, backend="eager")
+
+    def build() -> Step:
+        source = torch.randn(8, 16).cuda()
+        return lambda: compiled(source)
+
+    assert on_cuda(build).not_modelled == ("torch.compile: run as it is written",)
+
+
+def test_a_batch_of_more_than_a_million_tokens_is_asked_about_its_mask():
+    def step() -> None:
+        mask = torch.ones(512, 4096, dtype=torch.int64, device="cuda")
+        assert mask.all()
+        assert int(mask.sum(-1).max()) == 4096
+
+    on_cuda(lambda: step, steps=1)
+
+
+def test_a_collective_says_that_the_buffers_of_its_library_are_not_counted():
+    def step() -> None:
+        torch.ops._c10d_functional.all_reduce(torch.randn(64, device="cuda"), "sum", "0")
+
+    assert on_cuda(lambda: step).not_modelled == ("_c10d_functional.all_reduce: NCCL's buffers",)

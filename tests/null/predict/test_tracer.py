@@ -196,6 +196,20 @@ def test_a_value_that_is_written_over_is_no_longer_known():
         on_cpu(step)
 
 
+def test_layers_that_are_dropped_with_probability_zero_stay():
+    seen = []
+
+    def step() -> None:
+        draw = torch.rand(1)
+        seen.append((bool(draw > 0.0), bool(torch.rand([]) < 0), bool(draw >= 1), bool(draw < 1.0)))
+        draw.add_(1)
+        assert draw > 1.0
+
+    with pytest.raises(UnsupportedError, match=r"assert draw > 1\.0"):
+        on_cpu(step)
+    assert seen == [(True, False, False, True)]
+
+
 def test_a_step_that_needs_a_value_names_the_line():
     def step() -> None:
         if (torch.randn(4) > 0).any():

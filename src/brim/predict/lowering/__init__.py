@@ -11,6 +11,7 @@ from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
 
+_COLLECTIVES = ("c10d", "_c10d_functional")
 _CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES, **cpu_convolution.RULES, **cpu_kernels.RULES}
 
 
@@ -18,7 +19,12 @@ def rules_for(target: str, capability: tuple[int, int]) -> Callable[[torch._ops.
     """The rules of ``target``'s kernels for one trace, looked up by operation."""
     if target == "cpu":
         return _cpu_rule
-    return cuda_kernels.rules(capability).get
+    found = cuda_kernels.rules(capability)
+    return lambda func: found.get(func) or (_collective if func.namespace in _COLLECTIVES else None)
+
+
+def _collective(kernel: Kernel) -> None:
+    kernel.unknown = f"{kernel.func.overloadpacket}: NCCL's buffers"
 
 
 def _cpu_rule(func: torch._ops.OpOverload) -> Rule | None:

@@ -2,10 +2,17 @@
 
 PyTorch runs the first engine of cuDNN's heuristics with the workspace that it asks for (cudnn/Conv_v8.cpp under
 aten/src/ATen/native). Which one that is cannot be known here, so the trace says so and ``estimation/workspaces.py``
-has those that are known. Depthwise convolutions in float32 take PyTorch's own kernels, without any.
+has those that are known. Two cases are known beforehand:
+
+* Depthwise convolutions in float32 take PyTorch's own kernels, without any workspace.
+* In half precision Tensor Cores do the work. They read channels-last operands of a multiple of eight channels; cuDNN
+  transposes and pads others by itself (NVIDIA, Deep Learning Performance, Convolutional Layers), so the workspace
+  holds every operand of another layout once more.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 import torch
 
@@ -13,11 +20,14 @@ from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_CHANNELS = 8  # of half precision that Tensor Cores read at once
 
 
 def _forward(kernel: Kernel) -> None:
     x, w = kernel.arg("input"), kernel.arg("weight")
     _note_engine(kernel, x, w)
+    kernel.emit()
+    kernel.temp(_transposed_bytes(kernel, x, w, kernel.result))
 
 
 def _backward(kernel: Kernel) -> None:
@@ -26,6 +36,22 @@ def _backward(kernel: Kernel) -> None:
     _note_engine(kernel, x, w)
     if not y.is_contiguous() and not _channels_last(y, w):
         kernel.temp(nbytes(y))
+    workspace = _transposed_bytes(kernel, x, w, y)
+    for output, _ in enumerate(filter(None, kernel.arg("output_mask")[:2])):  # of the input, then of the weight
+        kernel.emit(output)
+        kernel.free(kernel.temp(workspace))
+
+
+def _transposed_bytes(kernel: Kernel, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> int:
+    """Source, weight and result with the channels last and padded, where Tensor Cores need them so."""
+    if x.dtype not in _HALF or kernel.arg("groups") != 1 or _channels_last(x, w):
+        return 0
+    points = x.size(0) * _padded(x.size(1)) * prod(x.shape[2:]) + y.size(0) * _padded(y.size(1)) * prod(y.shape[2:])
+    return (points + _padded(w.size(0)) * _padded(w.size(1)) * prod(w.shape[2:])) * x.element_size()
+
+
+def _padded(channels: int) -> int:
+    return -(-channels // _CHANNELS) * _CHANNELS
 
 
 def _note_engine(kernel: Kernel, x: torch.Tensor, w: torch.Tensor) -> None:

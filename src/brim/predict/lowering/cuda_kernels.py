@@ -9,7 +9,7 @@ from math import ceil, prod
 
 import torch
 
-from brim.predict.lowering import cuda_convolution, cuda_sorting
+from brim.predict.lowering import cuda_convolution, cuda_recurrent, cuda_sorting
 from brim.predict.lowering.cpu_kernels import ctc_backward
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
@@ -24,7 +24,7 @@ _GEMM = (
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     """cuda/CublasHandlePool.cpp: ``:4096:2:16:8``, and 32 MiB on Hopper and Blackwell; cuBLASLt shares it."""
-    return 32 << 20 if capability[0] in (9, 10) else 4096 * 1024 * 2 + 16 * 1024 * 8
+    return 32 << 20 if capability[0] in (9, 10, 12) else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 class Workspaces:
@@ -174,6 +174,7 @@ def _efficient_backward(kernel: Kernel) -> None:
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_convolution.RULES,
+    **cuda_recurrent.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_batch_norm.default: _statistics_in_float,

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
+from brim.predict.lowering import cuda_recurrent
 from brim.predict.values import known
 
 _aten = torch.ops.aten
@@ -86,6 +87,7 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *args: objec
 
 
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    _aten._cudnn_rnn_backward.default: cuda_recurrent.backward,
     _aten._ctc_loss.Tensor: _ctc_loss,
     _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     _aten._fused_sgd_.default: _fused,

@@ -1,0 +1,44 @@
+"""``torch.compile`` in a trace: what is compiled runs as it is written, and the trace says that it did.
+
+What a compiler fuses, recomputes and reuses is its own choice, made with values, shapes and a GPU that are not here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from brim.predict.recorder import Recorder
+
+NOTE = "torch.compile: run as it is written"
+_FRAMES = "torch._dynamo.eval_frame"  # torch/_dynamo/eval_frame.py decides before every compiled call what to do
+_DECISION = "_callback_from_stance"
+
+
+@contextmanager
+def as_written(recorder: Recorder) -> Iterator[None]:
+    """Nothing is compiled, whether it was to be before the trace or within it, for the duration of one trace."""
+
+    def eagerly(callback: Any) -> None:
+        if callback not in (None, False):
+            recorder.not_modelled.add(NOTE)
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        recorder.not_modelled.add(NOTE)
+        if model is None:  # as a decorator with options
+            return lambda function: function
+        if isinstance(model, torch.nn.Module):  # where programs look for the module that was compiled
+            object.__setattr__(model, "_orig_mod", model)
+        return model
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "compile", compile))
+        frames = sys.modules.get(_FRAMES)
+        if hasattr(frames, _DECISION):
+            stack.enter_context(mock.patch.object(frames, _DECISION, eagerly))
+        yield
