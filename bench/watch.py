@@ -1,13 +1,15 @@
-"""What ``brim.watch`` costs: a training step with and without it, and the time to write the file. Writes JSON.
+"""What ``brim.watch`` costs: a training step with and without it, and the time to write the file.
 
-``python bench/watch.py [--rounds 7] [--seconds 4] [--json FILE]``. On a machine with CUDA it is PyTorch's recorder
-that is measured (stacks of Python, a ring of 100,000 events); elsewhere the sampling of resident memory. Rounds with
-and without take turns, so that a machine that slows down slows both.
+``python bench/watch.py [--rounds 15] [--seconds 4] [--json FILE]`` takes two and a half minutes of an idle machine and
+adds a line to ``measurements/watch_cpu.jsonl`` (``watch_cuda.jsonl`` where there is a GPU). On a machine with CUDA it
+is PyTorch's recorder that is measured (stacks of Python, a ring of 100,000 events); elsewhere the sampling of resident
+memory. Rounds with and without take turns, so that a machine that slows down slows both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -18,7 +20,9 @@ import torch
 from torch import nn
 
 import brim
-from _harness import Spread, machine_facts, write_json
+from _harness import Spread, machine_facts
+
+MEASUREMENTS = Path(__file__).resolve().parents[1] / "measurements"
 
 
 def training_step(device: str) -> Callable[[], None]:
@@ -62,7 +66,7 @@ def write_s(step: Callable[[], None], path: Path, seconds: float) -> tuple[float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -87,11 +91,13 @@ def main() -> None:
         overhead = Spread.of(found)
         print(f"{device}, {kind}: {overhead.median:+.2%} a step ({overhead.least:+.2%} to {overhead.most:+.2%})")
     print(f"written in {took_s:.2f} s: {size / 1e6:.1f} MB")
-    if options.json:
+    output = options.json or MEASUREMENTS / f"watch_{device}.jsonl"
+    with output.open("a", encoding="utf-8") as file:
         medians = {kind: statistics.median(found) for kind, found in slower.items()}
         row = {"device": device, "overhead": slower, "overhead_median": medians}
         facts = machine_facts(["torch"])
-        write_json(options.json, row | {"write_s": took_s, "file_bytes": size, "machine": facts})
+        row |= {"rounds": options.rounds, "seconds": options.seconds, "write_s": took_s, "file_bytes": size}
+        file.write(json.dumps(row | {"machine": facts}) + "\n")
 
 
 if __name__ == "__main__":

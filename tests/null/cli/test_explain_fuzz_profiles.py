@@ -25,7 +25,6 @@ import pytest
 import nsight_database
 from _simulated_recording import Recording
 from brim.cli import main
-from brim.cli.explain_source import parsed_timeline
 from brim.core import EventKind, Timeline
 from brim.measure import snapshot
 from brim.memory.recorded_timeline import recorded_run
@@ -122,7 +121,7 @@ def read_snapshot(data: bytes) -> None:
 
 
 def read_timeline(data: bytes) -> None:
-    summary(parsed_timeline(data, "fuzzed"))
+    summary(Timeline.read(io.BytesIO(data), "fuzzed"))
 
 
 def read_log(data: bytes) -> None:
