@@ -95,7 +95,7 @@ def main() -> None:
     with output.open("a", encoding="utf-8") as file:
         medians = {kind: statistics.median(found) for kind, found in slower.items()}
         row = {"device": device, "overhead": slower, "overhead_median": medians}
-        facts = machine_facts(["torch"])
+        facts = machine_facts(["brim", "torch"])
         row |= {"rounds": options.rounds, "seconds": options.seconds, "write_s": took_s, "file_bytes": size}
         file.write(json.dumps(row | {"machine": facts}) + "\n")
 
