@@ -120,14 +120,18 @@ class Timeline:
     ) -> None:
         """Append many events at once, given as columns of one length.
 
-        ``texts`` holds indices and the texts that they point to. Columns that are left out are as in ``add``.
-        Raises ValueError for columns of other lengths.
+        ``texts`` holds indices and the texts that they point to. Columns that are left out are as in ``add``; those
+        that are given as a memoryview of the column's own type are copied as they are. Each is asked for once, one
+        after the other. Raises ValueError for columns of other lengths.
         """
         end = len(self) + len(kinds)
         for key, column in self._columns.items():
             default = -1 if key in ("address", "storage") else 0
             values = kinds if key == "kind" else numbers.get(key)
-            column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
+            if isinstance(values, memoryview):
+                column.frombytes(values.cast("B") if len(values) else b"")
+            else:
+                column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
         for key, column in self._text_columns.items():
             indices, names = texts.get(key, (array("i", [0]) * len(kinds), ("",)))
             known = [self._texts.setdefault(name, len(self._texts)) for name in names]

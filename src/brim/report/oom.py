@@ -117,6 +117,8 @@ def _places(flat: str) -> list[tuple[int, Format]]:
     """Where messages start, and of which kind. What lies inside another's start is not one of its own."""
     taken: list[tuple[int, int, Format]] = []  # start, end; in order, apart from each other
     for form in FORMATS:
+        if not any(word in flat for word in form.words):
+            continue
         for match in form.start.finditer(flat):
             at = bisect_left(taken, match.start(), key=itemgetter(0))
             free_before = at == 0 or taken[at - 1][1] <= match.start()
