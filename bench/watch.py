@@ -1,9 +1,9 @@
 """What ``brim.watch`` costs: a training step with and without it, and the time to write the file.
 
-``python bench/watch.py [--rounds 15] [--seconds 4] [--json FILE]`` takes two and a half minutes of an idle machine and
-adds a line to ``measurements/watch_cpu.jsonl`` (``watch_cuda.jsonl`` where there is a GPU). On a machine with CUDA it
-is PyTorch's recorder that is measured (stacks of Python, a ring of 100,000 events); elsewhere the sampling of resident
-memory. Rounds with and without take turns, so that a machine that slows down slows both.
+``python bench/watch.py [--rounds 15] [--seconds 4] [--json FILE]`` takes two and a half minutes of an idle machine
+and adds a line to ``measurements/watch_cpu.jsonl`` (``watch_cuda.jsonl`` where there is a GPU). On a machine with
+CUDA it is PyTorch's recorder that is measured (stacks of Python, a ring of 100,000 events); elsewhere the sampling of
+resident memory. Rounds with and without take turns, so that a machine that slows down slows both.
 """
 
 from __future__ import annotations

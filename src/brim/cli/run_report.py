@@ -1,4 +1,4 @@
-"""What ``brim generate`` and ``brim train`` tell of a run's two Timelines: what was foreseen, and what was measured."""
+"""What ``brim generate`` and ``brim train`` tell of a run's two Timelines: as it was foreseen, and as measured."""
 
 from __future__ import annotations
 

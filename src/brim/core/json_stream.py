@@ -123,7 +123,7 @@ class JsonStream:
                 self._need_more(error)
 
     def fields(self) -> Iterator[str]:
-        """The keys of the object that begins here; after each, read or skip its value before the next is asked for."""
+        """The keys of the object that begins here; read or skip the value of each before the next is asked for."""
         self.take("{")
         if self.peek() == "}":
             self.take("}")

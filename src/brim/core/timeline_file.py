@@ -1,4 +1,4 @@
-"""A Timeline's JSON, read into columns some numbers at a time: it takes what the columns take, not what the text does."""
+"""A Timeline's JSON, read into columns some numbers at a time: it takes what they take, and not the text too."""
 
 from __future__ import annotations
 

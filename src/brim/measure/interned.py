@@ -50,4 +50,3 @@ class Interned(Sequence[T]):
         return isinstance(other, Sequence) and len(other) == len(self) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # it grows
-

@@ -234,9 +234,9 @@ class _Reader:
         start = len(self.stack) - count
         made = tuple(self.stack[start:])
         del self.stack[start:]
-        if count > MOST_SHARED or not all(type(part) is int for part in made):
-            self.keep(made, 1)
-        elif (known := self.tuples.setdefault(made, made)) is made:  # ids of pools: one for each event, few different
+        plain = count <= MOST_SHARED and all(type(part) is int for part in made)
+        known = self.tuples.setdefault(made, made) if plain else made  # ids of pools: of many events, few different
+        if known is made:
             self.keep(made, 1)
         else:
             self.push(known, 1)
@@ -285,7 +285,7 @@ class _Reader:
             made = self.reduce(holder)
             if made is not holder:
                 self.stack[-1] = made
-                self.kept = kept + 1
+                self.kept = kept  # what was counted for the dictionary stands for what took its place
                 if place >= 0:
                     self.memo[place] = made  # the memo would keep the dictionary as long as the file is read
 

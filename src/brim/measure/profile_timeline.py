@@ -34,7 +34,7 @@ class Rows(Protocol):
 
 
 @dataclass
-class _Table:
+class Table:
     """Columns of events that are put into order at the end. Texts are numbers of the activity's texts."""
 
     parts: list[dict[str, Numbers]] = field(default_factory=list)
@@ -76,13 +76,16 @@ class _Columns(Mapping[str, Any]):
 
 
 def _view(column: Numbers) -> memoryview:
-    return memoryview(np.ascontiguousarray(column))
+    return np.ascontiguousarray(column).data
 
 
 def _used(numbers: Numbers, texts: Sequence[str]) -> tuple[memoryview, list[str]]:
     """Texts that are used, and which of them where: there are far more texts than a device has events."""
-    used, indices = np.unique(numbers.astype(np.int32), return_inverse=True)
-    return _view(indices.astype(np.int32)), [texts[number] for number in used]
+    chosen = numbers.astype(np.int32)
+    used = np.flatnonzero(np.bincount(chosen, minlength=1))
+    place = np.zeros(used.max(initial=0) + 1, np.int32)
+    place[used] = np.arange(len(used))
+    return _view(place[chosen]), [texts[number] for number in used]
 
 
 _NUMBERS = {"time_s": 0.0, "duration_s": 0.0, "bytes": 0, "address": -1, "stream": 0}
@@ -91,11 +94,9 @@ _TEXTS = {"tier": 2, "source": 2, "label": 0, "category": 0}
 _CATEGORIES = ("", COLLECTIVE_CATEGORY, *CAUSES)
 
 
-def device_timeline(
-    activity: Activity, rows: Rows, idle: Idle, labels: Numbers, device: int, source: str
-) -> Timeline:
+def device_table(activity: Activity, rows: Rows, idle: Idle, labels: Numbers, device: int) -> Table:
     """Kernels, copies, allocations and idle times of one device, in seconds since the recording began."""
-    table = _Table()
+    table = Table()
     kernels = ~rows.memory
     table.add(
         int(kernels.sum()),
@@ -122,19 +123,17 @@ def device_timeline(
     )
     _add_idle(table, idle, labels)
     _add_memory(table, activity, device, tier=0)
-    timeline = Timeline(f"{source}: device {device}", measured=True)
-    table.write(timeline, activity.texts.all())
-    return timeline
+    return table
 
 
 def host_timeline(activity: Activity, source: str) -> Timeline:
-    table, timeline = _Table(), Timeline(f"{source}: host", measured=True)
+    table, timeline = Table(), Timeline(f"{source}: host", measured=True)
     _add_memory(table, activity, -1, tier=1)
     table.write(timeline, activity.texts.all())
     return timeline
 
 
-def _add_idle(table: _Table, idle: Idle, labels: Numbers) -> None:
+def _add_idle(table: Table, idle: Idle, labels: Numbers) -> None:
     """One event for each cause of each gap, one after the other in the order of causes: their sums are exact."""
     at = idle.spans.starts.copy()
     for number in range(len(CAUSES)):
@@ -151,7 +150,7 @@ def _add_idle(table: _Table, idle: Idle, labels: Numbers) -> None:
         at += idle.parts[number]
 
 
-def _add_memory(table: _Table, activity: Activity, device: int, *, tier: int) -> None:
+def _add_memory(table: Table, activity: Activity, device: int, *, tier: int) -> None:
     """What the allocator gave and took back; first of all, what it had given before and what is freed later.
 
     The reserve is taken from the totals that PyTorch writes beside every event.

@@ -191,8 +191,8 @@ class _Reader:
     def block(self, item: dict[Any, Any]) -> BlockRecord:
         """A block; before torch 2.0 its request and its stack are in the first entry of its history."""
         history, state, size = item.get("history"), item["state"], item.get("size", -1)
-        told = isinstance(history, list) and bool(history) and type(history[0]) is _Entry
-        first = history[0] if told else _Entry(-1, size, -1)
+        entries = history if isinstance(history, list) else []
+        first = next((one for one in entries[:1] if type(one) is _Entry), _Entry(-1, size, -1))
         requested = item.get("requested_size", first.requested)
         numbers: tuple[Any, Any, Any] = (item.get("address", first.address), size, requested)
         if not all(type(number) is int and -1 <= number < 1 << 63 for number in numbers) or state not in STATES:

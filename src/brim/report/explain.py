@@ -157,4 +157,3 @@ def _module_of(stack: str) -> str:
     if "\n" not in stack and " " not in stack:
         return stack
     return next((frame for frame in stack.split("\n") if frame.startswith("forward at ")), "")
-

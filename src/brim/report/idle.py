@@ -1,8 +1,8 @@
 """What compute waited for, and how long: one table for profiled devices and for brim's own runs.
 
-A profile, and brim's own runs, say why compute waited (IDLE events), in gaps or inside of a COMPUTE event that lasted
-all the while. The gaps that are left between COMPUTE events are given to what was under way in them: a copy (the block
-that it brought), else an allocation, else unknown.
+A profile, and brim's own runs, say why compute waited (IDLE events), in gaps or inside of a COMPUTE event that
+lasted all the while. The gaps that are left between COMPUTE events are given to what was under way in them: a copy
+(the block that it brought), else an allocation, else unknown.
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ def _told(timeline: Timeline, events: _Numbers) -> Iterator[_Part]:
         yield names[labels[index]], names[causes[index]] or UNKNOWN, seconds[index]
 
 
-def _infer(
-    timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers, *, told: bool
-) -> Iterator[_Part]:
+def _infer(timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers, *, told: bool) -> Iterator[_Part]:
     """The gaps between the spans of computing, and of waiting that is ``told``, cut where copies begin and end.
 
     A copy that ends after compute went on was not waited for. Of the others the last one was, and before it those

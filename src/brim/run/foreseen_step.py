@@ -65,7 +65,11 @@ class _Clock:
 def _write_memory(timeline: Timeline, made: Trace, clock: _Clock, tier: str) -> None:
     """Every storage, as the simulation places it: through the caching allocator on CUDA."""
     ticks = sorted(
-        tick for storage in made.storages if storage.bytes for tick in (storage.born, storage.died) if tick is not None
+        tick
+        for storage in made.storages
+        if storage.bytes
+        for tick in (storage.born, storage.died)
+        if tick is not None
     )
     moments = iter(ticks)
     time_s = _BEFORE_S

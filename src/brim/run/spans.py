@@ -122,7 +122,7 @@ class ComputeSpans:
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         begin = self._clock.mark()
-        engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]  # as DDP and FSDP do
+        engine = torch.autograd.Variable._execution_engine  # as DDP and FSDP do
         engine.queue_callback(lambda: self._span(begin, BACKWARD, WHOLE))
 
     def _watch_updates(self, optimizer: torch.optim.Optimizer) -> None:
@@ -173,4 +173,3 @@ class ComputeSpans:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-

@@ -244,4 +244,3 @@ def _timed(made: Trace, run: _Run, hardware: Hardware) -> Prediction:
         lanes[f"{source} -> {target}"] = count / rate
     slowest = max(lanes, key=lambda lane: lanes[lane])
     return Prediction(peak_bytes={}, step_s=lanes[slowest], bound_s=lanes[slowest], limited_by=slowest)
-

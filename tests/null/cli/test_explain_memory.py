@@ -43,7 +43,7 @@ def messages(count: int, kinds: int) -> bytes:
 
 def short_lines(size: int) -> bytes:
     """As many objects as a log can have."""
-    return b"of memory\n" + b"ab\n" * (size // 3)
+    return messages(1, 1) + b"of memory\nab\n" * (size // 13)
 
 
 def recorded(rounds: int, *, old: bool = False) -> bytes:
@@ -92,7 +92,7 @@ def database(folder: Path, count: int) -> bytes:
         "CUPTI_ACTIVITY_KIND_KERNEL": [nsight_database.kernel(at * 100, at * 100 + 70, at) for at in range(count)],
         "CUPTI_ACTIVITY_KIND_RUNTIME": [nsight_database.call(at * 90, at * 90 + 20, 2, at) for at in range(count)],
     }
-    return nsight_database.write(folder / "report.sqlite", rows).read_bytes()
+    return nsight_database.write(folder / f"{count}.sqlite", rows).read_bytes()
 
 
 # Kind, its least example, the file, and how many bytes it has at least (of a packed one: its text).
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, Callable[[Path], bytes], int]] = {
     "log, one long line": ("log", lambda folder: messages(20_000, 3).replace(b"\n", b" "), 4 * MIB),
     "log, text around": ("log", lambda folder: b"loss 1.5\n" * 800_000 + messages(1, 1), 6 * MIB),
     "snapshot, small": ("snapshot", lambda folder: recorded(3), 10 * KIB),
-    "snapshot, events alone": ("snapshot", lambda folder: recorded(600), 2 * MIB),
+    "snapshot, events alone": ("snapshot", lambda folder: recorded(1200), 2 * MIB),
     "snapshot, with stacks": ("snapshot", lambda folder: with_stacks(folder, 20_000), 4 * MIB),
     "snapshot, old": ("snapshot", lambda folder: recorded(300, old=True), MIB),
     "trace, small": ("trace", lambda folder: trace(folder, 60), 10 * KIB),

@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_shown_until_it_fails_and_without_end(
 
 
 def check_both_runs(document: Any, page: Any) -> None:
-    """What was measured and what was foreseen are on one axis, and told apart by name; their figures are the JSON's."""
+    """What was measured and what was foreseen are on one axis and told apart; their figures are the JSON's."""
     measured, predicted = page["views"]
     assert (measured["measured"], predicted["measured"], page["one_axis"]) == (True, False, True)
     assert "measured" in measured["title"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import _synthetic_trace
-from brim.errors import FormatError
 from brim.core import json_stream
+from brim.errors import FormatError
 from brim.measure import profile
 from brim.units import MIB
 from profiles import kernel
