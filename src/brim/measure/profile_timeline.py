@@ -85,7 +85,7 @@ def _used(numbers: Numbers, texts: Sequence[str]) -> tuple[memoryview, list[str]
     used = np.flatnonzero(np.bincount(chosen, minlength=1))
     place = np.zeros(used.max(initial=0) + 1, np.int32)
     place[used] = np.arange(len(used))
-    return _view(place[chosen]), [texts[number] for number in used]
+    return _view(place[chosen]), [texts[number] for number in used.tolist()]
 
 
 _NUMBERS = {"time_s": 0.0, "duration_s": 0.0, "bytes": 0, "address": -1, "stream": 0}
