@@ -34,6 +34,8 @@ class _Clock(Protocol):
 
 
 class _HostClock:
+    """Every moment is known at once."""
+
     def __init__(self, recorder: Recorder) -> None:
         self.mark = recorder.now_s
 
@@ -44,7 +46,7 @@ class _HostClock:
         return mark
 
     def settle(self) -> None:
-        """Every moment is known at once."""
+        """There is nothing to wait for."""
 
 
 class _CudaClock:
@@ -86,8 +88,10 @@ class ComputeSpans:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._recorder, self._tier = memory.recorder, memory.compute.tier
-        on_cuda = memory.device.type == "cuda"
-        self._clock: _Clock = _CudaClock(memory.recorder, memory.device) if on_cuda else _HostClock(memory.recorder)
+        self._at_once = memory.device.type != "cuda"
+        self._clock: _Clock = (
+            _HostClock(memory.recorder) if self._at_once else _CudaClock(memory.recorder, memory.device)
+        )
         self._pending: deque[tuple[Any, Any, str, int]] = deque()
         self._left = MOST_SPANS
         self._hooks: list[RemovableHandle] = []
@@ -111,8 +115,8 @@ class ComputeSpans:
             if then is not None:
                 then(output)
 
-        self._hooks.append(module.register_forward_pre_hook(torch.compiler.disable(begin)))
-        self._hooks.append(module.register_forward_hook(torch.compiler.disable(end)))
+        self._hooks.append(module.register_forward_pre_hook(begin))
+        self._hooks.append(module.register_forward_hook(end))
 
     def _await_backward(self, output: Any) -> None:
         """The backward pass begins where the loss gets its gradient, and ends when autograd is done."""
@@ -142,9 +146,13 @@ class ComputeSpans:
         if self._left <= 0:
             return
         self._left -= 1
-        self._pending.append((begin, self._clock.mark(), label, lane))
-        if len(self._pending) > _MOST_PENDING or isinstance(self._clock, _HostClock):
-            self._write()
+        now = self._clock.mark()
+        if self._at_once:
+            self._recorder.computed(self._tier, begin, now - begin, label, lane)
+        else:
+            self._pending.append((begin, now, label, lane))
+            if len(self._pending) > _MOST_PENDING:
+                self._write()
         if not self._left:
             self._unhook()
 
