@@ -104,7 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="write the files and measure nothing")
     parser.add_argument("--directory", type=Path, help="where the files are kept (default: nowhere)")
     parser.add_argument("--minutes", type=float, default=8.0, help="nothing is begun after that")
-    parser.add_argument("--limit", type=float, default=240.0, metavar="S", help="of one contender on one file")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="of one contender on one file")
     parser.add_argument("--json", type=Path, default=JSON, help="a file of JSON lines to read and to add to")
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ from brim.memory.tiers import cuda_memory
 from brim.run.spans import BLOCKS, WHOLE, ComputeSpans
 from brim.units import GIB
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA")]
 
 
 def test_spans_are_as_long_as_the_kernels_take_and_in_order() -> None:
