@@ -1,13 +1,15 @@
-"""What ``brim.watch`` costs: a training step with and without it, and the time to write the file. Writes JSON.
+"""What ``brim.watch`` costs: a training step with and without it, and the time to write the file.
 
-``python bench/watch.py [--rounds 7] [--seconds 4] [--json FILE]``. On a machine with CUDA it is PyTorch's recorder
-that is measured (stacks of Python, a ring of 100,000 events); elsewhere the sampling of resident memory. Rounds with
-and without take turns, so that a machine that slows down slows both.
+``python bench/watch.py [--rounds 15] [--seconds 4] [--json FILE]`` takes two and a half minutes of an idle machine
+and adds a line to ``measurements/watch_cpu.jsonl`` (``watch_cuda.jsonl`` where there is a GPU). On a machine with
+CUDA it is PyTorch's recorder that is measured (stacks of Python, a ring of 100,000 events); elsewhere the sampling of
+resident memory. Rounds with and without take turns, so that a machine that slows down slows both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -18,7 +20,12 @@ import torch
 from torch import nn
 
 import brim
-from _harness import Spread, machine_facts, write_json
+from _harness import Spread, machine_facts
+from brim.core import Timeline
+from brim.memory.tiers import cpu_memory
+from brim.run.spans import ComputeSpans
+
+MEASUREMENTS = Path(__file__).resolve().parents[1] / "measurements"
 
 
 def training_step(device: str) -> Callable[[], None]:
@@ -60,9 +67,30 @@ def write_s(step: Callable[[], None], path: Path, seconds: float) -> tuple[float
     return time.perf_counter() - start, path.stat().st_size
 
 
+def span_s(calls: int = 4_000) -> float:
+    """What recording when a block computed costs, for each call of a block (``brim generate`` and ``brim train``)."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(10)))
+    nothing = torch.zeros(1)
+
+    def took_s() -> float:
+        start = time.process_time()
+        for _ in range(calls // 10):
+            model(nothing)
+        return time.process_time() - start
+
+    plain = min(took_s() for _ in range(3))
+    memory = cpu_memory(Timeline("spans", measured=True), ram_bytes=1 << 30)
+    found = []
+    for _ in range(3):
+        with ComputeSpans(model, [str(number) for number in range(10)], memory):
+            found.append(took_s())
+    memory.close()
+    return (min(found) - plain) / calls
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -86,12 +114,22 @@ def main() -> None:
     for kind, found in slower.items():
         overhead = Spread.of(found)
         print(f"{device}, {kind}: {overhead.median:+.2%} a step ({overhead.least:+.2%} to {overhead.most:+.2%})")
+    per_span_s = span_s()
+    print(f"recording when a block computed: {per_span_s * 1e6:.1f} us for each call of one")
     print(f"written in {took_s:.2f} s: {size / 1e6:.1f} MB")
-    if options.json:
+    output = options.json or MEASUREMENTS / f"watch_{device}.jsonl"
+    with output.open("a", encoding="utf-8") as file:
         medians = {kind: statistics.median(found) for kind, found in slower.items()}
         row = {"device": device, "overhead": slower, "overhead_median": medians}
-        facts = machine_facts(["torch"])
-        write_json(options.json, row | {"write_s": took_s, "file_bytes": size, "machine": facts})
+        facts = machine_facts(["brim", "torch"])
+        row |= {
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "write_s": took_s,
+            "file_bytes": size,
+            "span_s": per_span_s,
+        }
+        file.write(json.dumps(row | {"machine": facts}) + "\n")
 
 
 if __name__ == "__main__":

@@ -241,6 +241,33 @@ def test_lanes_alone_are_a_page_too(opened: Open, tmp_path: Path) -> None:
     assert page.find_element(By.CSS_SELECTOR, ".tooltip").text.split("\n")[0] in ("gemm", "dataloader")
 
 
+@pytest.mark.parametrize("one_axis", [True, False])
+def test_runs_whose_times_count_from_one_moment_are_drawn_and_zoomed_together(
+    opened: Open, tmp_path: Path, one_axis: bool
+) -> None:
+    views = []
+    for measured, took_s in ((True, 4.0), (False, 2.0)):
+        timeline = Timeline("run", measured=measured)
+        for number in range(20):
+            timeline.add(EventKind.ALLOC, "ram", 1 << 20, time_s=took_s * number / 19, storage=number, label="block")
+        timeline.add(EventKind.COMPUTE, "ram", 0, time_s=0.0, duration_s=took_s, label="forward")
+        views.append(View(timeline=timeline))
+    write(tmp_path / "report.html", views, title="Two runs", one_axis=one_axis)
+    page = opened(tmp_path / "report.html")
+    titles = [head.text for head in page.find_elements(By.CSS_SELECTOR, "section.card h2")]
+    assert ["measured" in title for title in titles] == [True, False]
+    assert "predicted" in titles[1]
+
+    def ranges() -> list[list[float]]:
+        return [page.execute_script(f"return window.brim.panels[{index}].range()") for index in (0, 1)]
+
+    assert ranges() == [[0, 4e9], [0, 4e9 if one_axis else 2e9]]
+    chart(page).send_keys("+")
+    first, second = ranges()
+    assert first != [0, 4e9]
+    assert (first == second) is one_axis
+
+
 def test_hostile_names_run_nothing_and_are_shown_as_they_are(opened: Open, tmp_path: Path) -> None:
     timeline = Timeline(HOSTILE, measured=True, facts={HOSTILE: 1.0})
     timeline.add(EventKind.SEGMENT_ALLOC, "vram", 1 << 30, address=0)

@@ -46,15 +46,16 @@ def explain_snapshot(path: Path, name: str, settings: tuple[str, ...]) -> list[E
 def _device(found: Snapshot, history: DeviceHistory, name: str, settings: tuple[str, ...]) -> ExplainedDevice:
     from brim.memory.allocator_config import AllocatorConfig
     from brim.memory.recorded_timeline import recorded_run
-    from brim.memory.what_if import MOST_SEARCHED_EVENTS, best, what_if
+    from brim.memory.what_if import best, what_if
     from brim.report.explain import summary
 
     recorded = AllocatorConfig.from_snapshot(history.settings)
     run = recorded_run(history, f"{Path(name).name}, device {history.device}", stacks=found.stacks)
     runs = [what_if(history, AllocatorConfig.parse(text)) for text in settings if text != BEST]
-    searched = BEST in settings or run.replay.ooms > 0
-    if searched:
-        runs += best(history)
+    untried: tuple[str, ...] = ()
+    if BEST in settings or run.replay.ooms > 0:
+        search = best(history)
+        runs, untried = [*runs, *search.found], search.untried
     replayed = asdict(run.replay)
     del replayed["device"]
     oom = next((one for one in run.moments if one.what == "oom"), None)
@@ -68,7 +69,7 @@ def _device(found: Snapshot, history: DeviceHistory, name: str, settings: tuple[
         "peak": asdict(summary(run.timeline)) | {"categories": "inferred from stacks"},
         "moments": [_plain(one, found) for one in run.moments],
         "what_if": [asdict(one) for one in runs],
-        "only_fixed_candidates": searched and len(history.actions) > MOST_SEARCHED_EVENTS,
+        "untried": list(untried),
         "advice": _advice(run, oom, runs, recorded.describe()),
     }
     return ExplainedDevice(body=body, timeline=run.timeline)

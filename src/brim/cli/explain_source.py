@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import stat
 import sys
 import tempfile
@@ -83,21 +82,8 @@ def kind_of(head: bytes, name: str) -> str:
 
 
 def timeline_of(source: Source) -> Timeline:
-    """The Timeline in a file."""
-    try:
-        data = source.path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{source.name} was to be read as a Timeline.", f"{error}.") from error
-    return parsed_timeline(data, source.name)
-
-
-def parsed_timeline(data: bytes, name: str) -> Timeline:
-    """The Timeline that a JSON document is. Raises FormatError for anything else."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{name} was to be read as a Timeline.", f"{error}.") from error
-    return Timeline.from_json(document)
+    """The Timeline in a file. Raises FormatError for anything else."""
+    return Timeline.read(source.path, source.name)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 WHEN = {"peak": "at the peak", "oom": "when it failed", "end": "at the end"}
 MOST_LINES = 8  # of one list
-ONLY_FIXED = "fixed candidates only: the run has too many events to search among settings of its own sizes"
 _Lines = list[str]
 
 
@@ -64,9 +63,14 @@ def _device(device: Mapping[str, Any]) -> _Lines:
     lines += [f"  {line}" for line in of_peak(device["peak"], "by category, inferred from stacks")]
     for run in device["what_if"]:
         lines.append(f"  {_what_if_line(run, replay['peak_reserved_measured_bytes'])}")
-    if device["only_fixed_candidates"]:
-        lines.append(f"  {ONLY_FIXED}")
+    if device["untried"]:
+        lines.append(f"  {untried(device)}")
     return lines + [f"  {line}" for line in _advice(device["advice"])]
+
+
+def untried(device: Mapping[str, Any]) -> str:
+    """Settings that the run's sizes suggest and that were not replayed."""
+    return f"not replayed for want of time, ask for them with --what-if: {', '.join(device['untried'])}"
 
 
 def _shown(moments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -69,8 +69,7 @@ def of_snapshot(source: Source, settings: tuple[str, ...]) -> Explained:
     notes = [f"Device {body['device']}: {body['headline']}" for body in bodies]
     if bodies:
         notes.append("Categories are inferred from stacks and lifetimes; a recording does not hold them.")
-    if any(body["only_fixed_candidates"] for body in bodies):
-        notes.append(f"Other settings: {explain_text.ONLY_FIXED}.")
+    notes += [f"Device {body['device']}: {explain_text.untried(body)}." for body in bodies if body["untried"]]
     return Explained(
         title=source.name,
         body={"kind": source.kind, "source": source.name, "devices": bodies},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ def generate(model: str, html: Path | None, as_json: bool, **options: Any) -> No
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
     """
+    from brim.cli.run_report import compute_of
     from brim.run.generation import Request
     from brim.run.generation import generate as run
 
@@ -52,17 +54,19 @@ def generate(model: str, html: Path | None, as_json: bool, **options: Any) -> No
                 sys.stdout.flush()
 
         result = run(request, on_stage=on_stage, on_text=on_text)
+    compute = compute_of(result.timeline, result.predicted)
     if html is not None:
-        _write_html(html, result)
+        _write_html(html, result, compute)
     if as_json:
-        print_json(result.to_json())
+        print_json(result.to_json() | {"compute": compute})
         return
     sys.stdout.write("\n")
     _summary(result, progress)
 
 
-def _write_html(path: Path, result: Generation) -> None:
-    from brim.report.html import Table, View
+def _write_html(path: Path, result: Generation, compute: Mapping[str, Any]) -> None:
+    from brim.cli.run_report import compute_tables, views_of
+    from brim.report.html import Table
 
     plan = result.plan
     promised, measured = result.promised_bytes, result.measured_bytes
@@ -81,8 +85,9 @@ def _write_html(path: Path, result: Generation) -> None:
         rows=((plan.promise.step_s, result.s_per_token, result.eta),),
         note="Eta is the least time that this machine's probe allows, over the time that was taken.",
     )
-    view = View(timeline=result.timeline, plan=plan)
-    write_html(path, [view], title=f"{plan.model}: {plan.task}", tables=[memory, time])
+    views = views_of(result.timeline, result.predicted, plan)
+    tables = [memory, time, *compute_tables(compute)]
+    write_html(path, views, title=f"{plan.model}: {plan.task}", tables=tables, one_axis=True)
 
 
 def _summary(result: Generation, console: Console) -> None:

@@ -74,10 +74,16 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def write_html(
-    path: Path, views: Sequence[View], *, title: str, tables: Sequence[Table] = (), notes: Sequence[str] = ()
+    path: Path,
+    views: Sequence[View],
+    *,
+    title: str,
+    tables: Sequence[Table] = (),
+    notes: Sequence[str] = (),
+    one_axis: bool = False,
 ) -> None:
     """Write the report and say so on stderr."""
     from brim.report.html import write
 
-    size = write(path, views, title=title, tables=tables, notes=notes)
+    size = write(path, views, title=title, tables=tables, notes=notes, one_axis=one_axis)
     click.echo(f"report: {path} ({format_bytes(size)})", err=True)

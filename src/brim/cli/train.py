@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,7 @@ def train(model: str, html: Path | None, as_json: bool, disk: tuple[str, int | N
     choice, a value is an order. The data is JSONL with `messages` (chat template, loss on the answers) or `text`, or
     plain text, which is packed.
     """
+    from brim.cli.run_report import compute_of
     from brim.run.training import Request
     from brim.run.training import train as run
 
@@ -131,11 +132,13 @@ def train(model: str, html: Path | None, as_json: bool, disk: tuple[str, int | N
         def on_note(text: str) -> None:
             console.print(text, highlight=False)
 
-        result = run(request, on_stage=status.update, on_step=on_step, on_note=on_note)
+        foresee = html is not None
+        result = run(request, on_stage=status.update, on_step=on_step, on_note=on_note, foresee=foresee)
+    compute = compute_of(result.timeline, result.predicted)
     if html is not None:
-        _write_html(html, result)
+        _write_html(html, result, compute)
     if as_json:
-        print_json(result.to_json())
+        print_json(result.to_json() | {"compute": compute})
         return
     _summary(result, console)
     click.echo(str(result.output))
@@ -152,8 +155,9 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _write_html(path: Path, result: Training) -> None:
-    from brim.report.html import Table, View
+def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> None:
+    from brim.cli.run_report import compute_tables, views_of
+    from brim.report.html import Table
 
     budget, promised = result.plan.budget_bytes, result.promised_bytes
     memory = Table(
@@ -171,9 +175,10 @@ def _write_html(path: Path, result: Training) -> None:
         rows=((result.plan.promise.step_s, result.step_s),),
     )
     losses = Table(title="Loss", columns=("step", "loss"), rows=tuple(enumerate(result.losses, 1)), spread=True)
-    view = View(timeline=result.timeline, plan=result.plan)
+    views = views_of(result.timeline, result.predicted, result.plan)
     title = f"{result.plan.model}: {result.plan.task}"
-    write_html(path, [view], title=title, tables=[memory, time, losses], notes=result.notes)
+    tables = [memory, time, *compute_tables(compute), losses]
+    write_html(path, views, title=title, tables=tables, notes=result.notes, one_axis=True)
 
 
 def _summary(result: Training, console: Console) -> None:

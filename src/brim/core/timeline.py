@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from brim.core import codec
+from brim.core import codec, timeline_file
 from brim.core.hardware import RAM, VRAM
 from brim.errors import FormatError
 
@@ -68,6 +68,7 @@ _NUMBERS = {
     "stream": "q",
 }
 _TEXTS = ("tier", "source", "label", "category", "stack")
+_CODES = _NUMBERS | dict.fromkeys(_TEXTS, "i")
 
 
 class Timeline:
@@ -119,14 +120,18 @@ class Timeline:
     ) -> None:
         """Append many events at once, given as columns of one length.
 
-        ``texts`` holds indices and the texts that they point to. Columns that are left out are as in ``add``.
-        Raises ValueError for columns of other lengths.
+        ``texts`` holds indices and the texts that they point to. Columns that are left out are as in ``add``; those
+        that are given as a memoryview of the column's own type are copied as they are. Each is asked for once, one
+        after the other. Raises ValueError for columns of other lengths.
         """
         end = len(self) + len(kinds)
         for key, column in self._columns.items():
             default = -1 if key in ("address", "storage") else 0
             values = kinds if key == "kind" else numbers.get(key)
-            column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
+            if isinstance(values, memoryview):
+                column.frombytes(values.cast("B") if len(values) else b"")
+            else:
+                column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
         for key, column in self._text_columns.items():
             indices, names = texts.get(key, (array("i", [0]) * len(kinds), ("",)))
             known = [self._texts.setdefault(name, len(self._texts)) for name in names]
@@ -192,24 +197,23 @@ class Timeline:
 
     @classmethod
     def from_json(cls, document: Any) -> Timeline:
-        return cls._from_document(codec.from_json(_Document, document, VERSION))
-
-    @classmethod
-    def read(cls, path: str | Path) -> Timeline:
-        return cls._from_document(codec.read(_Document, path, VERSION))
-
-    @classmethod
-    def _from_document(cls, body: _Document) -> Timeline:
+        body = codec.from_json(_Document, document, VERSION)
         made = cls(body.name, measured=body.measured, facts=dict(body.facts))
         made._texts = {text: index for index, text in enumerate(body.texts)}
-        _check_columns(body)
-        for key, column in made._all_columns().items():
-            try:
-                column.extend(body.columns[key])
-            except (TypeError, OverflowError) as error:
-                raise FormatError(f"Timeline column {key!r} was to be read.", f"{error}.") from error
+        columns = _checked_columns(body)
+        made._columns = {key: columns[key] for key in _NUMBERS}
+        made._text_columns = {key: columns[key] for key in _TEXTS}
         _check_numbers(made)
         return made
+
+    @classmethod
+    def read(cls, source: str | Path | BinaryIO, name: str = "") -> Timeline:
+        """The Timeline in a file, or in bytes that can be sought in; ``name`` is what errors call it.
+
+        Takes what the columns take, and not the text beside it. Raises FormatError for anything else.
+        """
+        asked = f"{name or source} was to be read as a Timeline."
+        return cls.from_json(timeline_file.read(Path(source) if isinstance(source, str) else source, asked, _CODES))
 
 
 @dataclass(frozen=True)
@@ -276,19 +280,26 @@ class _Document:
 _Document.__name__ = "Timeline"  # what the codec compares with the document's kind
 
 
-def _check_columns(body: _Document) -> None:
-    expected = {*_NUMBERS, *_TEXTS}
-    if set(body.columns) != expected:
+def _checked_columns(body: _Document) -> dict[str, array[Any]]:
+    """The columns as arrays: a file gives them as such, ``to_json`` as lists."""
+    if set(body.columns) != set(_CODES):
         raise FormatError("Timeline columns were to be read.", f"Found {sorted(body.columns)}.")
-    lengths = {len(column) if isinstance(column, list) else -1 for column in body.columns.values()}
-    if len(lengths) != 1 or -1 in lengths:
+    if not all(isinstance(column, list | array) for column in body.columns.values()):
+        raise FormatError("Timeline columns were to be read.", "They are not lists of one length.")
+    columns = {
+        key: column if isinstance(column, array) else timeline_file.column(key, [column], _CODES)
+        for key, column in body.columns.items()
+    }
+    if len({len(column) for column in columns.values()}) != 1:
         raise FormatError("Timeline columns were to be read.", "They are not lists of one length.")
     if len(set(body.texts)) != len(body.texts):
         raise FormatError("Timeline texts were to be read.", "They are not distinct.")
     for key, limit in [*((key, len(body.texts)) for key in _TEXTS), ("kind", len(EventKind))]:
-        for value in body.columns[key]:
-            if type(value) is not int or not 0 <= value < limit:
-                raise FormatError(f"Timeline column {key!r} was to be read.", f"Found {str(value)[:80]!r}.")
+        found = columns[key]
+        if found and not (min(found) >= 0 and max(found) < limit):
+            odd = next(value for value in found if not 0 <= value < limit)
+            raise FormatError(f"Timeline column {key!r} was to be read.", f"Found {str(odd)!r}.")
+    return columns
 
 
 def _check_numbers(made: Timeline) -> None:

@@ -21,6 +21,7 @@ MAX_STACK = 200_000  # values that wait for their container; CPython writes batc
 BYTES_PER_OBJECT = 24  # a file may keep one object for so many bytes, ...
 SPARE_OBJECTS = 20_000  # ... and these
 BYTES_PER_MEMO = 8  # a file may remember one value for so many bytes, and the spare objects
+MOST_SHARED = 3  # numbers in a tuple of which one is kept for all that are equal
 BATCH = 1_000  # CPython writes longer lists in parts of so many items
 _GETS = re.compile(rb"(?:j.{4}){1,64}|(?:h.)+", re.DOTALL)  # references into the memo
 _REFERENCES = re.compile(rb"\]\x94\(((?:j.{4}|h.){1,1000})e", re.DOTALL)  # a remembered list, one batch, of them
@@ -36,7 +37,7 @@ def load(data: bytes, name: str, reduce: Reduce | None = None) -> Any:
     """The plain value in ``data``; ``name`` is what errors call it.
 
     ``reduce`` is shown every dictionary that is filled at once. If it returns something other than that dictionary,
-    this takes its place in what holds it, and what was inside no longer counts as kept.
+    this takes its place in what holds it and in what is remembered, and what was inside no longer counts as kept.
     Raises FormatError for anything that is not plain data, damaged, or out of proportion.
     """
     reader = _Reader(data, name, reduce)
@@ -65,8 +66,10 @@ class _Reader:
         self.limit = len(data) // BYTES_PER_OBJECT + SPARE_OBJECTS
         self.memo_limit = len(data) // BYTES_PER_MEMO + SPARE_OBJECTS
         self.stack: list[Any] = []
-        self.marks: list[tuple[int, int]] = []  # stack length and `kept` when each was set
+        # Stack length and `kept` when each was set, and where the value before it is in the memo (-1: nowhere).
+        self.marks: list[tuple[int, int, int]] = []
         self.memo: list[Any] = []
+        self.tuples: dict[tuple[int, ...], tuple[int, ...]] = {}
         self.texts: dict[bytes, str] = {}
         self.lists: dict[bytes, list[Any]] = {}
 
@@ -179,7 +182,9 @@ class _Reader:
         self.push(self.memo[self.count(self.at + 1, width)], 1 + width)
 
     def mark(self) -> None:
-        self.marks.append((len(self.stack), self.kept))
+        last = len(self.memo) - 1
+        remembered = last >= 0 and bool(self.stack) and self.memo[last] is self.stack[-1]
+        self.marks.append((len(self.stack), self.kept, last if remembered else -1))
         self.at += 1
         if len(self.marks) > MAX_MARKS:
             self.refuse("it is nested too deeply")
@@ -229,10 +234,15 @@ class _Reader:
         start = len(self.stack) - count
         made = tuple(self.stack[start:])
         del self.stack[start:]
-        self.keep(made, 1)
+        plain = count <= MOST_SHARED and all(type(part) is int for part in made)
+        known = self.tuples.setdefault(made, made) if plain else made  # ids of pools: of many events, few different
+        if known is made:
+            self.keep(made, 1)
+        else:
+            self.push(known, 1)
 
     def marked_tuple(self) -> None:
-        start, _ = self.marks.pop()
+        start, _, _ = self.marks.pop()
         self.tuple(len(self.stack) - start)
 
     def append(self) -> None:
@@ -244,7 +254,7 @@ class _Reader:
         self.at += 1
 
     def appends(self) -> None:
-        start, _ = self.marks.pop()
+        start, _, _ = self.marks.pop()
         holder = self.stack[start - 1]
         if type(holder) is not list or start < 1:
             self.refuse(f"at byte {self.at} it appends to something else than a list")
@@ -255,15 +265,16 @@ class _Reader:
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self.fill([key, value], self.kept)
+        self.fill([key, value], self.kept, -1)
 
     def set_items(self) -> None:
-        start, kept = self.marks.pop()
+        start, kept, place = self.marks.pop()
         values = self.stack[start:]
         del self.stack[start:]
-        self.fill(values, kept)
+        self.fill(values, kept, place)
 
-    def fill(self, values: list[Any], kept: int) -> None:
+    def fill(self, values: list[Any], kept: int, place: int) -> None:
+        """Fill the last dictionary, which is at ``place`` in the memo (-1: nowhere, or it is not known)."""
         holder = self.stack[-1]
         if type(holder) is not dict or len(values) % 2:
             self.refuse(f"at byte {self.at} it sets items of something else than a dictionary")
@@ -274,7 +285,9 @@ class _Reader:
             made = self.reduce(holder)
             if made is not holder:
                 self.stack[-1] = made
-                self.kept = kept + 1
+                self.kept = kept  # what was counted for the dictionary stands for what took its place
+                if place >= 0:
+                    self.memo[place] = made  # the memo would keep the dictionary as long as the file is read
 
     def frame(self) -> None:
         self.count(self.at + 1, 8)

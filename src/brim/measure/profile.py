@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from brim.core.json_stream import JsonStream
 from brim.errors import FormatError
 from brim.measure.profile_device import profile_of
 from brim.measure.profile_events import ODD, Events
 from brim.measure.profile_figures import Profile
-from brim.measure.profile_stream import JsonStream
 
 _NAMES = "deviceProperties"
 _KEYS = (b'"traceEvents"', b'"deviceProperties"', b'"displayTimeUnit"')  # of them one is near the beginning
@@ -68,21 +68,13 @@ class _Reader:
 
     def document(self) -> None:
         stream = self.stream
-        stream.take("{")
-        if stream.peek() == "}":
-            stream.take("}")
-            return
-        while True:
-            key = stream.value()
-            stream.take(":")
+        for key in stream.fields():
             if key == "traceEvents" and stream.peek() == "[":
                 self.take_events()
             elif key == _NAMES:
                 self.name_devices(stream.value())
             else:
                 stream.skip()
-            if stream.take(",}") == "}":
-                return
 
     def name_devices(self, properties: Any) -> None:
         for item in properties if isinstance(properties, list) else []:

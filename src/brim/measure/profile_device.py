@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from brim.core import Timeline
 from brim.errors import FormatError
 from brim.measure.profile_activity import (
     COLLECTIVE,
@@ -29,7 +30,7 @@ from brim.measure.profile_figures import (
 )
 from brim.measure.profile_idle import Host, Idle, Spans, idle_of, spans_of
 from brim.measure.profile_labels import labels_of
-from brim.measure.profile_timeline import device_timeline, host_timeline
+from brim.measure.profile_timeline import device_table, host_timeline
 
 HOST = -1  # in place of a device
 MOST_DEVICES = 1024
@@ -80,8 +81,11 @@ class _Rows:
 
     def __init__(self, activity: Activity, device: int) -> None:
         every = activity.device
-        chosen = np.flatnonzero(every["device"] == device)
-        chosen = chosen[np.argsort(every["start"][chosen], kind="stable")]
+        mine, start = every["device"] == device, every["start"]
+        chosen: Any = slice(None)  # what is in order already is not copied
+        if not mine.all() or not (start[1:] >= start[:-1]).all():
+            chosen = np.flatnonzero(mine)
+            chosen = chosen[np.argsort(start[chosen], kind="stable")]
         self.start, self.duration = every["start"][chosen], every["duration"][chosen]
         self.kind, self.stream, self.key = every["kind"][chosen], every["stream"][chosen], every["key"][chosen]
         self.bytes, self.name = every["bytes"][chosen], every["name"][chosen]
@@ -108,7 +112,7 @@ def _device(activity: Activity, host: Host, device: int, source: str) -> DeviceP
         host=host,
     )
     labels = labels_of(idle, host, activity.texts, rows)
-    return DeviceProfile(
+    figures: dict[str, Any] = dict(
         device=device,
         name=activity.device_names.get(device, ""),
         wall_s=end - begin,
@@ -123,9 +127,13 @@ def _device(activity: Activity, host: Host, device: int, source: str) -> DeviceP
         kernels=_kernels(rows, activity.texts.all()),
         migrations=_migrations(rows),
         page_faults=activity.page_faults_gpu.get(device, 0),
-        timeline=device_timeline(activity, rows, idle, labels, device, source),
         **_shares(rows),
     )
+    table = device_table(activity, rows, idle, labels, device)
+    del rows, busy, copies, collectives, idle, labels  # as much as the Timeline that is made now
+    timeline = Timeline(f"{source}: device {device}", measured=True)
+    table.write(timeline, activity.texts.all())
+    return DeviceProfile(**figures, timeline=timeline)
 
 
 def _wall(activity: Activity, rows: _Rows) -> tuple[float, float]:

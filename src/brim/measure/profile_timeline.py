@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Rows(Protocol):
 
 
 @dataclass
-class _Table:
+class Table:
     """Columns of events that are put into order at the end. Texts are numbers of the activity's texts."""
 
     parts: list[dict[str, Numbers]] = field(default_factory=list)
@@ -48,38 +48,55 @@ class _Table:
         return np.concatenate(columns) if columns else np.empty(0)
 
     def write(self, timeline: Timeline, texts: list[str]) -> None:
-        """In pieces: as lists of Python's numbers, columns take several times their size."""
         order = np.argsort(self.column("time_s", 0.0), kind="stable")
-        kinds = self.column("kind", 0)[order].astype(np.int8)
-        numbers = {name: self.column(name, default)[order] for name, default in _NUMBERS.items()}
-        indices = {name: self.column(name, default)[order].astype(np.int32) for name, default in _TEXTS.items()}
         names = {"tier": _TIERS, "source": _TIERS, "label": texts, "category": _CATEGORIES}
-        for begin in range(0, len(order), _PIECE):
-            rows = slice(begin, begin + _PIECE)
-            timeline.extend(
-                kinds[rows].tolist(),
-                {name: column[rows].tolist() for name, column in numbers.items()},
-                {name: _used(column[rows], names[name]) for name, column in indices.items()},
-            )
+        timeline.extend(
+            _view(self.column("kind", 0)[order].astype(np.int8)),
+            _Columns(_NUMBERS, lambda name: _view(self.column(name, _NUMBERS[name])[order].astype(_TYPES[name]))),
+            _Columns(_TEXTS, lambda name: _used(self.column(name, _TEXTS[name])[order], names[name])),
+        )
 
 
-def _used(numbers: Numbers, texts: Sequence[str]) -> tuple[list[int], list[str]]:
-    """Texts that are used, and which of them where: there are far more texts than a piece has events."""
-    used, indices = np.unique(numbers, return_inverse=True)
-    return indices.tolist(), [texts[number] for number in used]
+class _Columns(Mapping[str, Any]):
+    """Columns that are made when they are asked for: all at once they would take as much as the Timeline."""
+
+    def __init__(self, names: Mapping[str, Any], make: Callable[[str], Any]) -> None:
+        self._names, self._make = names, make
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
-_PIECE = 8192
+def _view(column: Numbers) -> memoryview:
+    return np.ascontiguousarray(column).data
+
+
+def _used(numbers: Numbers, texts: Sequence[str]) -> tuple[memoryview, list[str]]:
+    """Texts that are used, and which of them where: there are far more texts than a device has events."""
+    chosen = numbers.astype(np.int32)
+    used = np.flatnonzero(np.bincount(chosen, minlength=1))
+    place = np.zeros(used.max(initial=0) + 1, np.int32)
+    place[used] = np.arange(len(used))
+    return _view(place[chosen]), [texts[number] for number in used.tolist()]
+
+
 _NUMBERS = {"time_s": 0.0, "duration_s": 0.0, "bytes": 0, "address": -1, "stream": 0}
+_TYPES = {name: np.float64 if isinstance(default, float) else np.int64 for name, default in _NUMBERS.items()}
 _TEXTS = {"tier": 2, "source": 2, "label": 0, "category": 0}
 _CATEGORIES = ("", COLLECTIVE_CATEGORY, *CAUSES)
 
 
-def device_timeline(
-    activity: Activity, rows: Rows, idle: Idle, labels: Numbers, device: int, source: str
-) -> Timeline:
+def device_table(activity: Activity, rows: Rows, idle: Idle, labels: Numbers, device: int) -> Table:
     """Kernels, copies, allocations and idle times of one device, in seconds since the recording began."""
-    table = _Table()
+    table = Table()
     kernels = ~rows.memory
     table.add(
         int(kernels.sum()),
@@ -106,35 +123,34 @@ def device_timeline(
     )
     _add_idle(table, idle, labels)
     _add_memory(table, activity, device, tier=0)
-    timeline = Timeline(f"{source}: device {device}", measured=True)
-    table.write(timeline, activity.texts.all())
-    return timeline
+    return table
 
 
 def host_timeline(activity: Activity, source: str) -> Timeline:
-    table, timeline = _Table(), Timeline(f"{source}: host", measured=True)
+    table, timeline = Table(), Timeline(f"{source}: host", measured=True)
     _add_memory(table, activity, -1, tier=1)
     table.write(timeline, activity.texts.all())
     return timeline
 
 
-def _add_idle(table: _Table, idle: Idle, labels: Numbers) -> None:
+def _add_idle(table: Table, idle: Idle, labels: Numbers) -> None:
     """One event for each cause of each gap, one after the other in the order of causes: their sums are exact."""
-    at = idle.spans.starts + np.r_[np.zeros((1, len(labels))), np.cumsum(idle.parts, axis=0)[:-1]]
+    at = idle.spans.starts.copy()
     for number in range(len(CAUSES)):
         there = idle.parts[number] > 0
         table.add(
             int(there.sum()),
             kind=EventKind.IDLE,
             tier=0,
-            time_s=at[number][there],
+            time_s=at[there],
             duration_s=idle.parts[number][there],
             label=labels[there],
             category=2 + number,
         )
+        at += idle.parts[number]
 
 
-def _add_memory(table: _Table, activity: Activity, device: int, *, tier: int) -> None:
+def _add_memory(table: Table, activity: Activity, device: int, *, tier: int) -> None:
     """What the allocator gave and took back; first of all, what it had given before and what is freed later.
 
     The reserve is taken from the totals that PyTorch writes beside every event.

@@ -1,19 +1,22 @@
 """Reads the memory snapshots that ``torch.cuda.memory._dump_snapshot`` writes, old and new, one device or many.
 
 Schema: ``torch/csrc/cuda/memory_snapshot.cpp`` and ``torch/cuda/memory.py`` of PyTorch 1.11 to 2.13.
+
+An event takes 31 bytes once it is read, whatever it took in the file: no object is kept for it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from brim.errors import FormatError
 from brim.measure import plain_pickle
+from brim.measure.interned import Interned
 
 PoolId = tuple[int, int]
 BYTES_PER_EVENT = 24  # no event takes less in a file
@@ -54,13 +57,13 @@ class DeviceHistory:
     """
 
     device: int
-    actions: list[str] = field(default_factory=list)
-    addresses: array[int] = field(default_factory=lambda: array("q"))
-    sizes: array[int] = field(default_factory=lambda: array("q"))
-    streams: array[int] = field(default_factory=lambda: array("q"))
-    times_us: array[int] = field(default_factory=lambda: array("q"))
-    stacks: array[int] = field(default_factory=lambda: array("q"))
-    pools: list[PoolId] = field(default_factory=list)
+    actions: Sequence[str] = ()
+    addresses: Sequence[int] = ()
+    sizes: Sequence[int] = ()
+    streams: Sequence[int] = ()
+    times_us: Sequence[int] = ()
+    stacks: Sequence[int] = ()
+    pools: Sequence[PoolId] = ()
     segments: tuple[SegmentRecord, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -94,17 +97,54 @@ def parse(data: bytes, name: str = "the snapshot") -> Snapshot:
     return reader.snapshot(document)
 
 
+class _Entry(NamedTuple):
+    """A block's history before torch 2.0: where it begins, what was asked for and who asked (a stack's number)."""
+
+    address: Any
+    requested: Any
+    stack: int
+
+
+class _Event:
+    """Takes the place of every event that is in the columns."""
+
+    __slots__ = ()
+
+
+_EVENT = _Event()
+
+
+class _Columns:
+    """All events of a file, in its order."""
+
+    def __init__(self) -> None:
+        self.actions: Interned[str] = Interned("B")
+        self.addresses, self.sizes, self.times_us = array("q"), array("q"), array("q")
+        self.streams: Interned[int] = Interned("H")
+        self.stacks = array("i")
+        self.pools: Interned[PoolId] = Interned("H")
+
+    def __len__(self) -> int:
+        return len(self.stacks)
+
+    def cut(self, device: int, rows: slice) -> DeviceHistory:
+        """The events of one device. All of them are given as they are, not copied."""
+        every = rows == slice(0, len(self))
+        names = ("actions", "addresses", "sizes", "streams", "times_us", "stacks", "pools")
+        columns = {name: getattr(self, name) if every else getattr(self, name)[rows] for name in names}
+        return DeviceHistory(device=device, **columns)
+
+
 class _Reader:
     """Turns events into columns, blocks into records and stacks into numbers while they are read."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.limit = name, size // BYTES_PER_EVENT + 16
-        self.all = DeviceHistory(device=-1)
+        self.all = _Columns()
         self.frames: dict[int, int] = {}  # id of a frame's dictionary -> number
         self.frame_texts: list[str] = []
         self.holders: list[Any] = []  # keeps the dictionaries whose ids are known
         self.stacks: dict[bytes, int] = {}
-        self.words: dict[str, str] = {}
 
     def refuse(self, found: str) -> FormatError:
         return FormatError(f"{self.name} was to be read as a memory snapshot of PyTorch.", found)
@@ -114,31 +154,34 @@ class _Reader:
             return self.event(item)
         if "state" in item:
             return self.block(item)
+        if "real_size" in item:
+            return _Entry(item.get("addr", -1), item["real_size"], self.stack(item.get("frames")))
         return item
 
-    def event(self, item: dict[Any, Any]) -> int:
-        """The number of an event that is now in the columns."""
-        columns = self.all
-        action = item["action"]
-        address = item.get("addr", item.get("device_free", 0))
+    def event(self, item: dict[Any, Any]) -> _Event:
+        """Put an event into the columns."""
+        columns, number = self.all, len(self.all)
+        action, stream = item["action"], item.get("stream", 0)
         stack = self.stack(item.get("frames"))
         try:
-            columns.addresses.append(address)
+            if not isinstance(action, str) or not isinstance(stream, int) or abs(stream) >> 63:
+                raise TypeError
+            columns.addresses.append(item.get("addr", item.get("device_free", 0)))
             columns.sizes.append(item["size"])
-            columns.streams.append(item.get("stream", 0))
             columns.times_us.append(item.get("time_us", 0))
+            columns.actions.append(action)
+            columns.streams.append(stream)
+            if "pool_id" in item:
+                columns.pools.append(self.pool(item["pool_id"]))
         except (KeyError, TypeError, OverflowError) as error:
-            raise self.refuse(f"Event {len(columns.actions)} is {_short(item)}.") from error
+            raise self.refuse(f"Event {number} is {_short(item)}.") from error
         columns.stacks.append(stack)
-        if not isinstance(action, str) or columns.sizes[-1] < 0 or columns.addresses[-1] < 0:
-            raise self.refuse(f"Event {len(columns.actions)} is {_short(item)}.")
-        columns.actions.append(self.words.setdefault(action, action))
-        if "pool_id" in item:
-            columns.pools.append(self.pool(item["pool_id"]))
+        if columns.sizes[-1] < 0 or columns.addresses[-1] < 0:
+            raise self.refuse(f"Event {number} is {_short(item)}.")
         item.clear()
-        if len(columns.actions) > self.limit:
+        if number >= self.limit:
             raise self.refuse("It has more events than its size allows.")
-        return len(columns.actions) - 1
+        return _EVENT
 
     def pool(self, value: Any) -> PoolId:
         if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(type(part) is int for part in value)):
@@ -147,14 +190,14 @@ class _Reader:
 
     def block(self, item: dict[Any, Any]) -> BlockRecord:
         """A block; before torch 2.0 its request and its stack are in the first entry of its history."""
-        history = item.get("history")
-        first = history[0] if isinstance(history, list) and history and isinstance(history[0], dict) else {}
-        state, size = item["state"], item.get("size", -1)
-        requested = item.get("requested_size", first.get("real_size", size))
-        numbers: tuple[Any, Any, Any] = (item.get("address", first.get("addr", -1)), size, requested)
+        history, state, size = item.get("history"), item["state"], item.get("size", -1)
+        entries = history if isinstance(history, list) else []
+        first = next((one for one in entries[:1] if type(one) is _Entry), _Entry(-1, size, -1))
+        requested = item.get("requested_size", first.requested)
+        numbers: tuple[Any, Any, Any] = (item.get("address", first.address), size, requested)
         if not all(type(number) is int and -1 <= number < 1 << 63 for number in numbers) or state not in STATES:
             raise self.refuse(f"A block is {_short(item)}.")
-        stack = self.stack(item.get("frames", first.get("frames")))
+        stack = self.stack(item["frames"]) if "frames" in item else first.stack
         item.clear()
         return BlockRecord(*numbers, STATES[STATES.index(state)], stack)
 
@@ -211,32 +254,21 @@ class _Reader:
         """The columns, cut into devices. Every event must be in one trace, in order."""
         if not isinstance(traces, list):
             raise self.refuse(f"Its device traces are {_short(traces)}.")
-        made = {}
-        start = 0
+        every, made, start = self.all, {}, 0
+        if every.pools and len(every.pools) != len(every):
+            raise self.refuse("Some of its events name a pool and others do not.")
         for device, trace in enumerate(traces):
-            if not isinstance(trace, list) or trace != list(range(start, start + len(trace))):
+            if not isinstance(trace, list) or any(item is not _EVENT for item in trace):
+                raise self.refuse(f"The trace of device {device} is not a list of events.")
+            end = start + len(trace)
+            if end > len(every):
                 raise self.refuse(f"The trace of device {device} is not a list of its own events.")
             if trace:
-                made[device] = self.cut(device, start, start + len(trace))
-            start += len(trace)
-        if start != len(self.all.actions):
+                made[device] = every.cut(device, slice(start, end))
+            start = end
+        if start != len(every):
             raise self.refuse("It has events outside its device traces.")
         return made
-
-    def cut(self, device: int, start: int, end: int) -> DeviceHistory:
-        rows, every = slice(start, end), self.all
-        if every.pools and len(every.pools) != len(every.actions):
-            raise self.refuse("Some of its events name a pool and others do not.")
-        return DeviceHistory(
-            device=device,
-            actions=every.actions[rows],
-            addresses=every.addresses[rows],
-            sizes=every.sizes[rows],
-            streams=every.streams[rows],
-            times_us=every.times_us[rows],
-            stacks=every.stacks[rows],
-            pools=every.pools[rows],
-        )
 
     def segment(self, item: Any) -> tuple[int, SegmentRecord]:
         blocks = item.get("blocks") if isinstance(item, dict) else None

@@ -147,8 +147,11 @@ class _Writing(Run):
             self.next += 1
             if index == self.peak:
                 self.keep_moment("peak", index)
-        elif block is not None and block.allocated:
-            self._add(EventKind.FREE, block.size, index, address, self.storages.pop(address, -1))
+        elif block is not None:
+            if block.allocated:
+                self._add(EventKind.FREE, block.size, index, address, self.storages.pop(address, -1))
+            if action == "free_completed":
+                self.born.pop(block.address, None)
 
     def _oom(self, index: int, size: int, stream: int, pending: list[tuple[str, int, int]]) -> None:
         super()._oom(index, size, stream, pending)

@@ -47,6 +47,10 @@ class Recorder:
         if took_s >= SHORTEST_WAIT_S:
             self._add(EventKind.IDLE, tier, 0, time_s=begin_s, duration_s=took_s, label=label, category="copy")
 
+    def computed(self, tier: str, begin_s: float, took_s: float, label: str, lane: int = 0) -> None:
+        """Compute in ``tier`` worked on ``label``; of several lanes one may lie inside of another."""
+        self._add(EventKind.COMPUTE, tier, 0, time_s=begin_s, duration_s=took_s, label=label, stream=lane)
+
     def _add(self, kind: EventKind, tier: str, bytes: int, **fields: object) -> None:
         with self._lock:
             if len(self.timeline) < self.keep:

@@ -8,12 +8,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from brim.memory.allocator_config import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorConfig
 from brim.memory.blocks import DEFAULT_POOL, PoolId
 from brim.memory.history import History
 
+_HIGHEST = (1 << 63) - 1  # address
 Group = tuple[int, bool, PoolId]  # stream, small, pool: what shares one expandable segment
 
 
@@ -219,15 +224,15 @@ class _Groups:
     def _uses(self) -> dict[int, Group]:
         """The group of every address that was allocated or freed."""
         history, config = self._history, self._config
-        return {
-            history.addresses[index]: (
-                history.streams[index],
-                config.round_size(history.sizes[index]) <= SMALL_BYTES,
-                self._pool(index),
-            )
-            for index, action in enumerate(history.actions)
-            if action == "alloc" or action.startswith("free")
-        }
+        groups: dict[Group, Group] = {}  # few, for very many addresses
+        found = {}
+        for index, (action, address, size, stream) in enumerate(
+            zip(history.actions, history.addresses, history.sizes, history.streams, strict=True)
+        ):
+            if action == "alloc" or action.startswith("free"):
+                group = (stream, config.round_size(size) <= SMALL_BYTES, self._pool(index))
+                found[address] = groups.setdefault(group, group)
+        return found
 
     def _recognised(self, index: int) -> Group:
         """The group of a range that event ``index`` mapped or unmapped."""
@@ -283,10 +288,33 @@ class _Groups:
         return found
 
 
+class _Allocations:
+    """Where and when a history allocates, by address."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    @cached_property
+    def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Addresses in order, and the index of each one's event."""
+        found = (index for index, action in enumerate(self._history.actions) if action == "alloc")
+        events = np.fromiter(found, np.int64)
+        addresses = np.asarray(self._history.addresses, np.int64)[events]
+        order = np.argsort(addresses, kind="stable")
+        return addresses[order], events[order]
+
+    def first(self, begin: int, end: int, before: int) -> int | None:
+        """The lowest address from ``begin`` to ``end`` at which something was allocated before event ``before``."""
+        addresses, events = self._columns
+        low, high = np.searchsorted(addresses, [min(begin, _HIGHEST), min(end, _HIGHEST)])
+        earlier = np.flatnonzero(events[low:high] < before)
+        return int(addresses[low + earlier[0]]) if len(earlier) else None
+
+
 def _settle(state: State, history: History, config: AllocatorConfig) -> None:
     """Find the sizes that events do not tell, and drop blocks that lie in no segment or on another block."""
     starts, addresses = sorted(state.ranges), sorted(state.live)
-    allocs: list[tuple[int, int]] = []
+    allocations = _Allocations(history)
     for address, after in pairwise([*addresses, 1 << 64]):
         live = state.live[address]
         where = bisect_right(starts, address) - 1
@@ -298,15 +326,14 @@ def _settle(state: State, history: History, config: AllocatorConfig) -> None:
             state.inconsistent += 1
             continue
         if not live.size and not found.expandable and not found.group[1] and address + size < end:
-            allocs = allocs or _alloc_addresses(history)
-            size = _unsplit_size(live, size, end, allocs, config)
+            size = _unsplit_size(live, size, end, allocations, config)
             if address + size < end:
                 state.guessed[address + size] = address
         if size != live.size:
             state.live[address] = replace(live, size=size)
 
 
-def _unsplit_size(live: Live, size: int, end: int, allocs: list[tuple[int, int]], config: AllocatorConfig) -> int:
+def _unsplit_size(live: Live, size: int, end: int, allocations: _Allocations, config: AllocatorConfig) -> int:
     """The size of a large block of which only the request is known.
 
     The rest of a free block is split off when it is over 1 MiB, so a gap of up to 1 MiB belongs to the block. The
@@ -315,15 +342,6 @@ def _unsplit_size(live: Live, size: int, end: int, allocs: list[tuple[int, int]]
     if config.max_split_bytes is not None and size >= config.max_split_bytes:
         return end - live.address
     begin = live.address + size
-    for address, index in allocs[bisect_left(allocs, (begin, 0)) :]:
-        if address >= min(end, begin + SMALL_BYTES + 1):
-            break
-        if index < live.freed_at:
-            end = address
-            break
+    used = allocations.first(begin, min(end, begin + SMALL_BYTES + 1), live.freed_at)
+    end = end if used is None else used
     return end - live.address if end - begin <= SMALL_BYTES else size
-
-
-def _alloc_addresses(history: History) -> list[tuple[int, int]]:
-    pairs = zip(history.addresses, history.actions, strict=True)
-    return sorted((address, index) for index, (address, action) in enumerate(pairs) if action == "alloc")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from brim.memory.allocator import CachingAllocator
@@ -28,7 +29,8 @@ CANDIDATES = (
     "roundup_power2_divisions:8",
     "roundup_power2_divisions:16",
 )
-MOST_SEARCHED_EVENTS = 200_000
+MOST_SEARCHED_EVENTS = 200_000  # of a run in which the search looks at no clock: it gives the same on any machine
+SEARCH_S = 60.0  # for what a longer run's own sizes suggest; the candidates are always replayed
 MOST_LIMITS = 3  # sizes of the run that are tried as a limit of splitting
 
 
@@ -87,23 +89,53 @@ def _lay_out(allocator: CachingAllocator, start: State) -> dict[int, Block]:
     return {live.address: allocator.malloc(live.requested or live.size, live.stream) for live in in_order}
 
 
-def best(history: History, candidates: Iterable[str] = CANDIDATES) -> list[WhatIf]:
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Settings that were replayed, the best first, and those that the run suggests and that time did not allow."""
+
+    found: tuple[WhatIf, ...]
+    untried: tuple[str, ...] = ()
+
+
+def best(
+    history: History,
+    candidates: Iterable[str] = CANDIDATES,
+    *,
+    limit_s: float | None = None,
+) -> Search:
     """A search over settings: those that fit first, then by the least reserved at the peak, the simpler first.
 
     The candidates are replayed, then limits of splitting at the run's own large sizes, then the best with rounding
-    together with the best without. A run of many events is replayed under the candidates only.
+    together with the best without. Of a run of more than ``MOST_SEARCHED_EVENTS`` these further ones are replayed as
+    long as ``limit_s`` (None: ``SEARCH_S``) after the candidates allow one more, if it takes as long as the last.
     """
-    found = {text: what_if(history, AllocatorConfig.parse(text)) for text in candidates}
-    if len(history.actions) <= MOST_SEARCHED_EVENTS:
-        for text in _limits(history):
-            found.setdefault(text, what_if(history, AllocatorConfig.parse(text)))
-        ranked = sorted(found, key=lambda text: _rank(found[text]))
-        rounding = next((text for text in ranked if text.startswith("roundup")), "")
-        other = next((text for text in ranked if not text.startswith("roundup")), "")
-        both = ",".join(text for text in (other, rounding) if text)
-        if both and both not in found:
-            found[both] = what_if(history, AllocatorConfig.parse(both))
-    return sorted(found.values(), key=_rank)
+    found: dict[str, WhatIf] = {}
+    untried: list[str] = []
+    took_s = 0.0
+    for text in candidates:
+        began_s = time.monotonic()
+        found[text] = what_if(history, AllocatorConfig.parse(text))
+        took_s = time.monotonic() - began_s
+    end_s = time.monotonic() + (SEARCH_S if limit_s is None else limit_s)
+    for text in _suggested(history, found):
+        began_s = time.monotonic()
+        if len(history.actions) > MOST_SEARCHED_EVENTS and began_s + took_s > end_s:
+            untried.append(text)
+            continue
+        found[text] = what_if(history, AllocatorConfig.parse(text))
+        took_s = time.monotonic() - began_s
+    return Search(found=tuple(sorted(found.values(), key=_rank)), untried=tuple(untried))
+
+
+def _suggested(history: History, found: dict[str, WhatIf]) -> Iterator[str]:
+    """What the run's sizes suggest, then what all that was ``found`` by then suggests."""
+    yield from (text for text in _limits(history) if text not in found)
+    ranked = sorted(found, key=lambda text: _rank(found[text]))
+    rounding = next((text for text in ranked if text.startswith("roundup")), "")
+    other = next((text for text in ranked if not text.startswith("roundup")), "")
+    both = ",".join(text for text in (other, rounding) if text)
+    if both and both not in found:
+        yield both
 
 
 def _rank(one: WhatIf) -> tuple[bool, int, int]:

@@ -1,14 +1,21 @@
-"""What a Timeline held at its peak, broken down by category, site, stack and module."""
+"""What a Timeline held at its peak, broken down by category, site, stack and module.
+
+Works on columns: of each event a few numbers are made at once, and no objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from brim.core.timeline import EventKind, Timeline
 
 MOST_ROWS = 20  # of one breakdown
+_MEMORY = (EventKind.ALLOC, EventKind.FREE, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +56,12 @@ class Held:
     allocated_bytes: int
     reserved_bytes: int
     reserved_peak_bytes: int
-    rows: tuple[int, ...]
+    rows: NDArray[np.int64]
 
 
 def summary(timeline: Timeline, *, most: int | None = MOST_ROWS) -> PeakSummary:
     """The peak of the tier that kernels work in. ``most`` limits each breakdown; None: everything."""
     held = held_at_peak(timeline)
-    sizes = timeline.column("bytes")
     return PeakSummary(
         tier=timeline.peak_bytes.tier,
         event=held.event,
@@ -63,82 +69,87 @@ def summary(timeline: Timeline, *, most: int | None = MOST_ROWS) -> PeakSummary:
         allocated_bytes=held.allocated_bytes,
         reserved_bytes=held.reserved_bytes,
         reserved_peak_bytes=held.reserved_peak_bytes,
-        by_category=_ranked(_by(timeline, "category", held.rows), sizes, most),
-        by_label=_ranked(_by(timeline, "label", held.rows), sizes, most),
-        by_stack=_ranked(_by(timeline, "stack", held.rows), sizes, most),
-        by_module=_ranked(_by(timeline, "stack", held.rows, _module_of), sizes, most),
+        by_category=_shares(timeline, "category", held.rows, most),
+        by_label=_shares(timeline, "label", held.rows, most),
+        by_stack=_shares(timeline, "stack", held.rows, most),
+        by_module=_shares(timeline, "stack", held.rows, most, _module_of),
     )
 
 
 def held_at_peak(timeline: Timeline) -> Held:
     """What was in use when most was, in the tier that kernels work in."""
-    peak, event, reserved, most_reserved, segments = _peak(timeline)
-    live: dict[int | tuple[str, int], int] = {}
-    if event >= 0:
-        for index, kind, key in _changes(timeline):
-            if index > event:
-                break
-            if kind == EventKind.ALLOC:
-                live[("loose", index) if key is None else key] = index
-            elif kind == EventKind.FREE and key is not None:
-                live.pop(key, None)
+    events, kinds = _changes(timeline)
+    sizes = np.asarray(timeline.column("bytes"))[events]
+    # Floating-point sums are exact up to 9 PB, and of what no machine holds they are still numbers.
+    used = _running(sizes, kinds, EventKind.ALLOC, EventKind.FREE)
+    reserved = _running(sizes, kinds, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
+    allocations = np.flatnonzero(kinds == EventKind.ALLOC)
+    at = int(allocations[np.argmax(used[allocations])]) if len(allocations) else -1
+    if at < 0 or used[at] <= 0:
+        at = -1
+    peak = int(used[at]) if at >= 0 else 0
+    segments = bool((kinds >= EventKind.SEGMENT_ALLOC).any())
     return Held(
-        event=event,
+        event=int(events[at]) if at >= 0 else -1,
         allocated_bytes=peak,
-        reserved_bytes=reserved if segments else peak,
-        reserved_peak_bytes=most_reserved if segments else peak,
-        rows=tuple(live.values()),
+        reserved_bytes=int(reserved[at] if at >= 0 else 0) if segments else peak,
+        reserved_peak_bytes=int(reserved.max(initial=0)) if segments else peak,
+        rows=_live(timeline, events[: at + 1], kinds[: at + 1]),
     )
 
 
-def _peak(timeline: Timeline) -> tuple[int, int, int, int, bool]:
-    """Bytes and index of the peak, reserved then and at most, and whether segments were recorded."""
-    sizes = timeline.column("bytes")
-    used = peak = reserved = reserved_then = most_reserved = 0
-    event, segments = -1, False
-    for index, kind, _ in _changes(timeline):
-        size = sizes[index]
-        if kind == EventKind.ALLOC:
-            used += size
-            if used > peak:
-                peak, event, reserved_then = used, index, reserved
-        elif kind == EventKind.FREE:
-            used -= size
-        else:
-            segments = True
-            reserved += size if kind == EventKind.SEGMENT_ALLOC else -size
-            most_reserved = max(most_reserved, reserved)
-    return peak, event, reserved_then, most_reserved, segments
-
-
-def _changes(timeline: Timeline) -> Iterator[tuple[int, int, int | None]]:
-    """Index, kind and key of the events that change what the compute tier holds.
-
-    A key names a block; None: neither its storage nor its address is known, so no event belongs to another.
-    """
+def _changes(timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """Index and kind of the events that change what the compute tier holds."""
     tiers, names = timeline.texts("tier")
     tier = timeline.peak_bytes.tier
     wanted = names.index(tier) if tier in names else -1
-    kinds = (EventKind.ALLOC, EventKind.FREE, EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE)
-    numbers = frozenset(int(kind) for kind in kinds)
-    columns = (timeline.column(name) for name in ("kind", "storage", "address"))
-    for index, (kind, storage, address, where) in enumerate(zip(*columns, tiers, strict=True)):
-        if where == wanted and kind in numbers:
-            yield index, kind, storage if storage >= 0 else ~address if address >= 0 else None
+    kinds = np.asarray(timeline.column("kind"))
+    events = np.flatnonzero((np.asarray(tiers) == wanted) & np.isin(kinds, _MEMORY))
+    return events, kinds[events]
 
 
-def _by(
-    timeline: Timeline, column: str, rows: tuple[int, ...], rename: Callable[[str], str] | None = None
-) -> dict[str, list[int]]:
-    """The rows by the text that they have in a column."""
+def _running(sizes: NDArray[Any], kinds: NDArray[Any], up: EventKind, down: EventKind) -> NDArray[np.float64]:
+    """What is held after each event."""
+    signs = (kinds == up).astype(np.int8) - (kinds == down).astype(np.int8)
+    return np.cumsum(sizes * signs.astype(np.float64))
+
+
+def _live(timeline: Timeline, events: NDArray[np.int64], kinds: NDArray[Any]) -> NDArray[np.int64]:
+    """Those of ``events`` that allocated what nothing among them freed.
+
+    A block is known by its storage, else by its address. What has neither belongs to no other event.
+    """
+    block = kinds <= EventKind.FREE
+    events, kinds = events[block], kinds[block]
+    storages = np.asarray(timeline.column("storage"))[events]
+    addresses = np.asarray(timeline.column("address"))[events]
+    known = (storages >= 0) | (addresses >= 0)
+    loose = events[~known & (kinds == EventKind.ALLOC)]
+    keys = np.where(storages >= 0, storages, ~addresses)[known][::-1]
+    _, last = np.unique(keys, return_index=True)  # the first from behind: what happened to each block last
+    latest = np.flatnonzero(known)[::-1][last]
+    return np.sort(np.concatenate([loose, events[latest][kinds[latest] == EventKind.ALLOC]]))
+
+
+def _shares(
+    timeline: Timeline,
+    column: str,
+    rows: NDArray[np.int64],
+    most: int | None,
+    rename: Callable[[str], str] | None = None,
+) -> tuple[Share, ...]:
+    """The rows' bytes by the text that they have in a column, the largest first."""
     indices, names = timeline.texts(column)
-    found: dict[int, list[int]] = {}
-    for row in rows:
-        found.setdefault(indices[row], []).append(row)
-    made: dict[str, list[int]] = {}
-    for number, own in found.items():
-        made.setdefault(rename(names[number]) if rename else names[number], []).extend(own)
-    return made
+    found, number = np.unique(np.asarray(indices)[rows], return_inverse=True)
+    sums = np.bincount(number, weights=np.asarray(timeline.column("bytes"))[rows], minlength=len(found))
+    counts = np.bincount(number, minlength=len(found))
+    made: dict[str, tuple[int, int]] = {}
+    for index, size, count in zip(found.tolist(), sums.tolist(), counts.tolist(), strict=True):
+        name = rename(names[index]) if rename else names[index]
+        before = made.get(name, (0, 0))
+        made[name] = before[0] + int(size), before[1] + count
+    shares = (Share(name=name, bytes=size, count=count) for name, (size, count) in made.items())
+    return tuple(sorted(shares, key=lambda share: (-share.bytes, share.name))[:most])
 
 
 def _module_of(stack: str) -> str:
@@ -146,8 +157,3 @@ def _module_of(stack: str) -> str:
     if "\n" not in stack and " " not in stack:
         return stack
     return next((frame for frame in stack.split("\n") if frame.startswith("forward at ")), "")
-
-
-def _ranked(rows: dict[str, list[int]], sizes: Any, most: int | None) -> tuple[Share, ...]:
-    shares = (Share(name=name, bytes=sum(sizes[row] for row in own), count=len(own)) for name, own in rows.items())
-    return tuple(sorted(shares, key=lambda share: (-share.bytes, share.name))[:most])

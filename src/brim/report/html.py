@@ -64,13 +64,15 @@ def write(
     title: str,
     tables: Sequence[Table] = (),
     notes: Sequence[str] = (),
+    one_axis: bool = False,
 ) -> int:
     """Write the page and return its bytes, at most ``MOST_BYTES`` for any number of events.
 
     ``views`` stand below each other on one scale of bytes: predicted and measured, before and after, several devices.
+    ``one_axis``: their times count from one moment, so they are drawn, zoomed and moved together.
     ``notes`` are paragraphs on top. Texts may be of any origin. Raises UsageError if the file cannot be written.
     """
-    document = page(views, title=title, tables=tables, notes=notes).encode()
+    document = page(views, title=title, tables=tables, notes=notes, one_axis=one_axis).encode()
     try:
         Path(path).write_bytes(document)
     except OSError as error:
@@ -78,13 +80,21 @@ def write(
     return len(document)
 
 
-def page(views: Sequence[View], *, title: str, tables: Sequence[Table] = (), notes: Sequence[str] = ()) -> str:
+def page(
+    views: Sequence[View],
+    *,
+    title: str,
+    tables: Sequence[Table] = (),
+    notes: Sequence[str] = (),
+    one_axis: bool = False,
+) -> str:
     """The page itself."""
     listed = [*(table for view in views for table in _view_tables(view, several=len(views) > 1)), *tables]
     rest = {
         "title": plain(title),
         "notes": [plain(note) for note in notes],
         "tables": _tables_data(listed),
+        "one_axis": one_axis,
     }
     detail = Detail()
     large = sum(len(view.timeline) > _LARGE_EVENTS for view in views)

@@ -1,12 +1,14 @@
 """What compute waited for, and how long: one table for profiled devices and for brim's own runs.
 
-A profile says why each gap was (its IDLE events). Where there are none, the gaps between COMPUTE events are given to
-what was under way in them: a copy (the block that it brought), else an allocation, else unknown.
+A profile, and brim's own runs, say why compute waited (IDLE events), in gaps or inside of a COMPUTE event that
+lasted all the while. The gaps that are left between COMPUTE events are given to what was under way in them: a copy
+(the block that it brought), else an allocation, else unknown.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from brim.core import EventKind, Timeline
 
 COPY, ALLOCATION, UNKNOWN, COLLECTIVE = "copy", "allocation", "unknown", "collective"
+SHORTEST_S = 1e-6  # of a gap where waiting is told: what is shorter lies between two clocks' ticks
 _Numbers = NDArray[Any]
 _Part = tuple[str, str, float]  # label, cause, seconds
 
@@ -69,9 +72,15 @@ def attribute(timeline: Timeline) -> IdleReport:
     if not told and not len(computing):
         return IdleReport(computed=False, compute_recorded=False, wall_s=0.0, busy_s=0.0, idle_s=0.0, waits=())
     starts, ends = _spans(timeline, computing)
-    waits = _summed(_told(timeline, kinds) if told else _infer(timeline, kinds, starts, ends))
+    idle = np.flatnonzero(kinds == EventKind.IDLE)
+    idle_starts, idle_ends = _spans(timeline, idle)
+    covered = _spans(timeline, np.concatenate([computing, idle])) if len(starts) else (starts, ends)
+    waits = _summed(itertools.chain(_told(timeline, idle), _infer(timeline, kinds, *covered, told=told)))
     idle_s = sum(wait.seconds for wait in waits)
-    busy_s = float(np.sum(ends - starts)) if len(starts) else max(0.0, _recorded_s(timeline) - idle_s)
+    if len(starts):
+        busy_s = _seconds(*covered) - _seconds(idle_starts, idle_ends)
+    else:
+        busy_s = max(0.0, _recorded_s(timeline) - idle_s)
     return IdleReport(
         computed=True,
         compute_recorded=len(starts) > 0,
@@ -80,6 +89,10 @@ def attribute(timeline: Timeline) -> IdleReport:
         idle_s=idle_s,
         waits=waits,
     )
+
+
+def _seconds(starts: _Numbers, ends: _Numbers) -> float:
+    return float(np.sum(ends - starts))
 
 
 def _computing(timeline: Timeline, kinds: _Numbers) -> _Numbers:
@@ -115,16 +128,16 @@ def _summed(parts: Iterable[_Part]) -> tuple[Wait, ...]:
     return tuple(sorted(rows, key=lambda wait: (-wait.seconds, wait.label)))
 
 
-def _told(timeline: Timeline, kinds: _Numbers) -> Iterator[_Part]:
+def _told(timeline: Timeline, events: _Numbers) -> Iterator[_Part]:
     """The waits that were recorded as such."""
     labels, names = timeline.texts("label")
     causes, seconds = timeline.texts("category")[0], timeline.column("duration_s")
-    for index in np.flatnonzero(kinds == EventKind.IDLE):
+    for index in events:
         yield names[labels[index]], names[causes[index]] or UNKNOWN, seconds[index]
 
 
-def _infer(timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers) -> Iterator[_Part]:
-    """The gaps between the spans of computing, cut where copies begin and end.
+def _infer(timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers, *, told: bool) -> Iterator[_Part]:
+    """The gaps between the spans of computing, and of waiting that is ``told``, cut where copies begin and end.
 
     A copy that ends after compute went on was not waited for. Of the others the last one was, and before it those
     that kept it from beginning.
@@ -139,6 +152,8 @@ def _infer(timeline: Timeline, kinds: _Numbers, starts: _Numbers, ends: _Numbers
     columns = [timeline.texts(name)[0] for name in ("label", "source", "tier")]
     last = np.searchsorted(stops, starts[1:], side="right") - 1
     for begin, end, index in zip(map(float, ends[:-1]), map(float, starts[1:]), map(int, last), strict=True):
+        if told and end - begin < SHORTEST_S:
+            continue
         at = end
         while index >= 0 and stops[index] > begin and at > begin:
             copy, stop = int(copies[index]), min(float(stops[index]), at)

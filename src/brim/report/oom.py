@@ -22,6 +22,7 @@ _LONGEST = 4_000  # characters that one message may take
 _SEVERAL_LINES = ("llama.cpp", "jax")  # one failure is told in several messages
 _MOST_DIGITS = 20  # longer numbers are no bytes of any machine, and passed over
 MOST_MESSAGES = 1_000  # of a log; what follows is left out
+MOST_SEEN = 10_000  # different texts whose repetition is recognised before it is read
 _SETTINGS = re.compile(
     r"(?<!try setting )\bPYTORCH_(?:CUDA_|HIP_|NPU_)?ALLOC_CONF['\"]?\]? ?[=:,] ?['\"]?(\w+:[\w:,.\[\]>-]+)"
 )
@@ -68,19 +69,29 @@ class _Reader:
 
     def __init__(self) -> None:
         self.found: dict[tuple[Any, ...], OomMessage] = {}
+        self.seen: set[int] = set()  # hashes of the messages that were read: a log may repeat one a million times
         self.settings = ""
 
     def window(self, window: oom_log.Window) -> None:
         text = window.text
         if match := _SETTINGS.search(text):
             self.settings = match[1]
+        if len(self.found) >= MOST_MESSAGES:
+            return
         places = _places(text)
         for (start, form), (end, _) in pairwise([*places, (len(text), None)]):
             assert form is not None, "only the end of the text has none"
-            message = self.read(text[start : min(end, start + _LONGEST)], form, window.rank)
-            key = (message.rank, message.family, message.device, *message.numbers_bytes.items())
-            if len(self.found) < MOST_MESSAGES:
-                self.found.setdefault(key, message)
+            self.take(text[start : min(end, start + _LONGEST)], form, window.rank)
+
+    def take(self, text: str, form: Format, rank: str) -> None:
+        mark = hash((text, form.family, rank, self.settings))
+        if mark in self.seen or len(self.found) >= MOST_MESSAGES:
+            return
+        if len(self.seen) < MOST_SEEN:
+            self.seen.add(mark)
+        message = self.read(text, form, rank)
+        key = (message.rank, message.family, message.device, *message.numbers_bytes.items())
+        self.found.setdefault(key, message)
 
     def read(self, text: str, form: Format, rank: str) -> OomMessage:
         numbers = _numbers(text, form)
@@ -106,6 +117,8 @@ def _places(flat: str) -> list[tuple[int, Format]]:
     """Where messages start, and of which kind. What lies inside another's start is not one of its own."""
     taken: list[tuple[int, int, Format]] = []  # start, end; in order, apart from each other
     for form in FORMATS:
+        if not any(word in flat for word in form.words):
+            continue
         for match in form.start.finditer(flat):
             at = bisect_left(taken, match.start(), key=itemgetter(0))
             free_before = at == 0 or taken[at - 1][1] <= match.start()

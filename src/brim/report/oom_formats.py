@@ -20,23 +20,32 @@ _UNITS = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 class Format:
     """One kind of message. ``start`` finds it, ``fields`` are searched for after it, each giving one number.
 
+    One of ``words`` is in every text in which ``start`` finds something: most logs are passed over by that alone.
+
     A field's pattern holds the groups of ``SIZE``; ``plain`` ones a bare number of bytes. ``device`` is the kind of
     device; its number is looked for where ``_DEVICE`` says.
     """
 
     family: str
     start: re.Pattern[str]
+    words: tuple[str, ...]
     device: str
     fields: tuple[tuple[str, re.Pattern[str]], ...] = ()
     plain: tuple[tuple[str, re.Pattern[str]], ...] = ()
 
 
 def _format(
-    family: str, start: str, device: str, fields: dict[str, str] | None = None, plain: dict[str, str] | None = None
+    family: str,
+    start: str,
+    words: tuple[str, ...],
+    device: str,
+    fields: dict[str, str] | None = None,
+    plain: dict[str, str] | None = None,
 ) -> Format:
     return Format(
         family=family,
         start=re.compile(start),
+        words=words,
         device=device,
         fields=tuple((name, re.compile(text.replace("{}", SIZE))) for name, text in (fields or {}).items()),
         plain=tuple((name, re.compile(text)) for name, text in (plain or {}).items()),
@@ -63,6 +72,7 @@ _NEW = {
     "segment_reserve": r"expandable-segment reserve of {}",
 }
 _TRIED = r"out of memory\. ?Tried to allocate"
+_ASKED = ("Tried to allocate",)
 _REST = r"(?:(?!out of memory).){0,1500}?"  # of the same message
 
 # The first that matches at a place wins, so the particular come before the general.
@@ -70,6 +80,7 @@ FORMATS = (
     _format(
         "torch-cuda-address-space",
         r"\[ExpandableSegmentVA\] Failed to reserve",
+        ("ExpandableSegmentVA",),
         "cuda",
         {"tried": r"\({}\) of virtual address space"},
         {
@@ -80,48 +91,64 @@ FORMATS = (
     _format(
         "torch-cuda-segment-reserve",
         r"This allocation exceeds the expandable-segment reserve of",
+        ("expandable-segment reserve",),
         "cuda",
         {"segment_reserve": r"expandable-segment reserve of {}", "needed": r"so that a segment is at least {}"},
     ),
-    _format("torch-cuda-mempool", r"The custom allocator backing this MemPool returned nullptr", "cuda"),
-    _format("torch-cuda-impossible", r"(?:CUDA|HIP) out of memory\. ?Tried to allocate more than 1EB", "cuda"),
+    _format(
+        "torch-cuda-mempool",
+        r"The custom allocator backing this MemPool returned nullptr",
+        ("MemPool returned",),
+        "cuda",
+    ),
+    _format(
+        "torch-cuda-impossible",
+        r"(?:CUDA|HIP) out of memory\. ?Tried to allocate more than 1EB",
+        ("more than 1EB",),
+        "cuda",
+    ),
     _format(
         "torch-cuda-cached",
         rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU [^)]{{0,200}} cached",
+        _ASKED,
         "cuda",
         _OLD | {"cached": r"{} cached"},
     ),
     _format(
         "torch-cuda-reserved-hint",
         rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU [^)]{{0,250}}\) If reserved memory",
+        _ASKED,
         "cuda",
         _OLD | _RESERVED,
     ),
     _format(
         "torch-cuda-reserved",
         rf"CUDA {_TRIED} [^(]{{1,30}}\(GPU",
+        _ASKED,
         "cuda",
         _OLD | _RESERVED,
     ),
     _format(
         "torch-npu",
         r"NPU out of memory\. ?NPUWorkspaceAllocator tried to allocate",
+        ("NPUWorkspaceAllocator",),
         "npu",
         {"tried": r"tried to allocate {}", "total": r"{} total capacity", "free": r"{} free\b"},
     ),
     *(
-        _format(f"torch-{kind}", rf"{kind.upper()} {_TRIED} [^(]{{1,30}}\([GNX]PU", kind, _OLD | _RESERVED)
+        _format(f"torch-{kind}", rf"{kind.upper()} {_TRIED} [^(]{{1,30}}\([GNX]PU", _ASKED, kind, _OLD | _RESERVED)
         for kind in ("npu", "hip", "xpu")
     ),
-    *(_format(f"torch-{kind}", rf"{kind.upper()} {_TRIED}", kind, _NEW) for kind in ("npu", "hip", "xpu")),
-    _format("torch-cuda-2.1", rf"CUDA {_TRIED}(?={_REST}capacty)", "cuda", _NEW),
-    _format("torch-cuda-2.15", rf"CUDA {_TRIED}(?={_REST}expandable_segments is enabled)", "cuda", _NEW),
-    _format("torch-cuda-2.9", rf"CUDA {_TRIED}(?={_REST}PYTORCH_ALLOC_CONF)", "cuda", _NEW),
-    _format("torch-cuda-2.2", rf"torch\.cuda\.OutOfMemoryError: CUDA {_TRIED}", "cuda", _NEW),
-    _format("torch-cuda-2.5", rf"CUDA {_TRIED}", "cuda", _NEW),
+    *(_format(f"torch-{kind}", rf"{kind.upper()} {_TRIED}", _ASKED, kind, _NEW) for kind in ("npu", "hip", "xpu")),
+    _format("torch-cuda-2.1", rf"CUDA {_TRIED}(?={_REST}capacty)", _ASKED, "cuda", _NEW),
+    _format("torch-cuda-2.15", rf"CUDA {_TRIED}(?={_REST}expandable_segments is enabled)", _ASKED, "cuda", _NEW),
+    _format("torch-cuda-2.9", rf"CUDA {_TRIED}(?={_REST}PYTORCH_ALLOC_CONF)", _ASKED, "cuda", _NEW),
+    _format("torch-cuda-2.2", rf"torch\.cuda\.OutOfMemoryError: CUDA {_TRIED}", _ASKED, "cuda", _NEW),
+    _format("torch-cuda-2.5", rf"CUDA {_TRIED}", _ASKED, "cuda", _NEW),
     _format(
         "torch-cudaMallocAsync",
         r"Allocation on device [^.]{0,12}would exceed allowed memory",
+        ("would exceed allowed memory",),
         "cuda",
         {
             "allocated": r"Currently allocated ?: {}",
@@ -134,6 +161,7 @@ FORMATS = (
     _format(
         "torch-mps",
         r"MPS backend out of memory",
+        ("MPS backend",),
         "mps",
         {
             "allocated": r"MPS allocated: {}",
@@ -142,40 +170,57 @@ FORMATS = (
             "tried": r"Tried to allocate {}",
         },
     ),
-    _format("torch-mps", r"Invalid buffer size: [0-9.]+ ?[KMGT]i?B", "mps", {"tried": r"Invalid buffer size: {}"}),
+    _format(
+        "torch-mps",
+        r"Invalid buffer size: [0-9.]+ ?[KMGT]i?B",
+        ("Invalid buffer size",),
+        "mps",
+        {"tried": r"Invalid buffer size: {}"},
+    ),
     _format(
         "torch-directml",
         r"Could not allocate tensor with [0-9]+ bytes\. There is not enough GPU video memory",
+        ("GPU video memory",),
         "gpu",
         plain={"tried": r"tensor with ([0-9]+) bytes"},
     ),
-    _format("torch-xpu-runtime", r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)", "xpu"),
-    _format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", "hip"),
+    _format(
+        "torch-xpu-runtime",
+        r"UR_RESULT_ERROR_OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
+        ("UR_RESULT_ERROR_OUT_OF_",),
+        "xpu",
+    ),
+    _format("torch-cublas", r"(?:HIPBLAS|ROCBLAS)_STATUS_ALLOC_FAILED", ("BLAS_STATUS_ALLOC_FAILED",), "hip"),
     _format(
         "torch-cublas",
         r"CUBLAS_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling .cublasCreate",
+        ("CUBLAS_STATUS_",),
         "cuda",
     ),
-    _format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", "cuda"),
+    _format("torch-cudnn", r"CUDNN_STATUS_ALLOC_FAILED", ("CUDNN_STATUS_ALLOC_FAILED",), "cuda"),
     _format(
         "torch-cuda-library",
         r"CU(?:FFT|SOLVER_STATUS|SPARSE_STATUS)_ALLOC_FAILED|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+        ("_ALLOC_FAILED", "_INSUFFICIENT_RESOURCES"),
         "cuda",
     ),
     _format(
         "torch-nccl",
         r"ncclUnhandledCudaError(?=.{0,600}out of memory)|NCCL WARN Cuda failure[^\n]{0,40}out of memory",
+        ("ncclUnhandledCudaError", "NCCL WARN Cuda"),
         "cuda",
         plain={"tried": r"Failed to CUDA (?:c|host )?[Aa]lloc (?:async )?([0-9]+) bytes"},
     ),
     _format(
         "torch-cuda-thc",
         r"cuda runtime error \(2\) ?: out of memory|THCudaCheck FAIL [^\n]{0,200}error=2 ?: out of memory",
+        ("cuda runtime error (2)", "THCudaCheck FAIL"),
         "cuda",
     ),
     _format(
         "torch-cpu",
         r"DefaultCPUAllocator: (?:not enough memory|can't allocate memory)|Torch: not enough memory: you tried",
+        ("DefaultCPUAllocator", "Torch: not enough memory"),
         "cpu",
         {"tried_rounded": r"you tried to allocate (?![0-9]+ bytes){}"},
         {"tried": r"you tried to allocate ([0-9]+) bytes"},
@@ -184,18 +229,21 @@ FORMATS = (
         "dataloader",
         r"DataLoader worker \(pid\(?s?\)? ?[0-9, ]+\) (?:is killed by signal|exited unexpectedly)"
         r"|unable to (?:mmap [0-9]+ bytes from file|open shared memory object|resize file) [^\n]{0,120}memory",
+        ("DataLoader worker", "unable to "),
         "cpu",
         plain={"tried": r"unable to mmap ([0-9]+) bytes"},
     ),
     _format(
         "numpy",
         r"Unable to allocate [0-9.]+ [KMGT]?i?B(?:ytes)? for an array with shape",
+        ("Unable to allocate",),
         "cpu",
         {"tried": r"Unable to allocate {}"},
     ),
     _format(
         "linux-oom-killer",
         r"Out of memory: Kill(?:ed)? process [0-9]+|Memory cgroup out of memory: Kill(?:ed)? process [0-9]+",
+        ("ut of memory: Kill",),
         "cpu",
         {
             "virtual": r"total-vm:([0-9]+)(kB)",
@@ -207,12 +255,14 @@ FORMATS = (
     _format(
         "jax-tpu",
         r"(?:RESOURCE_EXHAUSTED: [^\n]{0,60}?)?Ran out of memory in memory space \w+",
+        ("Ran out of memory in memory space",),
         "tpu",
         {"tried": r"Used {} of", "total": r"Used [0-9.]+[KMGT] of {}", "short": r"[Ee]xceeded \w+ capacity by {}"},
     ),
     _format(
         "jax",
         r"RESOURCE_EXHAUSTED: [^\n]{0,80}?(?:[Oo]ut of memory|allocat)",
+        ("RESOURCE_EXHAUSTED",),
         "gpu",
         {"tried_rounded": r"(?:allocating|allocate(?: request for)?) {}", "tried": r"\(([0-9]+)(B)\) on device"},
         {"tried": r"(?:allocate|allocating) ([0-9]+) bytes"},
@@ -220,23 +270,30 @@ FORMATS = (
     _format(
         "jax",
         r"Failed to allocate request for [0-9.]+ ?[KMGT]i?B",
+        ("Failed to allocate request",),
         "gpu",
         {"tried_rounded": r"allocate request for {}", "tried": r"\(([0-9]+)(B)\) on device"},
     ),
-    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", "gpu"),
+    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", ("OOM when allocating",), "gpu"),
     _format(
         "tensorflow",
         r"failed to allocate [^:]{0,60} from device: CUDA_ERROR_OUT_OF_MEMORY",
+        ("CUDA_ERROR_OUT_OF_MEMORY",),
         "gpu",
         {"tried_rounded": r"failed to allocate {}"},
         {"tried": r"\(([0-9]+) bytes\) from device"},
     ),
     _format(
-        "llama.cpp-pinned", r"ggml_cuda_host_malloc: failed to allocate", "cpu", {"tried": r"failed to allocate {}"}
+        "llama.cpp-pinned",
+        r"ggml_cuda_host_malloc: failed to allocate",
+        ("ggml_cuda_host_malloc",),
+        "cpu",
+        {"tried": r"failed to allocate {}"},
     ),
     _format(
         "llama.cpp",
         r"ggml_backend_\w+_buffer_type_alloc_buffer: (?:allocating|failed to allocate)",
+        ("buffer_type_alloc_buffer",),
         "cuda",
         {"tried_rounded": r"allocating {} on device"},
         {"tried": r"buffer of size ([0-9]+)"},
@@ -246,14 +303,22 @@ FORMATS = (
         r"(?:alloc_tensor_range|ggml_gallocr_reserve_n\w*|ggml_metal\w*|ggml_vulkan|\w*kv_cache\w*|graph_reserve"
         r"|llama_\w+|ggml_backend_alloc\w+): .{0,40}?(?:failed to allocate|unable to allocate|allocation of size "
         r"[0-9]+ failed)|cudaMalloc failed: out of memory|ErrorOutOfDeviceMemory",
+        (
+            "failed to allocate",
+            "unable to allocate",
+            "allocation of size",
+            "cudaMalloc failed",
+            "ErrorOutOfDeviceMemory",
+        ),
         "cuda",
         {"tried_rounded": r"size ?= ?{}"},
         {"tried": r"(?:buffer|allocation) of size ([0-9]+)"},
     ),
-    _format("vllm", r"No available memory for the cache blocks", "cuda"),
+    _format("vllm", r"No available memory for the cache blocks", ("No available memory",), "cuda"),
     _format(
         "vllm",
         r"Free memory on device[^(]{0,12}\([0-9.]+/[0-9.]+ GiB\) on startup is less than",
+        ("Free memory on device",),
         "cuda",
         {
             "free": r"Free memory on device[^(]{0,12}\(([0-9]+(?:\.[0-9]+)?)/[0-9.]+ ([KMGT]iB)\)",
@@ -265,25 +330,43 @@ FORMATS = (
         "vllm",
         r"larger than the maximum number of tokens that can be stored in KV cache"
         r"|[Tt]o serve at least one request with the model(?:'?s'?|s's) max seq len",
+        ("stored in KV cache", "max seq len"),
         "cuda",
         {"needed": r"{} KV cache is needed", "available": r"available KV cache memory \({}\)"},
     ),
-    _format("sglang", r"Not enough memory\. ?Please try to increase --mem-fraction-static", "cuda"),
+    _format(
+        "sglang",
+        r"Not enough memory\. ?Please try to increase --mem-fraction-static",
+        ("--mem-fraction-static",),
+        "cuda",
+    ),
     _format(
         "triton",
         r"out of resource: shared memory, Required: [0-9]+",
+        ("out of resource: shared memory",),
         "cuda",
         plain={"tried": r"Required: ([0-9]+)", "total": r"Hardware limit: ([0-9]+)"},
     ),
-    _format("torch-hip-runtime", r"HIP error: out of memory|hipErrorOutOfMemory|HIP out of memory", "hip"),
+    _format(
+        "torch-hip-runtime",
+        r"HIP error: out of memory|hipErrorOutOfMemory|HIP out of memory",
+        ("HIP error: out", "hipErrorOutOfMemory", "HIP out of memory"),
+        "hip",
+    ),
     _format(
         "torch-cuda-runtime",
         r"CUDA error: out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory",
+        ("CUDA error: out", "cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA out of memory"),
         "cuda",
     ),
-    _format("torch-xpu-runtime", r"XPU out of memory", "xpu"),
-    _format("torch-npu", r"NPU out of memory", "npu"),
-    _format("host", r"std::bad_alloc|\bMemoryError\b|DefaultCPUAllocator: not enough", "cpu"),
+    _format("torch-xpu-runtime", r"XPU out of memory", ("XPU out of memory",), "xpu"),
+    _format("torch-npu", r"NPU out of memory", ("NPU out of memory",), "npu"),
+    _format(
+        "host",
+        r"std::bad_alloc|\bMemoryError\b|DefaultCPUAllocator: not enough",
+        ("std::bad_alloc", "MemoryError", "DefaultCPUAllocator"),
+        "cpu",
+    ),
 )
 
 _DEVICE = re.compile(

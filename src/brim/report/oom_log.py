@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import io
 import re
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import BinaryIO
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 16  # of short lines, objects of thirty times that are made for a while
 LONGEST_LINE = 1 << 16  # characters; of what is longer the rest is cut off
+LONGEST_WORD = 300  # characters; where a terminal broke a line inside of a word, there is no longer one
 LONGEST_WINDOW = 1 << 16  # characters around one telling word and those that follow it
 LINES_BEFORE, LINES_AFTER = 3, 30  # of the same rank, around a telling word
 LINES_WAITING = 64  # of all ranks together
@@ -86,7 +88,7 @@ class Window:
 class _Rank:
     """What is kept of one rank: its last lines, or the lines of a window that is open."""
 
-    before: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_BEFORE))
+    before: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     length: int = 0
     left: int = 0  # lines that the window still takes; 0: it is closed
@@ -115,9 +117,12 @@ def windows(stream: BinaryIO) -> Iterator[Window]:
 
 def _telling_lines(lines: list[str]) -> list[int]:
     """The indices of the lines in which a telling word begins; it may end in the next."""
-    lowered = [line.lower() for line in lines]  # before anything is counted: "İ" becomes two characters
-    text = " ".join(lowered)
-    starts = list(accumulate((len(line) + 1 for line in lowered), initial=0))
+    joined_lines = " ".join(lines)
+    text = joined_lines.lower()
+    if len(text) != len(joined_lines):  # "İ" becomes two characters: then lines begin elsewhere
+        lines = [line.lower() for line in lines]
+        text = " ".join(lines)
+    starts = array("q", accumulate((len(line) + 1 for line in lines), initial=0))
     found = set()
     for word in _TELLING:
         at = text.find(word)
@@ -166,7 +171,7 @@ class _Log:
             self.open += 1
         if telling:
             rank.left = LINES_AFTER
-        rank.before.append(text)
+        rank.before = [*rank.before[1 - LINES_BEFORE :], text]
         if rank.left:
             rank.lines.append(text)
             rank.length += len(text)
@@ -192,13 +197,20 @@ def _closed(rank: _Rank, name: str) -> Window:
 
 
 def _blocks(stream: BinaryIO) -> Iterator[str]:
-    """The log in pieces of whole lines. UTF-16 is recognised by its mark, or by its zero bytes."""
+    """The log in pieces of whole lines. UTF-16 is recognised by its mark, or by its zero bytes.
+
+    Zero bytes are no text: a log that was emptied while a program wrote to it begins with as many as it had bytes.
+    """
     decoder: codecs.IncrementalDecoder | None = None
     rest = ""
     while block := stream.read(BLOCK_BYTES):
         if decoder is None:
+            zeros = len(block) - len(block.lstrip(b"\0"))
+            if zeros == len(block):
+                continue
+            block = block[zeros & ~1 :]  # of UTF-16 whole characters
             decoder = codecs.getincrementaldecoder(_encoding(block))("replace")
-        text = rest + decoder.decode(block)
+        text = (rest + decoder.decode(block)).replace("\0", "")
         end = max(text.rfind("\n"), text.rfind("\r") if len(text) > LONGEST_LINE else -1)
         end = len(text) if end < 0 and len(text) > 2 * BLOCK_BYTES else end
         if end >= 0:
@@ -214,9 +226,9 @@ def _encoding(block: bytes) -> str:
     if block.startswith(codecs.BOM_UTF8):
         return "utf-8-sig"
     head = block[:4096]
-    zeros = head.count(0)
-    if zeros > len(head) // 4:  # what PowerShell writes without a mark
-        return "utf-16-le" if head[1::2].count(0) >= head[::2].count(0) else "utf-16-be"
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    if max(even, odd) > len(head) // 4 > 8 * min(even, odd):  # what PowerShell writes without a mark
+        return "utf-16-le" if odd > even else "utf-16-be"
     return "utf-8"
 
 
@@ -243,7 +255,7 @@ def joined(lines: Iterable[str]) -> str:
     """Lines as one, with single spaces: words and numbers that were broken in the middle are whole again."""
     made = ""
     for line in lines:
-        made += line if not made or _is_broken(made, line) else f" {line}"
+        made += line if not made or _is_broken(made[-LONGEST_WORD:], line) else f" {line}"
     return " ".join(made.split())
 
 

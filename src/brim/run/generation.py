@@ -15,9 +15,11 @@ from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor
+from brim.run import foreseen
 from brim.run.fitting import Device, budgets, machine
 from brim.run.inference import load_opened
 from brim.run.models import open_model, open_tokenizer, prepare, verify_files
+from brim.run.spans import ComputeSpans
 from brim.run.step_memory import Inputs
 from brim.techniques.base import HANDLE_ATTRIBUTE
 from brim.techniques.weight_streaming import WeightStreaming
@@ -53,6 +55,7 @@ class Generation:
     s_per_token: float | None
     eta: float | None
     timeline: Timeline = field(compare=False)
+    predicted: Timeline = field(compare=False)  # what the plan foresees, from the first measured pass on
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -104,7 +107,8 @@ def generate(
             on_stage("generating")
             printer = _Printer(tokenizer, ids.shape[1], on_text)
             device = "cuda" if handle.memory.compute.tier == VRAM and torch.cuda.is_available() else "cpu"
-            token_ids = _run(module, ids.to(device), request.max_new_tokens, printer)
+            with ComputeSpans(module, [name for name, _ in handle.blocks], handle.memory):
+                token_ids = _run(module, ids.to(device), request.max_new_tokens, printer)
         finally:
             handle.close()
         usage = monitor.usage()
@@ -120,6 +124,7 @@ def generate(
         s_per_token=step_s,
         eta=promise.bound_s / step_s if step_s else None,
         timeline=handle.timeline(),
+        predicted=foreseen.beside(handle, hardware),
     )
 
 

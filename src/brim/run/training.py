@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ def train(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_note: Callable[[str], None] = lambda text: None,
+    foresee: bool = False,
 ) -> Training:
     """Train inside the budget. ``on_stage`` hears what is being done, ``on_step`` every step, ``on_note`` surprises.
+    With ``foresee`` the result has the Timeline of a step as the plan foresees it, which takes one more tracing.
 
     Writes ``metrics.jsonl`` and checkpoints into the output folder, and at the end the model itself. Raises
     UsageError and ModelError for what was given, BudgetError (with the smallest budget that does) when nothing fits,
@@ -49,7 +52,7 @@ def train(
     setup = set_up(request, on_stage)
     on_stage("opening the model and planning")
     with Monitor() as monitor:
-        run = _Run(setup, on_note)
+        run = _Run(setup, on_note, foresee=foresee)
         try:
             on_stage("training")
             run.train(on_step)
@@ -69,19 +72,22 @@ def train(
         notes=run.notes,
         truncated=run.truncated,
         timeline=run.timeline,
+        predicted=run.predicted,
     )
 
 
 class _Run:
     """A training from its first step, or the one that it is resumed at, to its last."""
 
-    def __init__(self, setup: Setup, on_note: Callable[[str], None]) -> None:
+    def __init__(self, setup: Setup, on_note: Callable[[str], None], *, foresee: bool = False) -> None:
         self._setup, self._request, self._on_note = setup, setup.request, on_note
         self.losses: list[float] = []
         self.times_s: list[float] = []
         self.notes: list[str] = []
         self.disk_bytes = 0
-        self._terms: Terms = setup.terms()
+        self.timeline = Timeline("", measured=True)
+        self.predicted: Timeline | None = None
+        self._terms: Terms = replace(setup.terms(), foresee=foresee)
         self._batches: Batches = setup.batches()
         self._steps = setup.steps(self._batches)
         self._saver = Saver(setup)
@@ -97,7 +103,7 @@ class _Run:
             undo.pop_all()
 
     def _note_session(self) -> None:
-        self.session_plan, self.timeline = self.session.plan, self.session.fitted.memory.recorder.timeline
+        self.session_plan = self.session.plan
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
         while self._next < self._steps:
@@ -209,7 +215,8 @@ class _Run:
 
     def close(self) -> None:
         self._metrics.close()
-        self.timeline = self.session.fitted.timeline() if hasattr(self, "session") else Timeline("", measured=True)
+        if hasattr(self, "session"):
+            self.timeline, self.predicted = self.session.timelines()
         self._saver.close()
         if hasattr(self, "session"):
             self.session.close()

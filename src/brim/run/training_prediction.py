@@ -24,6 +24,7 @@ from brim.predict.dispatch import on_host
 from brim.predict.tracer import trace
 from brim.run.fitted import apply_choice
 from brim.run.fitting import Device
+from brim.run.foreseen_step import known_way, step_timeline
 from brim.run.training_choice import Choice
 from brim.run.training_twin import make_states, twin
 from brim.techniques import inplace_activations
@@ -93,6 +94,15 @@ class Rehearsal:
             return self._predict(choice, self.budget_bytes.get(RAM, _ENDLESS_BYTES))
         except BudgetError:
             return self._predict(choice, _ENDLESS_BYTES)
+
+    def foresee(self, choice: Choice) -> Timeline:
+        """The step under ``choice`` as a Timeline from 0 s on; of many passes, as many as are rehearsed."""
+        run = _Run(self, choice, _ENDLESS_BYTES)
+        made = run.trace()
+        run.memory.close()
+        name = f"{self.name}: a step, {run.rehearsed} of {run.passes} passes"
+        blocks = [block.name for block in self.partition.blocks]
+        return step_timeline(name, made, run.memory.recorder.timeline, blocks, self.hardware)
 
     def _predict(self, choice: Choice, ram_bytes: int) -> Prediction:
         run = _Run(self, choice, ram_bytes)
@@ -238,13 +248,7 @@ def _timed(made: Trace, run: _Run, hardware: Hardware) -> Prediction:
         lanes["compute"] += more * cost.step_cost(_later_pass(made, run.trained), hardware).step_s
     for (source, target), bytes in run.moved.items():
         count = bytes + more * run.moved_between.get((source, target), 0)
-        rate = hardware.link(*_known(hardware, source, target)).bytes_per_s
+        rate = hardware.link(*known_way(hardware, source, target)).bytes_per_s
         lanes[f"{source} -> {target}"] = count / rate
     slowest = max(lanes, key=lambda lane: lanes[lane])
     return Prediction(peak_bytes={}, step_s=lanes[slowest], bound_s=lanes[slowest], limited_by=slowest)
-
-
-def _known(hardware: Hardware, source: str, target: str) -> tuple[str, str]:
-    """A link that was measured: writing to a drive is taken to be as fast as reading where it was not."""
-    have = {(link.source, link.target) for link in hardware.links}
-    return (source, target) if (source, target) in have else (target, source)

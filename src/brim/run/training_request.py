@@ -117,6 +117,7 @@ class Training:
     notes: list[str]
     truncated: int = 0
     timeline: Timeline = field(compare=False)
+    predicted: Timeline | None = field(default=None, compare=False)  # a step as the plan foresees it, if asked for
 
     def to_json(self) -> dict[str, Any]:
         return {

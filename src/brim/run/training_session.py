@@ -17,7 +17,9 @@ from brim.memory import heap
 from brim.memory.kept_heap import HeapLimits, KeptHeap, kept_limits
 from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device, Need, make_memory, make_plan
+from brim.run.foreseen_step import placed
 from brim.run.inference import resident_bytes, warm_up
+from brim.run.spans import ComputeSpans
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import (
@@ -62,18 +64,29 @@ class Terms:
     disk_folder: str | None
     start_bytes: int
     trust_remote_code: bool = False
+    foresee: bool = False  # whether a session has the Timeline that its plan foresees
 
 
 class Session:
-    """A model in training. ``rung`` is where on the ladder its plan stands."""
+    """A model in training. ``rung`` is where on the ladder its plan stands; ``foreseen`` a step from 0 s on."""
 
     def __init__(
-        self, terms: Terms, trainee: Trainee, fitted: Fitted, rung: int, heap_limits: HeapLimits | None = None
+        self,
+        terms: Terms,
+        trainee: Trainee,
+        fitted: Fitted,
+        rung: int,
+        heap_limits: HeapLimits | None = None,
+        foreseen: Timeline | None = None,
     ) -> None:
         self.terms, self.trainee, self.fitted, self.rung = terms, trainee, fitted, rung
+        self.foreseen = foreseen
         self._kept_heap: KeptHeap | None = None
         if heap_limits is not None:
             self._kept_heap = KeptHeap(terms.start_bytes + heap_limits.return_above_bytes)
+        assert fitted.streaming is not None, "it is in force"
+        blocks = [name for name, _ in fitted.streaming.blocks]
+        self._spans = ComputeSpans(trainee.module, blocks, fitted.memory, fitted.optimizer)
 
     @classmethod
     def open(cls, terms: Terms, folder: Path, *, name: str, rung: int = 0) -> Session:
@@ -97,15 +110,23 @@ class Session:
         plan = found.choice.plan(
             model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
         )
+        foreseen = search.foresee(partition, found.choice) if terms.foresee else None
         fitted = _place(terms, trainee, plan, partition, search.inputs(1))
-        return cls(terms, trainee, fitted, found.rung, limits)
+        return cls(terms, trainee, fitted, found.rung, limits, foreseen)
 
     @property
     def plan(self) -> Plan:
         return self.fitted.plan
 
+    def timelines(self) -> tuple[Timeline, Timeline | None]:
+        """What was measured, and what was foreseen beside it. No more is recorded after that."""
+        self._spans.close()
+        measured = self.fitted.timeline()
+        return measured, None if self.foreseen is None else placed(self.foreseen, measured)
+
     def close(self) -> None:
         """Let everything go without bringing it back into memory."""
+        self._spans.close()
         self.fitted.close()
         del self.trainee, self.fitted
         if self._kept_heap is not None:
@@ -152,6 +173,11 @@ class _Search:
             clip_norm=terms.clip_norm,
             spent_bytes=lambda: _program_bytes(terms.start_bytes),
         )
+
+    def foresee(self, partition: Partition, choice: Choice) -> Timeline:
+        made = replace(self._rehearsal, partition=partition).foresee(choice)
+        heap.trim()
+        return made
 
     def inputs(self, count: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, self._terms.seq, dtype=torch.long)

@@ -66,10 +66,15 @@ def apply(
 
 
 class WeightStreaming:
-    """The handle of a fitted module. ``blocks``: all parameters, by the name of what comes and goes together."""
+    """The handle of a fitted module. ``blocks``: all parameters, by the name of what comes and goes together.
+
+    ``partition`` and ``weights`` are what it was applied with.
+    """
+
+    partition: Partition
 
     def __init__(self, model: nn.Module, plan: Plan, memory: Memory, weights: Weights, *, training: bool) -> None:
-        self.model, self.plan, self.memory = model, plan, memory
+        self.model, self.plan, self.memory, self.weights = model, plan, memory, weights
         self.blocks: list[tuple[str, list[nn.Parameter]]] = []
         self._parameters = dict(model.named_parameters())
         # Where nothing has been moved out of the module, its own tensors are what it gets back.
@@ -164,7 +169,7 @@ class WeightStreaming:
     # -- placing
 
     def _place(self, partition: Partition) -> None:
-        choices, placement = self.plan.choices(NAME), self._placement
+        choices, placement, self.partition = self.plan.choices(NAME), self._placement, partition
         passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._moves(b)]
         layers = expert_layers(self.model, self.plan)
         staging = placement.make_staging(passing, passing_sources(layers, self.plan, placement.source))

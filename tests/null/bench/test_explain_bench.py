@@ -14,16 +14,21 @@ BENCH = Path(__file__).resolve().parents[3] / "bench"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as Linux counts it")
 
 
-def test_every_contender_reads_the_same_files(tmp_path):
-    output = tmp_path / "rows.json"
+def run(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(BENCH / "explain.py"), "--tiny", "--json", str(output)],
+        [sys.executable, str(BENCH / "explain.py"), *arguments],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())
+    return done.stdout
+
+
+def test_every_contender_reads_the_same_files(tmp_path):
+    output = tmp_path / "rows.jsonl"
+    done = run("--tiny", "--json", str(output), "--directory", str(tmp_path))
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {(row["contender"], row["input"]) for row in rows} >= {
         ("brim explain", "pickle"),
         ("brim explain --html", "pickle"),
@@ -36,4 +41,7 @@ def test_every_contender_reads_the_same_files(tmp_path):
         assert row["wall_s"] > 0
         assert row["peak_rss_bytes"] > 0
         assert row["output_bytes"] > 0
-        assert row["contender"] in done.stdout
+        assert row["contender"] in done
+    again = run("--tiny", "--json", str(output), "--directory", str(tmp_path))
+    assert [json.loads(line) for line in output.read_text().splitlines()] == rows, "what is known is not measured"
+    assert again.partition("all rows:")[2] == done.partition("all rows:")[2]

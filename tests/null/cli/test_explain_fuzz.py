@@ -24,7 +24,6 @@ import pytest
 
 from _simulated_recording import Recording
 from brim.cli import main
-from brim.cli.explain_source import parsed_timeline
 from brim.core import EventKind, Timeline
 from brim.errors import BrimError, FormatError
 from brim.measure import snapshot
@@ -114,7 +113,7 @@ def read_snapshot(data: bytes) -> None:
 
 
 def read_timeline(data: bytes) -> None:
-    summary(parsed_timeline(data, "fuzzed"))
+    summary(Timeline.read(io.BytesIO(data), "fuzzed"))
 
 
 def read_log(data: bytes) -> None:

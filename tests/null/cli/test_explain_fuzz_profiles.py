@@ -25,7 +25,6 @@ import pytest
 import nsight_database
 from _simulated_recording import Recording
 from brim.cli import main
-from brim.cli.explain_source import parsed_timeline
 from brim.core import EventKind, Timeline
 from brim.measure import snapshot
 from brim.memory.recorded_timeline import recorded_run
@@ -122,7 +121,7 @@ def read_snapshot(data: bytes) -> None:
 
 
 def read_timeline(data: bytes) -> None:
-    summary(parsed_timeline(data, "fuzzed"))
+    summary(Timeline.read(io.BytesIO(data), "fuzzed"))
 
 
 def read_log(data: bytes) -> None:
@@ -152,9 +151,9 @@ def long_timeline() -> bytes:
 # Times the file: each number of a timeline is an object for a while, each event of a recording several; of a message
 # in a log, of some 100 characters, come numbers, an explanation and advice.
 LONG: dict[str, tuple[Callable[[bytes], None], Callable[[], bytes], int]] = {
-    "snapshot": (read_snapshot, long_recording, 12),
-    "timeline": (read_timeline, long_timeline, 8),
-    "message": (read_log, lambda: b"\n".join(MESSAGES * 400), 24),
+    "snapshot": (read_snapshot, long_recording, 10),
+    "timeline": (read_timeline, long_timeline, 4),
+    "message": (read_log, lambda: b"\n".join(MESSAGES * 400), 12),
 }
 
 

@@ -24,7 +24,7 @@ from tiny_model import save_llama
 __all__ = ["cache", "probed_home"]
 
 MIB = 1 << 20
-KEYS = {"text", "token_ids", "plan", "promised_bytes", "measured_bytes", "s_per_token", "eta"}
+KEYS = {"compute", "text", "token_ids", "plan", "promised_bytes", "measured_bytes", "s_per_token", "eta"}
 
 
 @pytest.fixture(scope="module")

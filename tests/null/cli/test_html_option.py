@@ -70,6 +70,22 @@ def test_what_does_not_fit_is_shown_until_it_fails_and_without_end(
     assert page["notes"][0].startswith("It does not fit.")
 
 
+def check_both_runs(document: Any, page: Any) -> None:
+    """What was measured and what was foreseen are on one axis and told apart; their figures are the JSON's."""
+    measured, predicted = page["views"]
+    assert (measured["measured"], predicted["measured"], page["one_axis"]) == (True, False, True)
+    assert "measured" in measured["title"]
+    assert "predicted" in predicted["title"]
+    assert {view["axis"] for view in page["views"]} == {"time"}
+    told = {name: (all_s, busy_s, idle_s) for name, all_s, busy_s, idle_s in rows(page, "Compute, measured")}
+    assert told == {name: (f["wall_s"], f["busy_s"], f["idle_s"]) for name, f in document["compute"].items()}
+    assert told.keys() == {"measured", "predicted"}
+    for name, view in zip(("measured", "predicted"), page["views"], strict=True):
+        assert document["compute"][name]["busy_s"] > 0
+        assert any(lane["kind"] == "compute" for lane in view["lanes"])
+        assert view["panels"][0]["tier"] == "ram"
+
+
 def test_generate_shows_its_plan_and_what_was_copied(
     llama: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +99,9 @@ def test_generate_shows_its_plan_and_what_was_copied(
     (memory,) = (row for row in rows(page, "Memory, promised and measured") if row[0] == "RAM")
     assert memory[3] == document["measured_bytes"]["ram"]
     assert len(rows(page, "Decisions")) == len(document["plan"]["decisions"])
+    check_both_runs(document, page)
+    held = page["views"][1]["panels"][0]["peak"]["allocated_bytes"]
+    assert held == page["views"][0]["panels"][0]["peak"]["allocated_bytes"]
 
 
 def test_train_shows_its_losses_and_peaks(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +113,8 @@ def test_train_shows_its_losses_and_peaks(llama: Path, tmp_path: Path, capsys: p
     assert [loss for _, loss in rows(page, "Loss")] == document["losses"]
     told = {tier: (promised, measured) for tier, _, promised, measured in rows(page, "Memory, promised and measured")}
     assert told["RAM"] == (document["promised_bytes"]["ram"], document["measured_bytes"]["ram"])
-    assert page["views"][0]["measured"] is True
+    check_both_runs(document, page)
+    assert "activation" in page["views"][1]["panels"][0]["groups"]
 
 
 def test_formulas_alone_have_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from brim.run.training import train
 from tiny_model import save_llama
 from trainings import plain, request, weights, write_text
 
-KEYS = {"losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes", "truncated"}
+KEYS = {"compute", "losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes", "truncated"}
 MIB = 1 << 20
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import _synthetic_trace
+from brim.core import json_stream
 from brim.errors import FormatError
-from brim.measure import profile, profile_stream
+from brim.measure import profile
 from brim.units import MIB
 from profiles import kernel
 
@@ -38,7 +39,7 @@ def test_events_across_pieces_of_the_file_are_whole(tmp_path, monkeypatch):
     path.write_text(
         json.dumps({"a": 12345, "traceEvents": [kernel(at, 1, name="κ" * at) for at in range(200)], "b": 6})
     )
-    monkeypatch.setattr(profile_stream, "CHUNK", 7)
+    monkeypatch.setattr(json_stream, "CHUNK", 7)
     found = profile.read(path)
     assert found.events == 200
     assert sum(figures.count for figures in found.devices[0].kernels) == 20
@@ -109,7 +110,7 @@ def test_what_is_passed_over_takes_no_more_memory_than_its_text(text, tmp_path):
     path = tmp_path / "trace.json"
     values = f'["{text}", ' * 10 + "[]" + "]" * 10  # as a whole far beyond what one text may take
     path.write_text(f'{{"before": {values}, "traceEvents": [{json.dumps(kernel(0, 10))}]}}')
-    assert path.stat().st_size > 8 * profile_stream.LIMIT
+    assert path.stat().st_size > 8 * json_stream.LIMIT
     tracemalloc.start()
     try:
         assert profile.read(path).events == 1

@@ -91,7 +91,7 @@ def test_a_real_run_under_other_settings():
         for text in ("", "expandable_segments:True", "roundup_power2_divisions:8", "max_split_size_mb:256")
     }
     assert list(peaks.values()) == [59_920, 53_098, 63_610, 60_312]
-    first, *others = best(history)
+    first, *others = best(history).found
     assert first.settings.startswith("expandable_segments:True")
     assert first.peak_reserved_bytes <= peaks["expandable_segments:True"] * MIB
     assert peaks["expandable_segments:True"] in [one.peak_reserved_bytes // MIB for one in others]
@@ -224,7 +224,7 @@ def test_what_if_says_whether_a_failed_run_would_have_fitted():
     assert len(pins) + len(fillers) == 10
     own = what_if(history, AllocatorConfig())
     assert (own.would_fit, own.failed_bytes) == (False, 100 * MIB)
-    assert {run.would_fit for run in best(history)} == {False}
+    assert {run.would_fit for run in best(history).found} == {False}
 
 
 def test_what_if_finds_a_setting_under_which_a_fragmented_run_fits():
@@ -239,7 +239,7 @@ def test_what_if_finds_a_setting_under_which_a_fragmented_run_fits():
             kept.append(made.malloc(size * MIB))
     (history,) = snapshot.parse(made.dump()).devices
     assert replay(history).exact
-    first = best(history)[0]
+    first = best(history).found[0]
     assert first.would_fit is (first.failed_bytes == 0)
 
 

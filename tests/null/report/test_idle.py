@@ -64,6 +64,15 @@ def test_waits_are_summed_by_what_they_waited_for_the_longest_first():
     assert json.loads(json.dumps(found.to_json()))["idle_s"] == 2.75
 
 
+def test_waiting_inside_of_a_span_is_not_computing_and_gaps_beside_it_are_explained_too():
+    made = timeline((COMPUTE, 0, 4, "forward"), (COMPUTE, 1, 1, "layers.0"), (COMPUTE, 6, 2, "forward"))
+    made.add(EventKind.IDLE, "vram", 0, time_s=2.5, duration_s=1.0, label="layers.1", category="copy")
+    made.add(COPY, "vram", MIB, time_s=3.0, duration_s=2.0, source="ram", label="layers.2")
+    found = attribute(made)
+    assert waits(made) == {("layers.1", "copy"): 1, ("layers.2", "copy"): 1, ("", "unknown"): 1}
+    assert (found.busy_s, found.idle_s, found.wall_s) == (5, 3, 8)
+
+
 def test_a_timeline_without_compute_tells_nothing():
     found = attribute(timeline((COPY, 0, 1, "layers.0"), (ALLOC, 0, 0, "x")))
     assert not found.computed

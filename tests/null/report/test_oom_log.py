@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 import tracemalloc
 from contextlib import suppress
 from typing import Any
@@ -188,3 +189,45 @@ def test_cut_and_mixed_messages_give_a_result_or_one_kind_of_error(data):
         for message in read_oom(text):
             assert message.advice
             assert all(count >= 0 for count in message.numbers_bytes.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 40, 41, 3_000, 200_001])
+def test_a_log_that_was_emptied_while_it_was_written_begins_with_zero_bytes(count):
+    (message,) = read_oom(io.BytesIO(bytes(count) + FULL.encode()))
+    assert message.numbers_bytes == read_oom(FULL)[0].numbers_bytes
+    assert message.text == read_oom(FULL)[0].text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_zero_bytes_before_text_of_two_bytes_a_character_change_nothing(encoding):
+    (message,) = read_oom(io.BytesIO(bytes(40) + f"step 1\r\n{FULL}\r\n".encode(encoding)))
+    assert message.cause is Cause.FRAGMENTATION
+
+
+def test_zero_bytes_inside_of_a_message_are_no_text():
+    (message,) = read_oom(io.BytesIO(FULL.replace(" ", "\0 ").encode()))
+    assert message.text == read_oom(FULL)[0].text
+
+
+LINES = {
+    "telling, and no message": "INFO 06-02 05:17:18 [metrics.py:417] GPU KV cache usage: {:.1f}%, CPU KV cache usage",
+    "the same message": FULL,
+    "other messages": FULL.replace("2.00 GiB", "{:.2f} GiB"),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_log_in_which_every_line_tells_something_is_read_in_a_time_that_grows_as_it_does(kind):
+    """Four times the lines take less than eight times the time: a factor of two is left to the machine."""
+
+    def took_s(count: int) -> float:
+        data = "\n".join(LINES[kind].format(number / 7) for number in range(count)).encode()
+        begin_s = time.process_time()
+        with suppress(FormatError):
+            read_oom(io.BytesIO(data))
+        return time.process_time() - begin_s
+
+    took_s(200)
+    few, many = 3_000, 12_000
+    assert min(took_s(many) for _ in range(2)) < 8 * min(took_s(few) for _ in range(3)) + 0.05
+    assert took_s(few) / few < 1e-3

@@ -59,10 +59,18 @@ function comparison(panels) {
   });
 }
 
-function viewCards(view, scaleOf, tooltip, cards, drawn) {
-  const events = view.axis === "event";
+// What is shown of each view's axis: views whose times count from one moment share it.
+function ranges(data) {
+  const timed = data.views.filter((view) => view.axis === "time");
+  const shared = data.one_axis ? new Range(0, Math.max(...timed.map((view) => view.end_ns), 1)) : null;
+  return data.views.map((view) => {
+    if (view.axis === "event") return new Range(0, Math.max(view.events - 1, 1));
+    return shared || new Range(0, view.end_ns);
+  });
+}
+
+function viewCards(view, range, scaleOf, tooltip, cards, drawn) {
   const panels = view.panels;
-  const range = new Range(0, events ? Math.max(view.events - 1, 1) : view.end_ns);
   const made = panels.map((panel) => {
     const card = new Card(panel, range, scaleOf(panel), tooltip, cards.length < 2);
     cards.push(card);
@@ -127,7 +135,8 @@ async function main() {
   );
   const compared = comparison(panels);
   if (compared) root.append(compared);
-  for (const view of data.views) root.append(...viewCards(view, scaleOf, tooltip, cards, drawn));
+  const shown = ranges(data);
+  data.views.forEach((view, index) => root.append(...viewCards(view, shown[index], scaleOf, tooltip, cards, drawn)));
   const tables = data.tables.map(givenTable);
   if (tables.length) root.append(element("div", { class: "tables" }, ...tables));
   cards.forEach((card) => card.pick(card.panel.peak.event));

@@ -1,4 +1,4 @@
-"""Reads a JSON document that may be far larger than memory, one element of one array at a time.
+"""Reads a JSON document that may be far larger than memory, one element of one array, or some numbers, at a time.
 
 The values are made by the standard library's scanner, which is written in C; what is done here is to hand it enough
 text. The text that is held is bounded, whatever the file: a single value may take ``LIMIT`` characters.
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from brim.errors import FormatError
 
 CHUNK = 1 << 18  # characters that are read at once
+PIECE = 1 << 15  # characters of an array of numbers that are read at once
 LIMIT = 1 << 20  # the most that one value may take: an event with a deep Python stack takes a tenth
 EXPANSION = 200  # a gzip file that grows by more is not a trace (they grow 10 to 40 times) but an attack
 _GZIP = b"\x1f\x8b"
@@ -32,12 +33,14 @@ _token = re.compile(r'[^"{}\[\]]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]', re.DOT
 class JsonStream:
     """The text of one file and a place in it. All methods raise FormatError where the text is not JSON."""
 
-    def __init__(self, path: Path, asked: str) -> None:
+    def __init__(self, source: Path | BinaryIO, asked: str) -> None:
+        """``source``: a file, or what can be sought in; ``asked``: what errors say was to be done."""
         self._asked = asked
         self._text, self._at, self._ended = "", 0, False
         try:
-            self._raw: BinaryIO = path.open("rb")
-            self._size = path.stat().st_size
+            self._raw: BinaryIO = source.open("rb") if isinstance(source, Path) else source
+            self._size = self._raw.seek(0, io.SEEK_END)
+            self._raw.seek(0)
             packed = self._raw.read(2) == _GZIP
             self._raw.seek(0)
         except OSError as error:
@@ -118,6 +121,48 @@ class JsonStream:
                     self._at += 1
                     return
                 self._need_more(error)
+
+    def fields(self) -> Iterator[str]:
+        """The keys of the object that begins here; read or skip the value of each before the next is asked for."""
+        self.take("{")
+        if self.peek() == "}":
+            self.take("}")
+            return
+        while True:
+            key = self.value()
+            if not isinstance(key, str):
+                raise self.refuse(f"Found {str(key)[:80]!r} in the place of a key.")
+            self.take(":")
+            yield key
+            if self.take(",}") == "}":
+                return
+
+    def numbers(self) -> Iterator[list[Any]]:
+        """The values of the array of numbers that begins here, some at a time. What is no number is given as well."""
+        self.take("[")
+        whole = True  # whether nothing has to follow
+        while True:
+            self.peek()
+            limit = self._at + PIECE
+            end = self._text.find("]", self._at, limit)
+            stop = end if end >= 0 else self._text.rfind(",", self._at, limit)
+            if stop < 0:
+                if len(self._text) > limit:
+                    raise self.refuse(f"A number of more than {PIECE} characters.")
+                self._need_more(None)
+                continue
+            piece = self._text[self._at : stop]
+            self._at = stop + 1
+            try:
+                made = json.loads(f"[{piece}]")
+            except (ValueError, RecursionError) as error:
+                raise self.refuse(f"An array of numbers is none: {_why(error)}") from error
+            if end >= 0 and not made and not whole:
+                raise self.refuse("An array ends with a comma.")
+            yield made
+            if end >= 0:
+                return
+            whole = False
 
     def _need_more(self, error: BaseException | None) -> None:
         """More text, because a value does not end in what there is. ``error``: what the scanner said of it."""
