@@ -51,7 +51,7 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     """Write the proposal ``index`` of ``answer``. Raises UsageError for one that it has not, or an unwritable path."""
     count = len(answer.proposals)
     if not 0 <= index < count:
-        raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"There are {count} plans.")
+        raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
     request = replace(answer.request, model=str(answer.request.model))
     made = PlanFile(
         brim=brim.__version__,
