@@ -11,11 +11,20 @@ from typing import Any
 
 from brim import catalog
 from brim.catalog import Gpu
-from brim.core.hardware import VRAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.estimation.models import find_model
 from brim.run.plan_file import described
-from brim.run.planning_request import LOSSY, Machine, Nearest, Proposal, Request, exact_bytes, machine_of
+from brim.run.planning_request import (
+    LOSSY,
+    Machine,
+    Nearest,
+    Proposal,
+    Request,
+    exact_bytes,
+    machine_of,
+    ram_option,
+)
 from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
@@ -124,7 +133,8 @@ def _more_memory(
     for tier, count in needs.items():
         more = count - machine.budget_bytes.get(tier, 0)
         parts.append(f"{format_bytes(more)} more of {tier.upper()} ({format_bytes(count)} in all)")
-    amounts: dict[str, Any] = {tier: exact_bytes(count) for tier, count in needs.items()}
+    options = {tier: ram_option(machine, count) if tier == RAM else count for tier, count in needs.items()}
+    amounts: dict[str, Any] = {tier: exact_bytes(_rounded(count)) for tier, count in options.items()}
     capacity = machine.hardware.tier(machine.hardware.compute).capacity_bytes
     if request.gpu is None or needs.get(VRAM, 0) <= capacity:
         changed = replace(request, **amounts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -217,6 +218,11 @@ def machine_of(request: Request) -> Machine:
         if here.compute == VRAM:
             return _this(request)
     return _imagined(request, _card(request))
+
+
+def ram_option(machine: Machine, budget_bytes: int) -> int:
+    """What ``--ram`` is for a budget: of this machine the budget itself, of another one all that it has."""
+    return math.ceil(budget_bytes / _FREE_SHARE) if machine.assumed else budget_bytes
 
 
 def _this(request: Request) -> Machine:
