@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from brim.core import Timeline
     from brim.run.planning_request import Answer, Effect, Proposal, Request
 
 INFEASIBLE = 3  # the exit code where nothing fits
@@ -213,10 +214,30 @@ def _write_html(path: Path, answer: Answer) -> None:
     if answer.machine.assumed:
         rows = tuple((text,) for text in answer.machine.assumed)
         tables.append(Table(title="What was assumed", columns=("of the machine",), rows=rows))
-    views = [View(timeline=one.timeline, plan=one.plan) for one in answer.proposals[:1] if one.timeline is not None]
+    views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
     notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
     title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
     write_html(path, views, title=title, tables=tables, notes=notes)
+
+
+def _picture(one: Proposal, answer: Answer) -> Timeline:
+    """The schedule of a plan, and under it what the compute tier holds at the most, where the schedule has no bytes."""
+    from brim.core import EventKind, Timeline
+
+    assert one.timeline is not None
+    compute = answer.machine.hardware.compute
+    if any(event.kind is EventKind.ALLOC and event.tier == compute for event in one.timeline):
+        return one.timeline
+    made = Timeline(one.timeline.name, measured=False, facts=dict(one.timeline.facts))
+    rest = one.plan.promise.peak_bytes.get(compute, 0)
+    for decision in one.plan.decisions:
+        if decision.choice == "resident" and decision.bytes <= rest:
+            made.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
+            rest -= decision.bytes
+    made.add(EventKind.ALLOC, compute, rest, label="all else at its peak", category="temporary")
+    for event in one.timeline:
+        made.add(**{name: getattr(event, name) for name in event.__slots__})
+    return made
 
 
 def _effects(one: Proposal) -> Any:
