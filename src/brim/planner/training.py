@@ -92,15 +92,23 @@ def baselines(profile: StepProfile, hardware: Hardware, limits: Limits) -> Itera
 def smallest(profile: StepProfile, hardware: Hardware, limits: Limits) -> tuple[dict[str, int], Way] | None:
     """Of each tier that is short, the least with which something fits, and what does; None where nothing ever does.
 
-    The compute tier alone is made larger where that is enough, else RAM alone, else both.
+    A GPU's memory is made larger up to what the GPU has; where that is not enough it is RAM that is, then both, and
+    then there has to be another GPU.
     """
     compute = hardware.compute
-    tiers = [tier for tier in dict.fromkeys((compute, RAM, DISK)) if tier in limits.budget_bytes]
-    tries = [[tier] for tier in tiers] + [tiers[:2], tiers]
-    for lifted in tries:
-        roomy = _with(limits, dict.fromkeys(lifted, _ENDLESS_BYTES))
+    capacity = _ENDLESS_BYTES if compute == RAM else hardware.tier(compute).capacity_bytes
+    capacity = max(capacity, limits.budget_bytes.get(compute, 0))
+    for lifted in (
+        {compute: capacity},
+        {RAM: _ENDLESS_BYTES},
+        {compute: capacity, RAM: _ENDLESS_BYTES},
+        {compute: capacity, RAM: _ENDLESS_BYTES, DISK: _ENDLESS_BYTES},
+        {compute: _ENDLESS_BYTES, RAM: _ENDLESS_BYTES, DISK: _ENDLESS_BYTES},
+    ):
+        tiers = [tier for tier in lifted if tier in limits.budget_bytes]
+        roomy = _with(limits, {tier: lifted[tier] for tier in tiers})
         if _first(profile, hardware, roomy) is not None:
-            return _shrunk(profile, hardware, roomy, lifted)
+            return _shrunk(profile, hardware, roomy, tiers)
     return None
 
 

@@ -122,7 +122,7 @@ def make_plan(
     """
     best: tuple[Partition, Plan] | None = None
     refusal: BudgetError | None = None
-    for found in _partitions(model, need):
+    for found in partitions(model, need):
         partition = _without_unreadable_lookups(found, weights)
         try:
             plan = plan_streaming(make_job(model, partition, hardware, need, weights, task), hardware, budget)
@@ -141,7 +141,7 @@ def _need(error: BudgetError) -> int:
     return sum(error.smallest_bytes.values())
 
 
-def _partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
+def partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
     partition: Partition | None = find_blocks(model, stay=need.stay)
     while partition is not None:

@@ -27,6 +27,7 @@ from brim.planner.step_profile import (
     OFFLOAD,
     SELECTIVE,
     UPDATE,
+    Frame,
     Limits,
     StepProfile,
     Way,
@@ -42,6 +43,7 @@ from brim.techniques.activation_ways import ToDisk, ToRam
 from brim.techniques.base import Option
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.placement import RESIDENT, STAGING_SLOTS
+from brim.techniques.checkpointing import NONE
 from brim.techniques.weight_streaming import RING_SLOTS
 
 _PROOFS = 3  # of one way: as it was found, corrected, and corrected once more
@@ -73,7 +75,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Case:
     """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed."""
 
     rehearsal: Rehearsal
@@ -88,10 +90,10 @@ class Subject:
 class Planner:
     """One training, its step traced without any technique over the whole batch and over one row."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject, self._rehearsal = subject, subject.rehearsal
-        self.limits, self.hardware = subject.limits, subject.rehearsal.hardware
-        self._shallow = None if subject.exact else Shallow.of(subject.rehearsal)
+    def __init__(self, case: Case) -> None:
+        self._case, self._rehearsal = case, case.rehearsal
+        self.limits, self.hardware = case.limits, case.rehearsal.hardware
+        self._shallow = None if case.exact else Shallow.of(case.rehearsal)
         self.proofs = 0
         whole = self._profile(self._rehearsal.batch)
         row = self._profile(1) if self._rehearsal.batch > 1 else None
@@ -114,12 +116,12 @@ class Planner:
             left = self._shallow.stack.layers - self._shallow.stack.special - 2
             found = deepened(shallow, deeper, left, blocks)
         found = replace(found, spent_bytes=dict(rehearsal.spent_bytes()))
-        return found if self._subject.clock is None else measured(found, self._subject.clock(batch))
+        return found if self._case.clock is None else measured(found, self._case.clock(batch))
 
     def _profile_of(self, rehearsal: Rehearsal) -> StepProfile:
-        model, subject = rehearsal.model, self._subject
+        model, case = rehearsal.model, self._case
         trained = [p for p in model.parameters() if p.requires_grad]
-        made: Trace = rehearsal.trace(Choice(precision=subject.precision, micro_batch=rehearsal.batch))
+        made: Trace = rehearsal.trace(Choice(precision=case.precision, micro_batch=rehearsal.batch))
         return profile_of(
             made,
             rehearsal.partition,
@@ -127,9 +129,9 @@ class Planner:
             batch=rehearsal.batch,
             trained_bytes=trained_bytes(model, rehearsal.partition),
             gradient_bytes=sum(tensor_bytes(p) for p in trained),
-            state_bytes=sum(optimizers.state_bytes(subject.optimizer, trained)),
+            state_bytes=sum(optimizers.state_bytes(case.optimizer, trained)),
             repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
-            head=_head(model, rehearsal.batch * subject.tokens, self.hardware),
+            head=_head(model, rehearsal.batch * case.tokens, self.hardware),
         )
 
     # -- the search
@@ -309,7 +311,7 @@ class Planner:
         if streams and self.hardware.compute == VRAM:
             settings[STAGING_SLOTS] = 2
         return Choice(
-            precision=self._subject.precision,
+            precision=self._case.precision,
             micro_batch=frame.micro_batch,
             chunk_tokens=CHUNK_TOKENS if frame.chunked else 0,
             checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
@@ -319,6 +321,26 @@ class Planner:
             gradients=frame.gradients,  # type: ignore[arg-type]
             streaming=dict(way.weights) if streams else {},
             streaming_settings=settings,
+        )
+
+    def way(self, choice: Choice) -> Way | None:
+        """``choice`` as the search knows it; None where it speaks of other blocks."""
+        names = [block.name for block in self.profile.blocks]
+        if not {*choice.streaming, *choice.checkpointing, *choice.activations} <= set(names):
+            return None
+        frame = Frame(
+            micro_batch=choice.micro_batch,
+            chunked=bool(choice.chunk_tokens),
+            in_backward=choice.in_backward,
+            states=choice.states,
+            gradients=choice.gradients,
+            slots=choice.streaming_settings.get(RING_SLOTS, 2),
+        )
+        kept = dict.fromkeys(names, KEEP) | {n: c for n, c in choice.checkpointing.items() if c != NONE}
+        return Way(
+            frame=frame,
+            weights={name: choice.streaming.get(name, RESIDENT) for name in names},
+            activations=kept | dict.fromkeys(choice.activations, OFFLOAD),
         )
 
 
@@ -358,4 +380,4 @@ def _head(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
     return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
 
 
-__all__ = ["Clock", "Found", "Planner", "Subject", "trained_bytes"]
+__all__ = ["Clock", "Found", "Planner", "Case", "trained_bytes"]
