@@ -45,7 +45,7 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
     """
     start_bytes = resident_bytes()
     with quiet():
-        planner = Planner(_case(request, machine, start_bytes))
+        planner = Planner(case_of(request, machine, start_bytes))
         found = planner.search(request.top)
     return [_proposal(request, machine, planner, one, first=one is found[0]) for one in found]
 
@@ -78,7 +78,7 @@ def training_limits(
     )
 
 
-def _case(request: Request, machine: Machine, start_bytes: int) -> Case:
+def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
     hardware = machine.hardware
     precision = precision_of(request, hardware.compute)
     model = _model(request, precision)
@@ -216,4 +216,4 @@ def _repeated(choice: Choice, blocks: list[str]) -> list[str]:
     return [name for name in blocks if name.rpartition(".")[2].isdigit()]
 
 
-__all__ = ["plan_training", "precision_of", "program_bytes", "training_limits", "weights_dtype"]
+__all__ = ["case_of", "plan_training", "precision_of", "program_bytes", "training_limits", "weights_dtype"]
