@@ -143,11 +143,14 @@ def _with(limits: Limits, budget_bytes: Mapping[str, int]) -> Limits:
 
 
 def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Way | None:
-    """Any way that fits. The smallest shapes are asked first."""
-    for shape in sorted(shapes(profile, hardware, limits), key=lambda s: (s.micro_batch, s.slots)):
-        made = solve_shape(profile, hardware, limits, shape)
-        if made is not None:
-            return made
+    """Any way that fits, looked for where least is taken: few rows at once, or all, with no sum of gradients."""
+    least = [shape for shape in shapes(profile, hardware, limits) if shape.slots == min(_RING_SLOTS)]
+    sizes = {min(shape.micro_batch for shape in least), max(shape.micro_batch for shape in least)} if least else set()
+    for shape in least:
+        if shape.micro_batch in sizes:
+            made = solve_shape(profile, hardware, limits, shape)
+            if made is not None:
+                return made
     return None
 
 

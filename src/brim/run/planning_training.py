@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -43,6 +44,8 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
     that which was asked for, else what ``brim train`` takes: fp32 on a processor, bf16-mixed on a GPU, and under
     ``prefer="quality"`` fp32 there too. Raises BudgetError, with ``smallest_bytes``, when nothing fits.
     """
+    if request.method == "lora" and importlib.util.find_spec("peft") is not None:
+        importlib.import_module("peft")  # as training does before its budget counts
     start_bytes = resident_bytes()
     with quiet():
         planner = Planner(case_of(request, machine, start_bytes))
