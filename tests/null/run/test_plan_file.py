@@ -149,9 +149,7 @@ def test_another_machine_is_refused_by_what_differs(
 
 def test_all_that_differs_is_told_at_once(llama: Path, written: Path) -> None:
     with pytest.raises(UsageError) as raised:
-        check(
-            plan_file.read(written), model=module(llama), hardware=changed(vram=GIB, ram=GIB), task="train"
-        )
+        check(plan_file.read(written), model=module(llama), hardware=changed(vram=GIB, ram=GIB), task="train")
     text = str(raised.value)
     assert "the task generate, and this is train" in text
     assert "VRAM" in text and "RAM" in text
