@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from brim.core import Op, Phase, Trace
+from brim.core.hardware import VRAM
 from brim.estimation.depth import alike
 from brim.memory.pool import round_up
 from brim.run.fitted import bytes_at_once
@@ -28,6 +29,7 @@ _FEWEST_LAYERS = 10  # with fewer, all of them are rehearsed
 _LARGEST_SHARE = 0.6  # of the layers; with more, a rehearsal of all is no more work than two of some
 _GRAIN_BYTES = 512  # of the caching allocator
 _LEAST_WEIGHT = 1 << 20
+_SEGMENTS_BYTES = 40 << 20  # two of the caching allocator's, which a deep model may hold more than a shallow one
 _TRIES = 2  # a model with one layer of a kind may lack a moment that those with more have
 
 # Bytes that one layer takes, as far as the planner knows: (deep layer, tier, whether at an early moment) -> bytes.
@@ -295,7 +297,7 @@ def _extrapolated(
     share = growth / max(1, max(second.moments.values()) - max(first.moments.values()))
     peak = max(moments)
     more = int(min(share, _MOST_BEYOND) * (peak - max(second.moments.values())))
-    found = {compute: peak + beyond + more}
+    found = {compute: peak + beyond + more + (_SEGMENTS_BYTES if compute == VRAM else 0)}
     for tier, count in second.others.items():
         found[tier] = max(on(first.others.get(tier, 0), count, tier, early) for early in (False, True))
     return found

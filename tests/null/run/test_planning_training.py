@@ -245,5 +245,6 @@ def test_a_few_layers_say_what_all_of_them_take(way: dict[str, Any], planners: t
     assert known is not None
     said, true = few.peaks(known, choice), every.peaks(known, choice)
     assert said[DISK] == true[DISK]
-    assert said[RAM] == pytest.approx(true[RAM], rel=0.01)
-    assert said[VRAM] == pytest.approx(true[VRAM], rel=0.02)
+    assert said[RAM] == pytest.approx(true[RAM], rel=0.05)  # slabs
+    # Tensors to the byte; of segments that the allocator could not fill, rather too many.
+    assert true[VRAM] - MIB <= said[VRAM] <= true[VRAM] + 96 * MIB
