@@ -197,6 +197,8 @@ class _Search:
         terms, orders = self._terms, self._terms.orders
         if orders.offload_activations:
             return None  # a number of blocks is no choice for each of them
+        if is_small(self._trainee.module):
+            return None  # its step is over before a plan is made
         adapters = self._trainee.stay
         limits = training_limits(
             self._trainee.module,
