@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
-from brim.core.hardware import DISK
+from brim.core.hardware import DISK, RAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.memory import heap
+from brim.memory.kept_heap import HeapLimits, KeptHeap, kept_limits
 from brim.planner.step_profile import KEEP, OFFLOAD, Limits
 from brim.run import plan_file
 from brim.run.fitted import Fitted, apply_choice
@@ -71,8 +72,19 @@ class Terms:
 class Session:
     """A model in training. ``rung`` is where on the ladder its plan stands; ``planned``: it is none of the rungs."""
 
-    def __init__(self, terms: Terms, trainee: Trainee, fitted: Fitted, rung: int, planned: bool) -> None:
-        self.terms, self.trainee, self.fitted, self.rung, self.planned = terms, trainee, fitted, rung, planned
+    def __init__(
+        self,
+        terms: Terms,
+        trainee: Trainee,
+        fitted: Fitted,
+        found: Found,
+        heap_limits: HeapLimits | None = None,
+    ) -> None:
+        self.terms, self.trainee, self.fitted = terms, trainee, fitted
+        self.rung, self.planned = found.rung, found.planned
+        self._kept_heap: KeptHeap | None = None
+        if heap_limits is not None:
+            self._kept_heap = KeptHeap(terms.start_bytes + heap_limits.return_above_bytes)
 
     @classmethod
     def open(
@@ -97,14 +109,14 @@ class Session:
         warm_up(trainee.module, terms.hardware, terms.seq)
         search = _Search(terms, trainee)
         partition, found = search.choose(rung, plan)
+        promise, limits = found.prediction.promise(), _heap_limits(terms, found.prediction, rung or 0)
+        if limits is not None:
+            promise = replace(promise, peak_bytes={**promise.peak_bytes, RAM: limits.promised_bytes})
         made = found.choice.plan(
-            model=name,
-            hardware=terms.hardware.name,
-            budget_bytes=terms.budget_bytes,
-            promise=found.prediction.promise(),
+            model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
         )
         fitted = _place(terms, trainee, made, partition, search.inputs(1))
-        return cls(terms, trainee, fitted, found.rung, found.planned)
+        return cls(terms, trainee, fitted, found, limits)
 
     @property
     def plan(self) -> Plan:
@@ -114,7 +126,21 @@ class Session:
         """Let everything go without bringing it back into memory."""
         self.fitted.close()
         del self.trainee, self.fitted
+        if self._kept_heap is not None:
+            self._kept_heap.close()
         heap.trim()
+
+
+def _heap_limits(terms: Terms, found: Prediction, rung: int) -> HeapLimits | None:
+    """Where tensors are in the heap and the budget has room, what is freed is kept: fresh pages are dear.
+
+    A heap that was kept on a rung above has holes that only watching gives back.
+    """
+    if terms.hardware.compute != RAM:
+        return None
+    promised = found.peak_bytes[RAM]
+    watched = HeapLimits(promised_bytes=promised, return_above_bytes=promised) if rung else None
+    return kept_limits(promised, terms.budget_bytes[RAM]) or watched
 
 
 def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition, example: Any) -> Fitted:
