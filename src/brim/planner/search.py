@@ -213,6 +213,8 @@ class _Program:
             if round(value):
                 counts[found.name][column.name] = round(value)
         _, seconds = busiest(self._problem, counts)
-        bound_s = min(seconds, max(0.0, bound - _TRAFFIC) * self._scale_s)
+        # What any choice moves and computes in all is at most its slowest lane times the number of lanes.
+        lanes = {lane for _, column in self._columns for lane in column.seconds}
+        bound_s = min(seconds, max(0.0, bound) * self._scale_s / (1 + _TRAFFIC * max(1, len(lanes))))
         gap = 0.0 if seconds == 0 else (seconds - bound_s) / seconds
         return Solution(counts=counts, busiest_s=seconds, bound_s=bound_s, gap=gap)

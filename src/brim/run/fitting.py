@@ -128,7 +128,7 @@ def make_plan(
     best: tuple[Partition, Plan] | None = None
     refusal: BudgetError | None = None
     for way in _expert_ways(model, hardware, need, weights, task):
-        for found in _partitions(model, need, way):
+        for found in partitions(model, need, way):
             partition = _without_unreadable_lookups(found, weights)
             try:
                 job = make_job(model, partition, hardware, need, weights, task)
@@ -167,7 +167,7 @@ def _need(error: BudgetError) -> int:
     return sum(error.smallest_bytes.values())
 
 
-def _partitions(model: nn.Module, need: Need, way: ExpertWay | None) -> Iterator[Partition]:
+def partitions(model: nn.Module, need: Need, way: ExpertWay | None = None) -> Iterator[Partition]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
     if way is not None:
         need = replace(need, stay=need.stay | way.names)
