@@ -16,6 +16,7 @@ from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor, Usage
+from brim.run import plan_file
 from brim.run.fitting import Device, budgets, machine
 from brim.run.generation_inputs import Batch, batches, check, encode
 from brim.run.generation_loop import Clock, Printer, check_padding, pad_token, run_batch
@@ -31,7 +32,8 @@ class Request:
 
     ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files. ``batch``: how many
     prompts go through the model together; "auto" is as many as fit. ``prefill_chunk``: how many tokens of a prompt
-    do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored.
+    do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored. ``plan``:
+    a file of ``brim plan``, which says all of that, and the budget.
     """
 
     model: str | Path
@@ -44,6 +46,7 @@ class Request:
     batch: int | Literal["auto"] = "auto"
     prefill_chunk: int | Literal["auto"] = "auto"
     precision: str | None = None
+    plan: str | Path | None = None
     trust_remote_code: bool = False
     verify: bool = False
 
@@ -56,6 +59,11 @@ class Request:
                 raise UsageError(f"{option} {value} was given.", "It is auto, or a number from 1 on.")
         if self.precision is not None and self.precision not in _DTYPES:
             raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(_DTYPES)}.")
+        settled = {"--vram": self.vram, "--ram": self.ram, "--precision": self.precision}
+        settled |= {"--batch": self.batch, "--prefill-chunk": self.prefill_chunk}
+        given = [option for option, value in settled.items() if value not in (None, "auto")]
+        if self.plan is not None and given:
+            raise UsageError(f"A plan and {', '.join(given)} were given.", "The plan says that.", "Leave one out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,27 +238,33 @@ class _Run:
 def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], None]) -> Iterator[_Run]:
     """The model in force while within; what it took is known afterwards."""
     request.check()
+    file = None if request.plan is None else plan_file.read(request.plan)
+    precision = request.precision if file is None else file.request.precision
     on_stage("measuring this machine (once)")
     hardware = machine(request.device)
-    budget = budgets(hardware, request.vram, request.ram, request.device)
+    budget = file.plan.budget_bytes if file else budgets(hardware, request.vram, request.ram, request.device)
     on_stage("opening the model")
     directory = prepare(request.model, trust_remote_code=request.trust_remote_code)
     if request.verify:
         on_stage("comparing the weights with their checksums")
         verify_files(directory)
-    if request.precision is not None:
+    if precision is not None:
         on_stage("converting the weights (once)")
-        _open(request, directory)
+        _open(request, directory, precision)
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        opened = _open(request, directory)
+        opened = _open(request, directory, precision)
         _refuse_others(opened)
+        if file is not None:
+            plan_file.check(file, model=opened.module, hardware=hardware, task="generate")
         tokenizer = open_tokenizer(opened)
         rows = [encode(tokenizer, prompt, request.chat) for prompt in prompts]
         check(opened.module, opened.name, rows, request.max_new_tokens)
         run = _Run(request, opened, rows, tokenizer)
         on_stage("loading weights")
-        run._loaded = load_for_generation(opened, hardware, budget, run.wanted(), start_bytes, request.device)
+        fixed = file.plan if file else None
+        wanted, device = run.wanted(), request.device
+        run._loaded = load_for_generation(opened, hardware, budget, wanted, start_bytes, device, fixed=fixed)
         try:
             on_stage("generating")
             yield run
@@ -259,10 +273,10 @@ def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], 
         run.usage = monitor.usage()
 
 
-def _open(request: Request, directory: Path) -> OpenedModel:
-    if request.precision is None:
+def _open(request: Request, directory: Path, precision: str | None) -> OpenedModel:
+    if precision is None:
         return open_model(directory, trust_remote_code=request.trust_remote_code)
-    dtype = _DTYPES[request.precision]
+    dtype = _DTYPES[precision]
     return open_model(directory, dtype=dtype, trust_remote_code=request.trust_remote_code, convert=True)
 
 

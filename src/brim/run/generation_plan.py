@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM
-from brim.errors import BudgetError, UnsupportedError
-from brim.run.fitting import Device, Need, make_plan, put_in_force
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.run.fitting import (
+    Device,
+    Need,
+    _partitions,
+    _without_unreadable_lookups,
+    make_plan,
+    put_in_force,
+)
 from brim.run.generation_memory import Sizes, cache_shape, watch_generation
 from brim.run.inference import by_parameter, materialize, spent, verifier, warm_up
 from brim.run.models import OpenedModel
 from brim.run.step_memory import Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition
+from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import Weights, WeightStreaming
 from brim.units import format_bytes
 
@@ -227,8 +235,31 @@ class _Chooser:
         return replace(plan, decisions=(*plan.decisions, decision), promise=promise, settings=settings)
 
     def follow(self, fixed: Plan) -> Choice:
-        """Exactly ``fixed``, which was made for this model. Raises BudgetError where it does not fit any more."""
-        raise NotImplementedError
+        """Exactly ``fixed``, which was made for this model. Raises UsageError where it has no room for the prompts."""
+        settings, wanted = fixed.settings, self._wanted
+        batch, prompt = settings.get(BATCH, 1), settings.get(PROMPT_TOKENS, self._prompt)
+        total = settings.get(TOTAL_TOKENS, prompt + wanted.new_tokens)
+        if self._prompt > prompt or self._prompt + wanted.new_tokens > total:
+            raise UsageError(
+                f"{self._prompt} prompt tokens and {wanted.new_tokens} new ones were asked of a plan.",
+                f"It has room for a prompt of {prompt} tokens, and {total} in all.",
+                f"Make one for this: brim plan --seq {self._prompt} --new-tokens {wanted.new_tokens}.",
+            )
+        chunk, padded = settings.get(CHUNK_TOKENS, prompt), wanted.padded(batch)
+        sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded)
+        resting = settings.get(kv_cache.RESTING_TOKENS, 0)
+        seen = watch_generation(self._module, sizes, self._shape)
+        need = Need(step_bytes=0, observation=seen, tokens=batch, stay=self._stay)
+        choices = fixed.choices(STREAMING)
+        for found in _partitions(self._module, need):
+            partition = _without_unreadable_lookups(found, self._weights)
+            if [block.name for block in partition.blocks] == list(choices):
+                return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=partition, plan=fixed)
+        raise UsageError(
+            f"The plan for {fixed.model} was to be used.",
+            f"It speaks of {len(choices)} blocks, and this model cannot be cut into those.",
+            "Make it again: brim plan MODEL ... --output FILE.",
+        )
 
 
 def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:
@@ -254,4 +285,3 @@ def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:
 
 
 __all__ = ["Choice", "Loaded", "Wanted", "load_for_generation"]
-_ = (Any, Iterator)
