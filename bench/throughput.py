@@ -72,7 +72,8 @@ def _run(folder: Path, batch: str, budget_bytes: int, options: argparse.Namespac
     count = options.prompts if batch == "auto" else int(batch)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "prompts.txt")
-        file.write_text((" ".join(["a", "b", "c"] * options.prompt_tokens)[: 2 * options.prompt_tokens - 1] + "\n") * count)
+        words = " ".join("abc"[number % 3] for number in range(options.prompt_tokens))
+        file.write_text(f"{words}\n" * count)
         command = [sys.executable, "-m", "brim", "generate", str(folder), "--prompts", str(file), "--json", "--no-chat"]
         command += ["--batch", batch, "--ram", str(budget_bytes), "--max-new-tokens", str(options.new_tokens)]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -53,7 +53,7 @@ _AUTO_OR = _AutoOr()
 @click.option("--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: 90 % of what is free.")
 @click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free.")
 @device_option
-@click.option("--precision", help="fp32, bf16 or fp16; converted once where stored otherwise. Default: as stored.")
+@click.option("--precision", help="fp32, bf16, fp16, int8, int4 or fp8; converted once. Default: as stored.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly the plan in this file of brim plan.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")

@@ -21,10 +21,8 @@ from brim.run.fitting import Device, budgets, machine
 from brim.run.generation_inputs import Batch, batches, check, encode
 from brim.run.generation_loop import Clock, Printer, check_padding, pad_token, run_batch
 from brim.run.generation_plan import Loaded, Wanted, load_for_generation
-from brim.run.models import OpenedModel, open_model, open_tokenizer, prepare, verify_files
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
+from brim.run.models import OpenedModel, open_tokenizer, prepare, verify_files
+from brim.run.quantized import PRECISIONS, open_as
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -57,8 +55,8 @@ class Request:
         for option, value in (("--batch", self.batch), ("--prefill-chunk", self.prefill_chunk)):
             if value != "auto" and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{option} {value} was given.", "It is auto, or a number from 1 on.")
-        if self.precision is not None and self.precision not in _DTYPES:
-            raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(_DTYPES)}.")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(PRECISIONS)}.")
         settled = {"--vram": self.vram, "--ram": self.ram, "--precision": self.precision}
         settled |= {"--batch": self.batch, "--prefill-chunk": self.prefill_chunk}
         given = [option for option, value in settled.items() if value not in (None, "auto")]
@@ -274,10 +272,7 @@ def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], 
 
 
 def _open(request: Request, directory: Path, precision: str | None) -> OpenedModel:
-    if precision is None:
-        return open_model(directory, trust_remote_code=request.trust_remote_code)
-    dtype = _DTYPES[precision]
-    return open_model(directory, dtype=dtype, trust_remote_code=request.trust_remote_code, convert=True)
+    return open_as(directory, precision, trust_remote_code=request.trust_remote_code)
 
 
 def _refuse_others(opened: OpenedModel) -> None:

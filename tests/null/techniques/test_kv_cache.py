@@ -11,8 +11,9 @@ from transformers.cache_utils import DynamicCache
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.core.trace import Category
-from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.errors import BudgetError, TransferError, UnsupportedError, UsageError
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
+from brim.memory.transfer import Ticket
 from brim.techniques import kv_cache
 from generating import make
 
@@ -168,4 +169,26 @@ def test_a_cache_that_is_reset_begins_anew(resting: int) -> None:
     again = steps(model, cache, [4, 7])
     assert torch.equal(first[-1], again[-1])
     cache.remove()
+    memory.close()
+
+
+@pytest.mark.parametrize("way", [(RAM, VRAM), (VRAM, RAM)])
+def test_a_copy_that_fails_is_told_and_leaves_nothing(way: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, memory = make("llama"), memory_of(VRAM)
+    copy = memory.engine.copy
+
+    def failing(source: Any, target: Any, label: str, after: Any, asked: tuple[str, str]) -> Any:
+        if asked != way or "kv_cache 2" not in label:
+            return copy(source, target, label, after, asked)
+        ticket = Ticket()
+        ticket.finish(TransferError("Bytes were to be moved between tiers.", "The link is broken."))
+        return ticket
+
+    monkeypatch.setattr(memory.engine, "copy", failing)
+    placement = kv_cache.Placement(shape=shape_of(model), batch=2, tokens=TOKENS, resting=5)
+    cache = kv_cache.apply(model, placement, memory)
+    with pytest.raises(TransferError, match="broken"):
+        steps(model, cache, [PROMPT])
+    cache.remove()
+    assert (memory.compute.held_bytes, memory.ram.held_bytes) == (0, 0)
     memory.close()
