@@ -180,7 +180,7 @@ def generate_many(
             for offset, ids in enumerate(rows):
                 index, text = batch.first + offset, run.tokenizer.decode(ids, skip_special_tokens=True)
                 on_answer(Answer(index=index, prompt=prompts[index], text=text, token_ids=ids))
-                tokens += len(ids)
+                tokens += len(ids) - run.encodes
     steps_s = [clock.s_per_step() for clock in clocks]
     step_s = next((took_s for took_s in steps_s if took_s is not None), None)
     batch_size = run.loaded.choice.sizes.batch
@@ -200,6 +200,12 @@ class _Run:
         assert self._loaded is not None
         return self._loaded
 
+    @property
+    def encodes(self) -> bool:
+        """Whether what it gives begins with a token that nobody generated."""
+        module: Any = self._opened.module
+        return bool(module.config.is_encoder_decoder)
+
     def wanted(self) -> Wanted:
         batch, chunk = self._request.batch, self._request.prefill_chunk
         return Wanted(
@@ -210,9 +216,8 @@ class _Run:
         )
 
     def batches(self) -> Iterator[Batch]:
-        module: Any = self._opened.module
-        pad_left = not module.config.is_encoder_decoder
-        return batches(self._rows, self.loaded.choice.sizes.batch, pad=pad_token(module), pad_left=pad_left)
+        size, pad = self.loaded.choice.sizes.batch, pad_token(self._opened.module)
+        return batches(self._rows, size, pad=pad, pad_left=not self.encodes)
 
     def compare(self, batch: Batch) -> Any:
         return check_padding(self.loaded, batch, self._request.max_new_tokens, self._opened.name)

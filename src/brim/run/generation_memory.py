@@ -18,6 +18,7 @@ from brim.run.step_memory import Observation, _Watch, watch_step
 from brim.techniques import kv_cache
 
 _NO_LIMIT_BYTES = 1 << 60
+_CACHES = ("past_key_values", "cache_params", "state")  # what models call their cache, as input and as output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +80,22 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
     if config.is_encoder_decoder:
         return watch_step(module, lambda call, watch: _encode_and_decode(call, watch, sizes))
     takes = set(inspect.signature(module.forward).parameters)
+    name = next((name for name in _CACHES if name in takes), None)
+    passes = list(sizes.passes()) if name else [(sizes.cached, True)]  # without one, all is computed for each token
 
     def run(call: Callable[..., Any], watch: _Watch) -> None:
         state: dict[str, Any] = {}
         if shape is not None:
             state = {"past_key_values": _pretended(module, shape, sizes, watch)}
         begin = peak_bytes = 0
-        for tokens, counted in sizes.passes():
+        for tokens, counted in passes:
             watch.peak_bytes = watch.live_bytes
             made = call(**_inputs(sizes, begin, tokens, takes), **state, use_cache=True)
             begin += tokens
             if counted:
                 peak_bytes = max(peak_bytes, watch.peak_bytes)
-            name = "cache_params" if "cache_params" in takes else "past_key_values"
-            state = state if shape is not None else {name: getattr(made, name)}
+            if shape is None and name:
+                state = {name: getattr(made, name)}
             del made
         watch.peak_bytes = peak_bytes + _scores_bytes(module, sizes.batch)
 

@@ -32,6 +32,7 @@ from brim.units import format_bytes
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
 _CHUNK_STEPS = 16  # the largest chunk that fits is found to a sixteenth of the prompt
+_WORTH_TOKENS = 256  # prompts are not cut into less than this for the sake of a larger batch: each chunk is a pass
 T = TypeVar("T")
 
 
@@ -134,33 +135,42 @@ class _Chooser:
     def choose(self) -> Choice:
         """The largest batch that fits where none was given. Raises BudgetError."""
         wanted = self._wanted
-        if wanted.batch is not None:
-            return self._with_batch(min(wanted.batch, len(wanted.lengths)))
-        return _largest(len(wanted.lengths), 1, self._with_batch)
+        batch = wanted.batch or _largest(len(wanted.lengths), 1, self._with_short_chunks).sizes.batch
+        return self._with_batch(min(batch, len(wanted.lengths)), self._with_chunks)
 
-    def _with_batch(self, batch: int) -> Choice:
-        """All of the cache in the compute tier, if any prompt chunk lets it; else as little as needed in RAM."""
+    def _with_short_chunks(self, batch: int) -> Choice:
+        least = min(self._prompt, max(_WORTH_TOKENS, self._prompt // _CHUNK_STEPS))
+        if batch == 1 or self._wanted.chunk is not None or not self._divisible:
+            return self._with_batch(batch, self._with_chunks)
+        return self._with_batch(batch, lambda _, resting: self._plan(self._sizes(batch, least), resting))
+
+    @property
+    def _divisible(self) -> bool:
+        return self._shape is not None and self._shape.only_attention
+
+    def _with_batch(self, batch: int, attempt: Callable[[int, int], Choice]) -> Choice:
+        """All of the cache in the compute tier, if ``attempt`` lets it; else as little as needed in RAM."""
         restings = [0]
         if self._hardware.compute != RAM and self._shape is not None:
             restings += kv_cache.restings(self._shape, self._sizes(batch, self._prompt).cached)
         refusals = []
         for resting in restings:
             try:
-                return self._with_resting(batch, resting)
+                return attempt(batch, resting)
             except BudgetError as error:
                 refusals.append(error)
         raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
 
-    def _with_resting(self, batch: int, resting: int) -> Choice:
+    def _with_chunks(self, batch: int, resting: int) -> Choice:
+        """As much of a prompt at once as was asked for, or as fits."""
         prompt, asked = self._prompt, self._wanted.chunk
-        divisible = self._shape is not None and self._shape.only_attention
-        if asked is not None and asked < prompt and not divisible:
+        if asked is not None and asked < prompt and not self._divisible:
             raise UnsupportedError(
                 f"The prompt was to go through {self._opened.name} in chunks of {asked} tokens.",
                 "Its cache is not one of attention alone, and cannot be gone on from in the middle of a prompt.",
                 "Leave out --prefill-chunk.",
             )
-        if asked is not None or not divisible:
+        if asked is not None or not self._divisible:
             return self._plan(self._sizes(batch, min(asked or prompt, prompt)), resting)
         return _largest(prompt, max(1, prompt // _CHUNK_STEPS), lambda n: self._plan(self._sizes(batch, n), resting))
 
