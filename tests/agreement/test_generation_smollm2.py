@@ -1,4 +1,4 @@
-"""Real weights, several prompts at once, in half of the model's bytes: the promise, the budget and the same tokens."""
+"""Real weights, several prompts at once, in less than the model takes: promise, budget and the same tokens."""
 
 from __future__ import annotations
 

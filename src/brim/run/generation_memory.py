@@ -23,7 +23,7 @@ _CACHES = ("past_key_values", "cache_params", "state")  # what models call their
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The largest passes of a generation: ``batch`` sequences, the longest of ``prompt`` tokens, ``total`` in the end.
+    """The largest passes of a generation: ``batch`` sequences, the longest of ``prompt`` tokens, in the end ``total``.
 
     ``chunk`` tokens of the prompt go through the model at once; ``padded``: prompts of several lengths.
     """

@@ -27,7 +27,6 @@ from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import Weights, WeightStreaming
-from brim.units import format_bytes
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
@@ -200,24 +199,12 @@ class _Chooser:
     def _plan(self, sizes: Sizes, resting: int) -> Choice:
         placement = self._placement(sizes, resting)
         held_bytes = placement.held_bytes(self._hardware.compute) if placement else {}
-        for tier, count in held_bytes.items():
-            self._refuse_more(tier, count + self._spent_bytes.get(tier, 0))
         need = self._need(sizes, held_bytes)
         partition, plan = make_plan(
             self._module, self._hardware, self._budget, need, self._weights, task="generate"
         )
         plan = self._with_cache(plan, sizes, placement)
         return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=partition, plan=plan)
-
-    def _refuse_more(self, tier: str, count: int) -> None:
-        """Before anything is traced: a cache that alone is over the budget."""
-        if count > self._budget[tier]:
-            raise BudgetError(
-                f"{self._opened.name} was to run with {format_bytes(self._budget[tier])} of {tier.upper()}.",
-                f"The KV cache and the program itself need {format_bytes(count)}.",
-                f"Give --{tier} {-(-count // (1 << 20))}MiB or more, fewer sequences at once or a shorter prompt.",
-                smallest_bytes={tier: count},
-            )
 
     def _with_cache(self, plan: Plan, sizes: Sizes, placement: kv_cache.Placement | None) -> Plan:
         settings = {
@@ -245,7 +232,7 @@ class _Chooser:
         return replace(plan, decisions=(*plan.decisions, decision), promise=promise, settings=settings)
 
     def follow(self, fixed: Plan) -> Choice:
-        """Exactly ``fixed``, which was made for this model. Raises UsageError where it has no room for the prompts."""
+        """Exactly ``fixed``, made for this model. Raises UsageError where it has no room for the prompts."""
         settings, wanted = fixed.settings, self._wanted
         batch, prompt = settings.get(BATCH, 1), settings.get(PROMPT_TOKENS, self._prompt)
         total = settings.get(TOTAL_TOKENS, prompt + wanted.new_tokens)
