@@ -75,7 +75,15 @@ def _run(folder: Path, batch: str, budget_bytes: int, options: argparse.Namespac
         words = " ".join("abc"[number % 3] for number in range(options.prompt_tokens))
         file.write_text(f"{words}\n" * count)
         command = [sys.executable, "-m", "brim", "generate", str(folder), "--prompts", str(file), "--json"]
-        command += ["--no-chat", "--batch", batch, "--ram", str(budget_bytes), "--max-new-tokens", str(options.new_tokens)]
+        command += [
+            "--no-chat",
+            "--batch",
+            batch,
+            "--ram",
+            str(budget_bytes),
+            "--max-new-tokens",
+            str(options.new_tokens),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"batch {batch}: {done.stderr.strip()}")

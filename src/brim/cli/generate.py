@@ -23,12 +23,11 @@ class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
 
     name = "auto or number"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if value == "auto":
-            return "auto"
-        if str(value).isascii() and str(value).isdigit() and int(value) >= 1:
-            return int(value)
-        self.fail(f"{value!r} is neither auto nor a number from 1 on.", param, ctx)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = str(value).isascii() and str(value).isdigit()
+        if value != "auto" and not (number and int(value) >= 1):
+            self.fail(f"{value!r} is neither auto nor a number from 1 on.", param, ctx)
+        return int(value) if number else value
 
 
 _AUTO_OR = _AutoOr()

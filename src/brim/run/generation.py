@@ -24,6 +24,7 @@ from brim.run.generation_plan import Loaded, Wanted, load_for_generation
 from brim.run.models import OpenedModel, open_tokenizer, prepare, verify_files
 from brim.run.quantized import PRECISIONS, open_as
 
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One generation. ``prompt``: a text, or for ``generate_many`` several.

@@ -23,7 +23,7 @@ _CACHES = ("past_key_values", "cache_params", "state")  # what models call their
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The largest passes of a generation: ``batch`` sequences, the longest of ``prompt`` tokens, in the end ``total``.
+    """The largest passes: of ``batch`` sequences, the longest of ``prompt`` tokens, ``total`` in the end.
 
     ``chunk`` tokens of the prompt go through the model at once; ``padded``: prompts of several lengths.
     """
@@ -104,9 +104,7 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
     return watch_step(module, run)
 
 
-def _pretended(
-    module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: _Watch
-) -> kv_cache.PlannedCache:
+def _pretended(module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: _Watch) -> kv_cache.PlannedCache:
     placement = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached)
     timeline = Timeline("a cache without bytes", measured=False)
     memory = fake_memory(timeline, compute_tier=RAM, compute_bytes=_NO_LIMIT_BYTES, ram_bytes=_NO_LIMIT_BYTES)

@@ -200,9 +200,7 @@ class _Chooser:
         placement = self._placement(sizes, resting)
         held_bytes = placement.held_bytes(self._hardware.compute) if placement else {}
         need = self._need(sizes, held_bytes)
-        partition, plan = make_plan(
-            self._module, self._hardware, self._budget, need, self._weights, task="generate"
-        )
+        partition, plan = make_plan(self._module, self._hardware, self._budget, need, self._weights, task="generate")
         plan = self._with_cache(plan, sizes, placement)
         return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=partition, plan=plan)
 

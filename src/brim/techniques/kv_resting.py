@@ -14,15 +14,28 @@ from brim.memory.transfer import Done, Settled, Waitable
 from brim.techniques.ring import Ring
 
 
+class _After:
+    """Stands for several moves."""
+
+    def __init__(self, moves: Sequence[Waitable]) -> None:
+        self._moves = list(moves)
+
+    def wait(self) -> None:
+        for move in self._moves:
+            move.wait()
+
+    @property
+    def done(self) -> bool:
+        return all(move.done for move in self._moves)
+
+
 class RestingLayers:
     """Per layer the oldest ``resting`` tokens in RAM and room for the newer ones beside the ring of ``slots``.
 
     ``records``: layer -> bytes that a token of all sequences takes. A slot has room for all tokens of a layer.
     """
 
-    def __init__(
-        self, memory: Memory, records: Mapping[int, int], tokens: int, resting: int, slots: int
-    ) -> None:
+    def __init__(self, memory: Memory, records: Mapping[int, int], tokens: int, resting: int, slots: int) -> None:
         self.buffers: list[Buffer] = []
         self.layers: dict[int, Resting] = {}
         self._ring: Ring | None = None
@@ -149,7 +162,7 @@ class Resting:
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
         size = min(self._length, self._resting) * self._record
         if not size:
-            return Done()
+            return _After(after)  # compute is about to write where something may still be saved from
         way = (RAM, self._memory.compute.tier)
         source = self._older.tensor[:size]
         self._loaded = self._memory.engine.copy(source, slot, label, [*after, self._saved], way)

@@ -230,9 +230,10 @@ def test_requests_that_cannot_be_meant_are_refused(saved: Any) -> None:
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     from generating import FAMILIES as families
     from tiny_model import save_tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(vocab_size=20, **families["llama"][2])).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
