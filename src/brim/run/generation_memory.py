@@ -92,7 +92,9 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
         begin = peak_bytes = 0
         for tokens, counted in passes:
             watch.peak_bytes = watch.live_bytes
-            made = call(**_inputs(sizes, begin, tokens, takes), **state, use_cache=True)
+            # A recurrent state has taken the padding in: only the prompt has a mask.
+            masked = begin == 0 or name == "past_key_values"
+            made = call(**_inputs(sizes, begin, tokens, takes, masked), **state, use_cache=True)
             begin += tokens
             if counted:
                 peak_bytes = max(peak_bytes, watch.peak_bytes)
@@ -113,12 +115,12 @@ def _pretended(module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watc
     return cache
 
 
-def _inputs(sizes: Sizes, begin: int, tokens: int, takes: set[str]) -> dict[str, Any]:
+def _inputs(sizes: Sizes, begin: int, tokens: int, takes: set[str], masked: bool) -> dict[str, Any]:
     """What transformers gives to a model for the next ``tokens`` tokens."""
     inputs: dict[str, Any] = {"input_ids": torch.zeros(sizes.batch, tokens, dtype=torch.long)}
     if "position_ids" in takes:
         inputs["position_ids"] = torch.zeros(sizes.batch, tokens, dtype=torch.long)
-    if sizes.padded and "attention_mask" in takes:
+    if sizes.padded and masked and "attention_mask" in takes:
         inputs["attention_mask"] = torch.ones(sizes.batch, begin + tokens, dtype=torch.long)
     if "logits_to_keep" in takes:
         inputs["logits_to_keep"] = 1
