@@ -32,6 +32,11 @@ RWKV: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "attention_hi
 # name -> class, its configuration's class and values
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
+    "long": (
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        DECODER | {"intermediate_size": 1024, "max_position_embeddings": 4096},
+    ),
     "multi-head": ("LlamaForCausalLM", "LlamaConfig", DECODER | {"num_key_value_heads": 4}),
     "multi-query": ("LlamaForCausalLM", "LlamaConfig", DECODER | {"num_key_value_heads": 1}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}),

@@ -19,7 +19,7 @@ from brim.measure.monitor import Monitor, Usage
 from brim.run import plan_file
 from brim.run.fitting import Device, budgets, machine
 from brim.run.generation_inputs import Batch, batches, check, encode
-from brim.run.generation_loop import Clock, Printer, check_padding, pad_token, run_batch
+from brim.run.generation_loop import Clock, Printer, check_batch, must_compare, pad_token, run_batch
 from brim.run.generation_plan import Loaded, Wanted, load_for_generation
 from brim.run.models import OpenedModel, open_tokenizer, prepare, verify_files
 from brim.run.quantized import PRECISIONS, open_as
@@ -170,7 +170,7 @@ def generate_many(
     seconds = 0.0
     with _opened(request, prompts, on_stage) as run:
         todo = list(run.batches())
-        compared = next((batch for batch in todo if batch.padded), None)
+        compared = next((batch for batch in todo if must_compare(run.loaded, batch)), None)
         for number, batch in enumerate(todo, start=1):
             on_stage(f"generating, batch {number} of {len(todo)}")
             clocks.append(Clock())
@@ -221,7 +221,7 @@ class _Run:
         return batches(self._rows, size, pad=pad, pad_left=not self.encodes)
 
     def compare(self, batch: Batch) -> Any:
-        return check_padding(self.loaded, batch, self._request.max_new_tokens, self._opened.name)
+        return check_batch(self.loaded, batch, self._request.max_new_tokens, self._opened.name)
 
     def figures(self, step_s: float | None) -> dict[str, Any]:
         assert self.usage is not None, "it is not closed"

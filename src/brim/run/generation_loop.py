@@ -137,17 +137,26 @@ def pad_token(module: Any) -> int:
     return int(config.pad_token_id if config.pad_token_id is not None else min(_ends(module), default=0))
 
 
-# -- whether sequences of several lengths may share a batch
+# -- whether sequences may share a batch
 
 
-def check_padding(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any:
+def must_compare(loaded: Loaded, batch: Batch) -> bool:
+    """Whether it takes a try to know that a sequence's tokens do not depend on the others in its batch.
+
+    Attention sees each sequence by itself, but where there is padding; of other states nothing is known.
+    """
+    shape = loaded.choice.shape
+    return len(batch.ids) > 1 and (batch.padded or shape is None or not shape.only_attention)
+
+
+def check_batch(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any:
     """Generate the most padded sequence of ``batch`` alone; returns a processor that compares the batch with it.
 
     A model may let padding into its states, count it as positions, or have no mask at all: nothing in its
     configuration says so. Two passes tell. Raises UnsupportedError for what is known before.
     """
-    module = loaded.module
-    _refuse_unmasked(module, name)
+    if batch.padded:
+        _refuse_unmasked(loaded.module, name)
     row = int(batch.mask.sum(1).argmin())
     ids = batch.ids[row][batch.mask[row].bool()][None]
     heard = _Heard(0)
@@ -168,9 +177,7 @@ def _refuse_unmasked(module: Any, name: str) -> None:
 
 def _not_batchable(name: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        f"Prompts of several lengths were to go through {name} together.",
-        found,
-        "Give --batch 1, or prompts of one length.",
+        f"Several prompts were to go through {name} together.", found, "Give --batch 1, or prompts of one length."
     )
 
 
@@ -201,6 +208,6 @@ class _Compared(LogitsProcessor):
             off = float((expected - found)[known].abs().max()) / max(spread, 1e-30)
             if off > _TOLERANCE.get(scores.dtype, _HALF_TOLERANCE):
                 raise _not_batchable(
-                    self._name, f"Padding changes what it computes: scores differ by {off:.2g} of their spread."
+                    self._name, f"That changes what it computes: scores differ by {off:.2g} of their spread."
                 )
         return scores
