@@ -246,7 +246,7 @@ class _Chooser:
         seen = watch_generation(self._module, sizes, self._shape)
         need = Need(step_bytes=0, observation=seen, tokens=batch, stay=self._stay)
         choices = fixed.choices(STREAMING)
-        for found in _partitions(self._module, need):
+        for found in _partitions(self._module, need, None):
             partition = _without_unreadable_lookups(found, self._weights)
             if [block.name for block in partition.blocks] == list(choices):
                 return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=partition, plan=fixed)
