@@ -19,7 +19,7 @@ from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 from brim.planner.training import Limits
 from brim.run.fitting import Need, make_plan
-from brim.run.inference import _SLACK_BYTES
+from brim.run.inference import SLACK_BYTES
 from brim.run.planning_request import Answer, Effect, Machine, Nearest, Proposal, Request, machine_of
 from brim.run.planning_training import Found, Planner
 from brim.run.step_memory import Inputs, watch_inference

@@ -22,6 +22,7 @@ from brim.techniques.guards import Guards
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
+COMPUTE_RAM = "compute:ram"  # rests in RAM, and the processor computes it there
 STAGING_SLOTS = "staging_slots"
 
 
