@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from brim.predict.tracer import trace as trace
     from brim.run.fit import fit as fit
     from brim.run.inference import load as load
+    from brim.run.plan import plan as plan
 
 __version__ = "0.1.0"
 
@@ -21,13 +22,14 @@ _EXPORTS = {
     "estimate": "brim.estimation.estimate",
     "fit": "brim.run.fit",
     "load": "brim.run.inference",
+    "plan": "brim.run.plan",
     "probe": "brim.measure.probe",
     "simulate": "brim.estimation.simulation",
     "trace": "brim.predict.tracer",
     "watch": "brim.measure.watch",
 }
 
-__all__ = ["__version__", "estimate", "fit", "load", "probe", "simulate", "trace", "watch"]
+__all__ = ["__version__", "estimate", "fit", "load", "plan", "probe", "simulate", "trace", "watch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import brim
 
 
 def test_the_exported_names_are_pinned():
-    assert brim.__all__ == ["__version__", "estimate", "fit", "load", "probe", "simulate", "trace", "watch"]
+    assert brim.__all__ == ["__version__", "estimate", "fit", "load", "plan", "probe", "simulate", "trace", "watch"]
 
 
 def test_every_exported_name_is_there():

@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Explain what memory did: why it ran out, what took it, what would help.",
     ),
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
+    "plan": ("brim.cli.plan:plan", "Find the fastest ways to train or run a model that fit a machine."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
     "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
 }

@@ -66,7 +66,11 @@ def decode(kind: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None
-        return decode(next(a for a in arguments if a is not type(None)), value, where)
+        kinds = [a for a in arguments if a is not type(None)]
+        return decode(next((a for a in kinds if type(value) is a), kinds[0]), value, where)
+    if origin is typing.Literal:
+        _expect(value in arguments, value, f"one of {list(arguments)}", where)
+        return value
     if origin is tuple:
         _expect(isinstance(value, list), value, "a list", where)
         return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))

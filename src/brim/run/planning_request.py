@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from brim import catalog
-from brim.core import Hardware, Link, Plan, Tier
+from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
 from brim.measure.probe import probe
@@ -19,6 +21,9 @@ from brim.techniques.precision import PRECISIONS
 from brim.units import format_bytes, parse_bytes
 
 TASKS = ("generate", "train")
+PREFERENCES = ("speed", "memory", "quality")
+LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
+_GENERATING = ("fp32", "bf16", "fp16", *LOSSY)
 
 # A host that nobody measured. One socket with two channels of DDR4-3200 reads at 51.2 GB/s at most (JEDEC JESD79-4);
 # four fifths of it are usual. A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
@@ -32,7 +37,9 @@ _FREE_SHARE = 0.9
 class Request:
     """One question. Amounts are bytes or such as ``"8GiB"``; ``gpu`` is a name of the catalog, None is this machine.
 
-    ``seq`` are tokens of a training sequence, or of the prompt; ``lossless`` keeps to the precision asked for.
+    ``seq`` are tokens of a training sequence, or of the prompt. ``precision`` None leaves it to the planner, which
+    under ``lossless`` takes none of ``LOSSY``. ``prefer`` says what the first of the plans is best at: seconds, bytes
+    of the compute tier, or (``quality``) seconds among those that are not lossy.
     """
 
     model: str | Path
@@ -47,6 +54,8 @@ class Request:
     precision: str | None = None
     optimizer: str = "adamw"
     method: Method = "full"
+    prefer: str = "speed"
+    lossless: bool = False
     top: int = 5
 
     def check(self) -> None:
@@ -55,13 +64,43 @@ class Request:
             ("--task", self.task, TASKS),
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--method", self.method, ("full", "lora")),
-            ("--precision", self.precision or "fp32", PRECISIONS),
+            ("--precision", self.precision or "fp32", PRECISIONS if self.task == "train" else _GENERATING),
+            ("--prefer", self.prefer, PREFERENCES),
         ):
             if value not in known:
                 raise UsageError(f"{option} {value} was given.", f"Known are {', '.join(known)}.")
-        for option, number in (("--batch", self.batch), ("--seq", self.seq), ("--top", self.top)):
+        for option, number in (
+            ("--batch", self.batch),
+            ("--seq", self.seq),
+            ("--new-tokens", self.new_tokens),
+            ("--top", self.top),
+        ):
             if number < 1:
                 raise UsageError(f"{option} {number} was given.", "It must be 1 or more.")
+        if self.lossless and self.precision in LOSSY:
+            raise UsageError(f"--precision {self.precision} and --lossless were given.", "That precision loses.")
+
+    def command(self) -> str:
+        """The command line that asks this."""
+        words = ["brim", "plan", str(self.model), "--task", self.task]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("model", "task") or value == one.default:
+                continue
+            option = f"--{one.name.replace('_', '-')}"
+            if one.name in (VRAM, RAM, DISK):
+                value = exact_bytes(value)
+            words += [option] if value is True else [option, str(value)]
+        return shlex.join(words)
+
+
+def exact_bytes(amount: str | int) -> str:
+    """Bytes in the largest unit that says them exactly: ``"12GiB"``."""
+    count = parse_bytes(amount)
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +124,10 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be."""
+    """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
+
+    ``timeline`` is what its schedule says that the machine does, for reports.
+    """
 
     plan: Plan
     step_s: float
@@ -94,6 +136,7 @@ class Proposal:
     command: str
     gap: float = 0.0
     proved: bool = True
+    timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -126,27 +169,39 @@ class Nearest:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Ranked proposals; where nothing fits, ``needs_bytes`` per tier and the ``nearest`` requests that do."""
+    """Ranked proposals; where nothing fits, ``needs_bytes`` per tier and the ``nearest`` requests that do.
+
+    ``refusal`` is what the planner said then. ``took_s`` is how long the answer took.
+    """
 
     request: Request
     machine: Machine
     proposals: Sequence[Proposal]
     needs_bytes: Mapping[str, int] = field(default_factory=dict)
     nearest: Sequence[Nearest] = ()
+    refusal: str = ""
+    took_s: float = 0.0
+
+    def tokens_per_s(self, proposal: Proposal) -> float:
+        """Tokens that a step of ``proposal`` works on (one per sequence when generating), by its seconds."""
+        request = self.request
+        tokens = request.batch * (request.seq if request.task == "train" else 1)
+        return tokens / proposal.step_s if proposal.step_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
         infeasible = None
         if not self.proposals:
             found = [{"change": n.change, "command": n.command} for n in self.nearest]
-            infeasible = {"needs_bytes": dict(self.needs_bytes), "nearest": found}
+            infeasible = {"why": self.refusal, "needs_bytes": dict(self.needs_bytes), "nearest": found}
         return {
             "model": str(self.request.model),
             "task": self.request.task,
             "hardware": self.machine.hardware.name,
             "budget_bytes": dict(self.machine.budget_bytes),
             "assumed": list(self.machine.assumed),
-            "plans": [proposal.to_json() for proposal in self.proposals],
+            "plans": [p.to_json() | {"tokens_per_s": self.tokens_per_s(p)} for p in self.proposals],
             "infeasible": infeasible,
+            "took_s": self.took_s,
         }
 
 
@@ -163,6 +218,11 @@ def machine_of(request: Request) -> Machine:
         if here.compute == VRAM:
             return _this(request)
     return _imagined(request, _card(request))
+
+
+def ram_option(machine: Machine, budget_bytes: int) -> int:
+    """What ``--ram`` is for a budget: of this machine the budget itself, of another one all that it has."""
+    return math.ceil(budget_bytes / _FREE_SHARE) if machine.assumed else budget_bytes
 
 
 def _this(request: Request) -> Machine:

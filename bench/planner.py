@@ -1,0 +1,145 @@
+"""Is the chosen plan the fastest? A grid of plans, each one run and measured, against what the planner says of it.
+
+    python bench/planner.py                      the table; about 15 minutes on two cores
+    python bench/planner.py --tiny               the same with models of some MB, to see that it works
+    python bench/planner.py --vram-cap 8GiB      on a CUDA GPU of which so much may be used
+
+Models with random weights, of different shapes, are written once into --directory. For each of them and for both
+tasks there is a cell of the grid: plans made by hand (how much of the weights is resident, how deep the ring is, what
+of the activations is kept, how large a micro-batch is, where the optimizer's states rest), among them the simple ones
+that people use, and what the planner chooses in each of a few budgets. Every plan is written to a file and run by
+`brim generate --plan` or `brim train --plan` in a fresh process, which says what it measured.
+
+Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it, and
+with the fastest simple one. Predicted seconds are compared with measured ones over all plans. Rows are appended to
+--output as they come; what is there already of this machine and these plans is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _harness as harness
+import _planner_points as points
+import _planner_report as report
+from brim.units import format_seconds, parse_bytes
+
+PACKAGES = ("brim", "torch", "transformers")
+TIMEOUT_S = 300
+
+
+def main() -> None:
+    options = _options()
+    facts = harness.machine_facts(PACKAGES)
+    rows = _known(options.output, facts)
+    for cell in points.cells(tiny=options.tiny, vram_cap=options.vram_cap):
+        if options.only and cell.name not in options.only:
+            continue
+        say(cell.name, "making plans")
+        for point in points.make(cell, options.directory):
+            if _find(rows, cell, point) is not None:
+                continue
+            row = _measured(options, cell, point) | {"machine": facts, "tiny": options.tiny}
+            rows.append(row)
+            _append(options.output, row)
+            told = row["problem"] or (
+                f"{format_seconds(row['measured_s'])} measured, {format_seconds(row['predicted_s'])} predicted"
+            )
+            say(cell.name, f"{point.label}: {told}")
+    document = report.summarize([row for row in rows if row["tiny"] == options.tiny])
+    report.show(document)
+    if options.summary:
+        options.summary.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "brim" / "bench"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=cache, help="where checkpoints and scratch files go")
+    parser.add_argument("--only", nargs="+", help="cells by name, as in deep-train")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--vram-cap", type=parse_bytes, help="compute on CUDA within so much; default: the CPU")
+    parser.add_argument("--tiny", action="store_true", help="models of some MB")
+    parser.add_argument("--output", type=Path, help="append one JSON line per plan here, and go on from what is there")
+    parser.add_argument("--summary", type=Path, help="write what the table says as JSON here")
+    return parser.parse_args()
+
+
+def _known(output: Path | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of this very machine and these versions."""
+    if output is None or not output.exists():
+        return []
+    rows = [json.loads(line) for line in output.read_text().splitlines() if line.strip()]
+    return [row for row in rows if row["machine"] == facts]
+
+
+def _find(rows: list[dict[str, Any]], cell: points.Cell, point: points.Point) -> dict[str, Any] | None:
+    wanted = (cell.name, point.label, point.plan.to_json())
+    return next((row for row in rows if (row["cell"], row["label"], row["plan"]) == wanted), None)
+
+
+def _append(output: Path | None, row: dict[str, Any]) -> None:
+    if output is None:
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("a") as handle:
+        handle.write(json.dumps(row) + "\n")
+
+
+def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Point) -> dict[str, Any]:
+    """One plan in a fresh process, as its command line says what it took."""
+    row = {
+        "cell": cell.name,
+        "task": cell.task,
+        "label": point.label,
+        "kind": point.kind,
+        "budget_bytes": point.budget_bytes,
+        "predicted_s": point.plan.promise.step_s,
+        "promised_bytes": dict(point.plan.promise.peak_bytes),
+        "plan": point.plan.to_json(),
+        "measured_s": 0.0,
+        "measured_bytes": {},
+        "problem": "",
+    }
+    options.directory.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="planner-", dir=options.directory))
+    try:
+        file = scratch / "plan.json"
+        points.write(file, cell, point)
+        folder = points.checkpoint(cell, options.directory)
+        command = [sys.executable, "-m", "brim", *cell.arguments(folder, file, scratch), "--json"]
+        harness.drop_page_cache([folder])
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            env=os.environ | {"OMP_NUM_THREADS": str(options.threads)},
+        )
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            return row | {"problem": f"exit {done.returncode}: {' '.join(lines[-3:])[:300]}"}
+        told = json.loads(done.stdout)
+        seconds = told["step_s"] if cell.task == "train" else told["s_per_token"]
+        return row | {"measured_s": seconds, "measured_bytes": told["measured_bytes"]}
+    except subprocess.TimeoutExpired:
+        return row | {"problem": f"not finished after {TIMEOUT_S} s"}
+    finally:
+        shutil.rmtree(scratch)
+
+
+def say(what: str, text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

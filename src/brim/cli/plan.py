@@ -1,0 +1,263 @@
+"""``brim plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json, write_html
+from brim.errors import UsageError
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from brim.core import Timeline
+    from brim.run.planning_request import Answer, Effect, Proposal, Request
+
+INFEASIBLE = 3  # the exit code where nothing fits
+_TIERS = ("vram", "ram", "disk")
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Everything but MODEL, in the order of the help."""
+    count = click.IntRange(min=1)
+    options = [
+        click.option("--task", type=click.Choice(["generate", "train"]), default="generate", show_default=True),
+        click.option("--gpu", help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
+        click.option("--vram", type=BYTES, help="Budget of the GPU, such as 8GiB; default: all of it that is free."),
+        click.option("--ram", type=BYTES, help="Host memory; default: 90 % of what is free, 64GiB beside a --gpu."),
+        click.option("--disk", type=BYTES, help="Room on disk for what memory cannot hold."),
+        click.option("--batch", type=count, default=1, show_default=True, help="Sequences a step."),
+        click.option("--seq", type=count, default=1024, show_default=True, help="Tokens a sequence, or a prompt."),
+        click.option("--new-tokens", type=count, default=128, show_default=True, help="Tokens to generate."),
+        click.option("--precision", help="Keep to it, as in bf16 or int8. [default: the planner's choice]"),
+        click.option("--optimizer", default="adamw", show_default=True),
+        click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True),
+        click.option(
+            "--prefer",
+            type=click.Choice(["speed", "memory", "quality"]),
+            default="speed",
+            show_default=True,
+            help="What comes first: the fastest, the smallest, or the fastest that rounds no weights.",
+        ),
+        click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
+        click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
+        click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
+        click.option("--output", type=OutputFile(), help="Write the best plan, for generate and train --plan."),
+        html_option,
+        json_option,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("model")
+@_options
+def plan(
+    model: str, regimes: bool, output: Path | None, html: Path | None, as_json: bool, **options: Any
+) -> int | None:
+    """Find the fastest ways to train or run a model that fit a machine.
+
+    MODEL is a name of the catalog, a folder, or a .gguf file; no weights are read. Exit code 3 says that nothing
+    fits, and the answer then is what would have to change.
+    """
+    from rich.console import Console
+
+    with Console(stderr=True).status("Planning"):
+        from brim.run.plan_file import write
+        from brim.run.planning import plan as answer_to
+        from brim.run.planning_request import Request
+
+        request = Request(model=model, **options)
+        if regimes:
+            return _regimes(request, output, html, as_json)
+        answer = answer_to(request)
+        if output is not None and answer.proposals:
+            write(output, answer)
+    if html is not None:
+        _write_html(html, answer)
+    if as_json:
+        print_json(answer.to_json())
+    else:
+        _print(answer, output)
+    return None if answer.proposals else INFEASIBLE
+
+
+def _regimes(request: Request, output: Path | None, html: Path | None, as_json: bool) -> None:
+    raise UsageError("--regimes was given.", "This machine's regimes are not compared yet.")
+
+
+def _print(answer: Answer, output: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    request, machine = answer.request, answer.machine
+    budget = ", ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in machine.budget_bytes.items())
+    console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}", markup=False)
+    if answer.proposals:
+        _print_plans(console, answer)
+        if output is not None:
+            told = f"plan 1 is in {output}: brim {request.task} {request.model} --plan {output} ..."
+            console.print(told, markup=False)
+    else:
+        _print_nearest(console, answer)
+    for assumed in machine.assumed:
+        console.print(f"assumed: {assumed}", markup=False)
+    console.print(f"planned in {format_seconds(answer.took_s)}", markup=False)
+
+
+def _print_plans(console: Console, answer: Answer) -> None:
+    tiers = _tiers(answer)
+    step = "s per step" if answer.request.task == "train" else "s per token"
+    plans = _table("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap", left=("limited by",))
+    for number, one in enumerate(answer.proposals, 1):
+        peak = one.plan.promise.peak_bytes
+        plans.add_row(
+            f"{number}",
+            *(format_bytes(peak.get(tier, 0)) for tier in tiers),
+            format_seconds(one.step_s),
+            f"{answer.tokens_per_s(one):.3g}",
+            one.limited_by,
+            f"{one.gap:.1%}",
+        )
+    console.print(plans)
+    for number, one in enumerate(answer.proposals, 1):
+        console.print(f"{number}: {_in_words(one)}", markup=False)
+    best = answer.proposals[0]
+    if best.techniques:
+        effects = _table("plan 1 uses", "which", "saves", "costs", left=("which", "saves"))
+        for effect in best.techniques:
+            costs = format_seconds(effect.costs_s) if effect.costs_s else ""
+            effects.add_row(effect.technique, effect.what, _saved(effect), costs)
+        console.print(effects)
+    for number, one in enumerate(answer.proposals, 1):
+        console.print(f"{number}: {one.command}", markup=False)
+
+
+def _in_words(one: Proposal) -> str:
+    return "; ".join(f"{effect.technique}: {effect.what}" for effect in one.techniques) or "everything resident"
+
+
+def _saved(effect: Effect) -> str:
+    """``2 GiB of VRAM, takes 2 GiB of RAM``."""
+    parts = [(tier.upper(), count) for tier, count in effect.saves_bytes.items() if count]
+    saved = [f"{format_bytes(count)} of {tier}" for tier, count in parts if count > 0]
+    taken = [f"takes {format_bytes(-count)} of {tier}" for tier, count in parts if count < 0]
+    return ", ".join([*saved, *taken])
+
+
+def _print_nearest(console: Console, answer: Answer) -> None:
+    console.print(f"Nothing fits. {answer.refusal}", markup=False)
+    if answer.needs_bytes:
+        needs = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in answer.needs_bytes.items())
+        console.print(f"It takes {needs}.", markup=False)
+    if not answer.nearest:
+        console.print("No small change that would do was found.")
+        return
+    changes = _table("it fits with", "")
+    for one in answer.nearest:
+        changes.add_row(one.change, one.command)
+    console.print(changes)
+
+
+def _tiers(answer: Answer) -> list[str]:
+    """Those that some plan uses."""
+    used: set[str] = set()
+    for one in answer.proposals:
+        used |= {tier for tier, count in one.plan.promise.peak_bytes.items() if count}
+    return [tier for tier in _TIERS if tier in used]
+
+
+def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or not column or column in left else "right")
+    return table
+
+
+def _write_html(path: Path, answer: Answer) -> None:
+    from brim.report.html import Table, View
+
+    request, tiers = answer.request, _tiers(answer)
+    tables = []
+    if answer.proposals:
+        columns = ("plan", *(f"{tier}_bytes" for tier in tiers), "step_s", "tokens per second", "limited by", "gap_share")
+        rows = tuple(
+            (
+                number,
+                *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
+                one.step_s,
+                answer.tokens_per_s(one),
+                one.limited_by,
+                one.gap,
+            )
+            for number, one in enumerate(answer.proposals, 1)
+        )
+        note = "Peak per tier. Each was proved: a step was traced with it in force."
+        tables.append(Table(title="Plans", columns=columns, rows=rows, note=note))
+        tables += [_effects(answer.proposals[0]), _commands(answer)]
+    else:
+        changes = tuple((one.change, one.command) for one in answer.nearest)
+        tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
+    budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
+    tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
+    if answer.machine.assumed:
+        rows = tuple((text,) for text in answer.machine.assumed)
+        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=rows))
+    views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
+    notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
+    title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
+    write_html(path, views, title=title, tables=tables, notes=notes)
+
+
+def _picture(one: Proposal, answer: Answer) -> Timeline:
+    """The schedule of a plan, and under it what the compute tier holds at the most, where the schedule has no bytes."""
+    from brim.core import EventKind, Timeline
+
+    assert one.timeline is not None
+    compute = answer.machine.hardware.compute
+    if any(event.kind is EventKind.ALLOC and event.tier == compute for event in one.timeline):
+        return one.timeline
+    made = Timeline(one.timeline.name, measured=False, facts=dict(one.timeline.facts))
+    rest = one.plan.promise.peak_bytes.get(compute, 0)
+    for decision in one.plan.decisions:
+        if decision.choice == "resident" and decision.bytes <= rest:
+            made.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
+            rest -= decision.bytes
+    made.add(EventKind.ALLOC, compute, rest, label="all else at its peak", category="temporary")
+    for event in one.timeline:
+        made.add(**{name: getattr(event, name) for name in event.__slots__})
+    return made
+
+
+def _effects(one: Proposal) -> Any:
+    from brim.report.html import Table
+
+    tiers = [tier for tier in _TIERS if any(effect.saves_bytes.get(tier) for effect in one.techniques)]
+    rows = tuple(
+        (effect.technique, effect.what, *(_or_none(effect.saves_bytes, tier) for tier in tiers), effect.costs_s)
+        for effect in one.techniques
+    )
+    columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
+    return Table(title="What plan 1 uses", columns=columns, rows=rows, note="Negative is taken, not saved.")
+
+
+def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:
+    return saves_bytes.get(tier) or None
+
+
+def _commands(answer: Answer) -> Any:
+    from brim.report.html import Table
+
+    rows = tuple((number, one.command) for number, one in enumerate(answer.proposals, 1))
+    return Table(title="Commands", columns=("plan", "command"), rows=rows)

@@ -1,0 +1,57 @@
+"""``brim.plan``: how a model is to be trained or run in what a machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from brim.run.planning import plan as answer
+from brim.run.planning_request import Answer, Request
+from brim.run.trainee import Method
+
+
+def plan(
+    model: str | Path,
+    *,
+    task: str = "generate",
+    gpu: str | None = None,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    disk: str | int | None = None,
+    batch: int = 1,
+    seq: int = 1024,
+    new_tokens: int = 128,
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    method: Method = "full",
+    prefer: str = "speed",
+    lossless: bool = False,
+    top: int = 5,
+) -> Answer:
+    """The fastest ways to do ``task`` ("generate" or "train") with ``model`` that fit, each one proved.
+
+    ``model`` is a name of the catalog, a folder, or a ``.gguf`` file. The machine is this one, or that of ``gpu``, a
+    name of the catalog, with ``ram`` and ``disk``: amounts such as ``"8GiB"``. ``seq`` are tokens of a training
+    sequence, or of the prompt before ``new_tokens``.
+
+    The answer's ``proposals`` are ranked; where nothing fits there are none, and ``nearest`` has the changes under
+    which it would. Raises UsageError and ModelError for what was asked.
+    """
+    return answer(
+        Request(
+            model=model,
+            task=task,
+            gpu=gpu,
+            vram=vram,
+            ram=ram,
+            disk=disk,
+            batch=batch,
+            seq=seq,
+            new_tokens=new_tokens,
+            precision=precision,
+            optimizer=optimizer,
+            method=method,
+            prefer=prefer,
+            lossless=lossless,
+            top=top,
+        )
+    )

@@ -1,0 +1,171 @@
+"""A plan as a file: what was asked, of which model, for which machine, and what was decided.
+
+``brim plan --output`` writes one, ``brim generate --plan`` and ``brim train --plan`` run exactly that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import brim
+from brim.core import Hardware, Plan, codec
+from brim.core.hardware import DISK
+from brim.errors import FormatError, UnsupportedError, UsageError
+from brim.estimation.models import class_of, find_model, transformers_config
+from brim.run.models import prepare
+from brim.run.planning_request import Answer, Request
+from brim.units import format_bytes
+
+VERSION = 1
+_SHOWN = 3  # differences between two models that are told
+_ADAPTER = "base_model.model."  # peft puts it before every name
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """One plan with all that it depends on. ``brim`` is the version that made it.
+
+    ``parameters`` is the model's fingerprint, as ``fingerprint`` makes it: how many it has of each name (numbers of
+    layers left out), dtype and shape.
+    """
+
+    brim: str
+    request: Request
+    hardware: Hardware
+    plan: Plan
+    parameters: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return codec.to_json(self, VERSION)
+
+
+def write(path: str | Path, answer: Answer, index: int = 0) -> None:
+    """Write the proposal ``index`` of ``answer``. Raises UsageError for one that it has not, or an unwritable path."""
+    count = len(answer.proposals)
+    if not 0 <= index < count:
+        raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
+    request = replace(answer.request, model=str(answer.request.model))
+    made = PlanFile(
+        brim=brim.__version__,
+        request=request,
+        hardware=answer.machine.hardware,
+        plan=answer.proposals[index].plan,
+        parameters=fingerprint(described(request.model), request),
+    )
+    try:
+        Path(path).write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"A plan was to be written to {path}.", f"{error}.", "Name another file.") from error
+
+
+def read(path: str | Path) -> PlanFile:
+    """The plan in the file that ``write`` made. Raises FormatError for anything else."""
+    try:
+        return codec.read(PlanFile, path, VERSION)
+    except FormatError as error:
+        todo = "Make it again: brim plan MODEL ... --output FILE."
+        raise FormatError(f"{path} was given as a plan.", f"{error.asked} {error.found}", todo) from error
+
+
+def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) -> None:
+    """Raise UsageError, naming all that differs, where ``file`` was not made for this.
+
+    ``model`` is the module as it was opened, before anything is applied to it (adapters do not matter). A machine
+    must be of the same name and compute tier, and have what the plan may take.
+    """
+    found = [*_task(file, task), *_machine(file, hardware)]
+    if not found:  # the models of two tasks may well be equal, and those of two machines are
+        found += _model(file, model)
+    if found:
+        command = f"brim plan {file.request.model} --task {task} --output FILE"
+        raise UsageError(
+            f"The plan for {file.plan.model} (task {file.plan.task}, {file.plan.hardware}) was to be used.",
+            "\n".join(found),
+            f"Make one for this: {command}",
+        )
+
+
+def _task(file: PlanFile, task: str) -> Iterator[str]:
+    if file.plan.task != task:
+        yield f"It was made for the task {file.plan.task}, and this is {task}."
+
+
+def _machine(file: PlanFile, hardware: Hardware) -> Iterator[str]:
+    planned = file.hardware
+    if planned.name != hardware.name:
+        yield f"It was made for {planned.name}, and this machine is {hardware.name}."
+        return  # which explains the rest
+    if planned.compute != hardware.compute:
+        yield f"It computes in {planned.compute.upper()}, and this machine in {hardware.compute.upper()}."
+        return
+    have = {tier.name: tier.capacity_bytes for tier in hardware.tiers}
+    # What is scratched on disk is known; memory may be filled to its budget.
+    limits = {**file.plan.budget_bytes, DISK: file.plan.promise.peak_bytes.get(DISK, 0)}
+    for tier, count in limits.items():
+        if count > have.get(tier, 0):
+            yield (
+                f"It may take {format_bytes(count)} of {tier.upper()}, "
+                f"and this machine has {format_bytes(have.get(tier, 0))}."
+            )
+
+
+def _model(file: PlanFile, model: nn.Module) -> Iterator[str]:
+    planned, here = file.parameters, fingerprint(model, file.request)
+    names = [name for name in {**planned, **here} if planned.get(name) != here.get(name)]
+    for name in names[:_SHOWN]:
+        yield f"It was made for a model with {planned.get(name, 0)} x {name}, and this one has {here.get(name, 0)}."
+    if len(names) > _SHOWN:
+        yield f"{len(names) - _SHOWN} more parameters differ."
+
+
+def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
+    """Names, dtypes and shapes of ``model``'s parameters, equal layers counted: what a plan for ``request`` is made of.
+
+    The dtype is left out where the run decides it: full training holds its own copy, and ``--precision`` is an order.
+    """
+    converted = request.precision is not None or (request.task == "train" and request.method == "full")
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        plain = name.removeprefix(_ADAPTER).replace(".base_layer.", ".")
+        dtype = "" if converted else str(parameter.dtype).removeprefix("torch.")
+        key = f"{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', plain)} {dtype}{list(parameter.shape)}"
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def described(model: str | Path) -> nn.Module:
+    """The module that MODEL's configuration describes, on meta and in the dtype that it names; no weights are read.
+
+    Raises what ``find_model`` does, UnsupportedError for what is no model of transformers.
+    """
+    path = Path(model).expanduser()
+    source = find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)
+    if source.library != "transformers":
+        raise UnsupportedError(
+            f"A plan for {source.name} was asked for.",
+            f"It is a model of {source.library}.",
+            "Plans are made for models of transformers: a catalog name, a folder, or a .gguf file.",
+        )
+    from transformers.initialization import no_init_weights
+
+    config = transformers_config(source)
+    kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"))
+    if kind is None:
+        raise UnsupportedError(
+            f"A plan for {source.name} was asked for.", f"transformers has no class {source.architecture}."
+        )
+    with torch.device("meta"), no_init_weights():
+        made: Any = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+    made.tie_weights()  # left out where weights are not initialised
+    module: nn.Module = made
+    return module

@@ -1,0 +1,257 @@
+"""What would make a request fit: small changes to it, each one proved by planning it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from brim import catalog
+from brim.catalog import Gpu
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError
+from brim.estimation.models import find_model
+from brim.run.plan_file import described
+from brim.run.planning_request import (
+    LOSSY,
+    Machine,
+    Nearest,
+    Proposal,
+    Request,
+    exact_bytes,
+    machine_of,
+    ram_option,
+)
+from brim.units import format_bytes
+
+Planner = Callable[[Request, Machine], list[Proposal]]
+
+_RAISES = 4  # until what was called the smallest budget is one
+_SHORTEST, _FEWEST = 64, 1  # tokens, sequences
+_OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
+_MODELS = 3
+_ROUNDED_BYTES = 1 << 20  # amounts that people can type
+
+
+class _NoTime(Exception):
+    """Another plan would end too late."""
+
+
+class _Prover:
+    """Plans until its time is over: one more is begun only where it should end by then."""
+
+    def __init__(self, planner: Planner, limit_s: float) -> None:
+        self._planner, self._end_s, self._longest_s = planner, time.perf_counter() + limit_s, 0.0
+
+    def refusal(self, request: Request, machine: Machine) -> BudgetError | None:
+        """Why ``request`` does not fit ``machine``; None where it does. Raises UnsupportedError as the planner."""
+        begin_s = time.perf_counter()
+        if begin_s + self._longest_s > self._end_s:
+            raise _NoTime
+        try:
+            self._planner(replace(request, top=1), machine)
+        except BudgetError as error:
+            return error
+        finally:
+            self._longest_s = max(self._longest_s, time.perf_counter() - begin_s)
+        return None
+
+    def fits(self, request: Request, machine: Machine) -> bool:
+        """Whether it does. A change that brim cannot make (an optimizer of a missing library) is none."""
+        try:
+            return self.refusal(request, machine) is None
+        except UnsupportedError:
+            return False
+
+
+def nearest(
+    request: Request, machine: Machine, error: BudgetError, planner: Planner, *, limit_s: float
+) -> tuple[dict[str, int], list[Nearest]]:
+    """The bytes per tier with which ``request`` fits, and changes under which it does; no more in ``limit_s``.
+
+    ``error`` is what ``planner`` raised for it. The bytes are those that were proved, or those that ``error`` names.
+    """
+    prover = _Prover(planner, limit_s)
+    found: list[Nearest] = []
+    needs = {tier: count for tier, count in error.smallest_bytes.items() if count > machine.budget_bytes.get(tier, 0)}
+    try:
+        enough = _enough(prover, request, machine, needs)
+        if enough is not None:
+            needs = enough
+            for change in _more_memory(prover, request, machine, needs):
+                found.append(change)
+        for changes in (_other_ways, _shorter, _fewer, _smaller_models):
+            for change in changes(prover, request, machine, needs):
+                found.append(change)  # one by one: those before the time is over count
+    except _NoTime:
+        pass  # what was found until now is the answer
+    return needs, found
+
+
+def _enough(
+    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
+) -> dict[str, int] | None:
+    """Bytes of the tiers that were short with which a plan was proved, all other tiers as they are."""
+    wanted = {tier: _rounded(count) for tier, count in needs.items()}
+    for _ in range(_RAISES if wanted else 0):
+        refused = prover.refusal(request, _with(machine, wanted))
+        if refused is None:
+            return wanted
+        more = {
+            tier: _rounded(count)
+            for tier, count in refused.smallest_bytes.items()
+            if count > max(wanted.get(tier, 0), machine.budget_bytes.get(tier, 0))
+        }
+        if not more:
+            return None
+        wanted |= more
+    return None
+
+
+def _with(machine: Machine, bytes: dict[str, int]) -> Machine:
+    """``machine`` with that much in these tiers, whatever it has."""
+    tiers = tuple(
+        replace(tier, capacity_bytes=max(tier.capacity_bytes, bytes.get(tier.name, 0)))
+        for tier in machine.hardware.tiers
+    )
+    hardware = replace(machine.hardware, tiers=tiers)
+    return replace(machine, hardware=hardware, budget_bytes={**machine.budget_bytes, **bytes})
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ROUNDED_BYTES) * _ROUNDED_BYTES
+
+
+def _more_memory(
+    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
+) -> Iterator[Nearest]:
+    """``needs`` in words; where VRAM is among them and a card was named, the smallest card that has it."""
+    parts = []
+    for tier, count in needs.items():
+        more = count - machine.budget_bytes.get(tier, 0)
+        parts.append(f"{format_bytes(more)} more of {tier.upper()} ({format_bytes(count)} in all)")
+    options = {tier: ram_option(machine, count) if tier == RAM else count for tier, count in needs.items()}
+    amounts: dict[str, Any] = {tier: exact_bytes(_rounded(count)) for tier, count in options.items()}
+    capacity = machine.hardware.tier(machine.hardware.compute).capacity_bytes
+    if request.gpu is None or needs.get(VRAM, 0) <= capacity:
+        changed = replace(request, **amounts)
+        # With other amounts an assumed machine may be another one. This one was proved already.
+        if not machine.assumed or prover.fits(changed, machine_of(changed)):
+            yield Nearest(change=" and ".join(parts), command=changed.command())
+        return
+    amounts.pop(VRAM)
+    for card in _cards(needs[VRAM]):
+        changed = replace(request, gpu=card.name, vram=None, **amounts)
+        if prover.fits(changed, machine_of(changed)):
+            name = f"{card.name} ({format_bytes(card.capacity_bytes)})"
+            yield Nearest(change=f"{' and '.join(parts)}, as {name} has", command=changed.command())
+            return
+
+
+def _cards(vram_bytes: int) -> Sequence[Gpu]:
+    """The two smallest cards of the catalog that have so much beside their context, links known."""
+    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
+    large = [c for c in cards if c.pcie_bytes_per_s and c.capacity_bytes - c.context().bytes >= vram_bytes]
+    return sorted(large, key=lambda card: (card.capacity_bytes, card.name))[:2]
+
+
+def _other_ways(
+    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
+) -> Iterator[Nearest]:
+    """Another optimizer, adapters, or fewer bits: what changes the result, and not the amount of work."""
+    if request.task == "train" and request.method == "full":
+        known = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
+        smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[known:]]
+        yield from _first(prover, machine, smaller, lambda one: f"the optimizer {one.optimizer}")
+        yield from _first(
+            prover, machine, [replace(request, method="lora")], lambda one: "LoRA in place of full training"
+        )
+    if not request.lossless:
+        lower = [replace(request, precision=name) for name in _lower(request)]
+        yield from _first(prover, machine, lower, lambda one: f"the precision {one.precision}")
+
+
+def _lower(request: Request) -> Sequence[str]:
+    """Precisions that take less, the best one first."""
+    if request.task == "train":
+        return () if (request.precision or "").startswith("bf16-") or request.precision == "bf16" else ("bf16",)
+    if request.precision in LOSSY:
+        return ("int4",) if request.precision != "int4" else ()
+    return ("bf16", "int8", "int4") if request.precision == "fp32" else ("int8", "int4")
+
+
+def _first(
+    prover: _Prover, machine: Machine, requests: Sequence[Request], told: Callable[[Request], str]
+) -> Iterator[Nearest]:
+    for one in requests:
+        if prover.fits(one, machine):
+            yield Nearest(change=told(one), command=one.command())
+            return
+
+
+def _shorter(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
+    largest = _largest(
+        request.seq, _SHORTEST, lambda count: prover.fits(replace(request, seq=count), machine)
+    )
+    if largest is not None:
+        changed = replace(request, seq=largest)
+        yield Nearest(change=f"sequences of {largest:,} tokens", command=changed.command())
+
+
+def _fewer(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
+    largest = _largest(
+        request.batch, _FEWEST, lambda count: prover.fits(replace(request, batch=count), machine)
+    )
+    if largest is not None:
+        changed = replace(request, batch=largest)
+        yield Nearest(change=f"a batch of {largest:,}", command=changed.command())
+
+
+def _largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest of above/2, above/4, ... that fits, found by halving the list; ``least`` is tried first."""
+    sizes = [least]
+    while sizes[-1] * 2 < above:
+        sizes.append(sizes[-1] * 2)
+    if least >= above or not fits(least):
+        return None
+    low, high = 0, len(sizes)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            low = middle
+        else:
+            high = middle
+    return sizes[low]
+
+
+def _smaller_models(
+    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
+) -> Iterator[Nearest]:
+    """The largest model of the same family that fits. Bytes go with parameters, so that says where to begin."""
+    count, family = _parameters(request.model), _family(request.model)
+    have = machine.budget_bytes
+    share = min((have.get(tier, 0) / bytes for tier, bytes in needs.items() if bytes), default=1.0)
+    sizes = {name: catalog.model(name).parameters or 0 for name in catalog.model_names() if _family(name) == family}
+    smaller = sorted((name for name in sizes if 0 < sizes[name] < count), key=lambda name: -sizes[name])
+    likely = [name for name in smaller if sizes[name] <= share * count] or smaller[-1:]
+    made = [replace(request, model=name) for name in likely[:_MODELS]]
+    yield from _first(prover, machine, made, lambda one: f"{one.model} ({sizes[str(one.model)] / 1e9:.2g} B parameters)")
+
+
+def _family(model: str | Path) -> tuple[str, str]:
+    """The class, and how the name begins: ``qwen3-8b`` -> qwen. A folder may be called anything."""
+    source = find_model(model)
+    begins = re.match("[a-z]*", source.name.lower())
+    named = not Path(model).exists()
+    return source.architecture, begins[0] if begins and named else ""
+
+
+def _parameters(model: str | Path) -> int:
+    if not Path(model).exists():
+        known = catalog.model(str(model)).parameters
+        if known is not None:
+            return known
+    return sum(parameter.numel() for parameter in described(model).parameters())
