@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from brim.predict.flops import op_bytes, op_flops
 from brim.predict.lowering.fakes import FAKES
@@ -99,8 +100,51 @@ def _arguments(model: Any, call: Callable[..., Any], example: Example) -> tuple[
     last |= {"use_cache": True, "logits_to_keep": 1}
     if example.total > 1:
         ids = torch.zeros(example.batch, example.total - 1, dtype=torch.long)
-        last["past_key_values"] = call(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        last["past_key_values"] = _roomy(call(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values)
     return (), last
+
+
+def _roomy(cache: Any) -> Any:
+    """The cache as a run has it: with room for one more token, where transformers' own would be copied for it."""
+    if type(cache) is DynamicCache:
+        cache.layers = [_Room(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class _Room(CacheLayerMixin):
+    """A layer of a cache that is full but for the last token, which is written to its place."""
+
+    is_sliding = False
+
+    def __init__(self, full: DynamicLayer) -> None:
+        super().__init__()
+        assert full.keys is not None and full.values is not None
+        self.is_initialized = True
+        self.keys, self.values = (
+            torch.empty(*tensor.shape[:2], tensor.shape[2] + 1, tensor.shape[3], dtype=tensor.dtype)
+            for tensor in (full.keys, full.values)
+        )
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """It has its memory already."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, -key_states.shape[2] :].copy_(key_states)
+        self.values[:, :, -value_states.shape[2] :].copy_(value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        assert self.keys is not None
+        return int(self.keys.shape[2]) - 1
+
+    def get_max_length(self) -> int:
+        return self.get_seq_length() + 1
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from brim.core import Hardware
-from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import find_model
 from brim.estimation.quiet import quiet
@@ -22,13 +22,17 @@ from brim.measure.probe import probe
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.planner import Job
+from brim.run import generation_plan
 from brim.run.block_calls import Calls, Example, calls_of
 from brim.run.block_timing import BlockSeconds, block_seconds, traced_seconds, triggers
 from brim.run.fitting import Need, make_job, partitions
+from brim.run.generation_memory import Sizes, cache_shape
+from brim.run.generation_plan import Wanted
 from brim.run.inference import SLACK_BYTES, by_parameter, materialize, resident_bytes, spent, warm_up
 from brim.run.models import open_model, open_tokenizer, prepare
 from brim.run.planning_request import Machine, Request
-from brim.run.step_memory import Inputs, watch_inference
+from brim.run.step_memory import Inputs, Observation
+from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.weight_streaming import Weights
 
@@ -41,7 +45,28 @@ _PRETENDED = "model.safetensors"
 # A processor that nobody measured: 8 cores that do two products of 8 floats a cycle at 3.5 GHz reach 0.9 Tflop/s, and
 # large products come to about two thirds of that. Only prompts and batches depend on it.
 _HOST_FLOPS_PER_S = 0.6e12
-_HOP_S = 40e-6  # two copies of a token's activations, each awaited: 20 us by CUDA's launch and event latencies
+_HOP_S = 40e-6  # a token's activations to the host and back: two copies that are waited for
+
+
+class _Chooser(generation_plan._Chooser):
+    """Chooses what ``brim generate`` would choose, by seconds that were measured or traced."""
+
+    subject: Subject
+
+    def _need(self, sizes: Sizes, held_bytes: Mapping[str, int]) -> Need:
+        plain = super()._need(sizes, held_bytes)
+        if not self.subject.partitions:
+            self.subject.partitions.extend(partitions(self._module, plain, self._weights))
+        return self.subject.paced(plain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What was found out about a model, whatever machine it is planned for."""
+
+    calls: dict[bool, Calls] = field(default_factory=dict)  # by whether it is the prompt's pass
+    observations: dict[Sizes, Observation] = field(default_factory=dict)
+    shape: list[kv_cache.CacheShape | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,94 +79,97 @@ class Subject:
     weights: Weights
     inputs: Inputs
     machine: Machine
+    own_precision: str = "fp32"  # that of the configuration
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    partitions: list[Partition] = field(default_factory=list, compare=False)
+    seen: Seen = field(default_factory=Seen, compare=False)
 
-    @property
-    def hardware(self) -> Hardware:
-        return self.machine.hardware
+    def on(self, machine: Machine) -> Subject:
+        """The same model on another machine."""
+        return replace(self, machine=machine)
 
     @cached_property
     def is_here(self) -> bool:
         """Whether the machine is this one, so that blocks can be timed on it."""
-        here = probe()
-        return (here.name, here.compute) == (self.hardware.name, self.hardware.compute)
-
-    @cached_property
-    def plain_need(self) -> Need:
-        """What a step takes by the machine's rates alone; the weights that no file holds stay."""
-        seen = watch_inference(self.module, self.inputs)
-        names = [name for name, _ in self.module.named_parameters()]
-        return Need(
-            step_bytes=seen.step_bytes,
-            observation=seen,
-            tokens=self.inputs.batch,
-            stay=frozenset(name for name in names if name not in self.weights.sources),
-            spent_bytes=self.spent_bytes,
-        )
-
-    @cached_property
-    def partitions(self) -> list[Partition]:
-        return list(partitions(self.module, self.plain_need, self.weights))
-
-    @cached_property
-    def token_calls(self) -> Calls:
-        """How parts of any partition are called for one token."""
-        return self._calls(self.inputs)
-
-    @cached_property
-    def prompt_calls(self) -> Calls:
-        return self._calls(self._prompt)
+        here, meant = probe(), self.machine.hardware
+        return (here.name, here.compute) == (meant.name, meant.compute)
 
     @property
-    def _prompt(self) -> dict[str, Any]:
-        ids = torch.zeros(self.inputs.batch, self.inputs.prompt, dtype=torch.long)
-        config: Any = self.module.config
-        if config.is_encoder_decoder:
-            return {"input_ids": ids, "decoder_input_ids": ids[:, :1]}
-        return {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+    def shape(self) -> kv_cache.CacheShape | None:
+        """The KV cache that is planned; None: the model keeps its own."""
+        if not self.seen.shape:
+            self.seen.shape.append(cache_shape(self.module))
+        return self.seen.shape[0]
 
-    def _calls(self, example: Example) -> Calls:
-        paths = {trigger for partition in self.partitions for trigger in triggers(partition)}
-        return calls_of(self.module, paths, example)
+    def choose(self, budget_bytes: Mapping[str, int]) -> tuple[generation_plan.Choice, Need]:
+        """As ``brim generate`` under ``budget_bytes``, and the step that it makes. Raises BudgetError."""
+        chooser = self._chooser(budget_bytes)
+        choice = chooser.choose()
+        placement = chooser._placement(choice.sizes, choice.resting)
+        held_bytes = placement.held_bytes(self.machine.hardware.compute) if placement else {}
+        return choice, chooser._need(choice.sizes, held_bytes)
 
-    def jobs(self, hardware: Hardware, *, prompt: bool = False) -> list[tuple[Partition, Job]]:
-        """The step of a token (or of the prompt) as the planner sees it, for every partition."""
-        need = self._need(hardware, prompt)
-        return [(p, make_job(self.module, p, hardware, need, self.weights, "generate")) for p in self.partitions]
+    def _chooser(self, budget_bytes: Mapping[str, int]) -> _Chooser:
+        inputs = self.inputs
+        wanted = Wanted(
+            lengths=(inputs.prompt,) * inputs.batch, new_tokens=inputs.total - inputs.prompt, batch=inputs.batch
+        )
+        opened: Any = self  # only its name and its module are looked at
+        made = _Chooser(
+            opened, self.weights, self.machine.hardware, budget_bytes, wanted, self.shape, self.spent_bytes
+        )
+        made.subject, made._seen = self, self.seen.observations
+        return made
 
-    def job(self, partition: Partition, hardware: Hardware, *, prompt: bool = False) -> Job:
-        return make_job(self.module, partition, hardware, self._need(hardware, prompt), self.weights, "generate")
+    def job(self, partition: Partition, need: Need) -> Job:
+        return make_job(self.module, partition, self.machine.hardware, need, self.weights, "generate")
 
-    def _need(self, hardware: Hardware, prompt: bool) -> Need:
-        calls = self.prompt_calls if prompt else self.token_calls
-        example: Example = self._prompt if prompt else self.inputs
+    def paced(self, plain: Need, *, prompt: bool = False) -> Need:
+        """``plain`` with seconds of the token's pass, or of the prompt's."""
+        hardware = self.machine.hardware
         tokens = self.inputs.batch * (self.inputs.prompt if prompt else 1)
+        calls, example = self._calls(prompt), self._example(prompt)
 
         def seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
-            if self.is_here and hardware.name == self.hardware.name:
+            if self.is_here:
                 return block_seconds(self.module, partition, example, training=False, calls=calls)
             return traced_seconds(self.module, partition, calls, hardware, tokens=tokens)
 
         def cpu_seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
             made = traced_seconds(self.module, partition, calls, processor_of(self.machine), tokens=tokens)
-            hop_s = _HOP_S
-            return {name: replace(found, forward_s=found.forward_s + hop_s) for name, found in made.items()}
+            return {name: replace(found, forward_s=found.forward_s + _HOP_S) for name, found in made.items()}
 
         beside = hardware.compute == VRAM
         return replace(
-            self.plain_need,
+            plain,
             tokens=tokens,
             seconds=seconds,
             cpu_seconds=cpu_seconds if beside else None,
-            cpu_bytes=0 if not beside else self.cache_bytes // max(1, len(self.token_calls.made)),
+            cpu_bytes=self._layer_cache_bytes if beside else 0,
         )
 
-    @cached_property
-    def cache_bytes(self) -> int:
-        """The KV cache at its fullest, by the tensors that the last token's pass is given."""
-        from brim.run.block_calls import held_tensors
+    @property
+    def _layer_cache_bytes(self) -> int:
+        """The largest part of the KV cache that a block computed by the processor may bring to RAM."""
+        if self.shape is None or not self.shape.planned:
+            return 0
+        return max(layer.token_bytes for _, layer in self.shape.planned) * self.inputs.batch * self.inputs.total
 
-        return sum(tensor_bytes(t) for t in held_tensors(self.token_calls.whole.kwargs.get("past_key_values")))
+    def _calls(self, prompt: bool) -> Calls:
+        """How parts of any partition are called in a pass."""
+        if prompt not in self.seen.calls:
+            paths = {trigger for partition in self.partitions for trigger in triggers(partition)}
+            self.seen.calls[prompt] = calls_of(self.module, paths, self._example(prompt))
+        return self.seen.calls[prompt]
+
+    def _example(self, prompt: bool) -> Example:
+        if not prompt:
+            return self.inputs
+        ids = torch.zeros(self.inputs.batch, self.inputs.prompt, dtype=torch.long)
+        config: Any = self.module.config
+        if config.is_encoder_decoder:
+            return {"input_ids": ids, "decoder_input_ids": ids[:, :1]}
+        return {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
 
 
 def processor_of(machine: Machine) -> Hardware:
@@ -184,6 +212,7 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
         name=opened.name,
         module=opened.module,
         precision=precision_of(opened.module),
+        own_precision=precision_of(opened.module),
         weights=weights,
         inputs=inputs,
         machine=machine,
@@ -199,40 +228,49 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
         tokenizer = open_tokenizer(opened)
     except ModelError:  # ``brim generate`` will say so; ``brim.load`` needs none
         tokenizer = None
-    warm_up(subject.module, subject.hardware, subject.inputs.prompt)
-    watch_inference(subject.module, Inputs(prompt=1, total=1))
+    warm_up(subject.module, subject.machine.hardware, subject.inputs.prompt * subject.inputs.batch)
+    subject.seen.shape.append(cache_shape(subject.module))
     found = spent(start_bytes)
     del tokenizer
     return found
 
 
 def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
-    kept = precision if precision in DTYPES else None
+    source = find_model(str(request.model))
+    named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    own = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{named}"), "fp32")
+    meant = precision or own
+    kept = meant if meant in DTYPES else own
     workload = Workload(
         task="generate",
         batch=inputs.batch,
         seq=inputs.prompt,
-        new_tokens=request.new_tokens,
+        new_tokens=inputs.total - inputs.prompt,
         precision="bf16" if kept == "fp16" else kept,
     )
-    source = find_model(str(request.model))
-    workshop = Workshop(source, workload)
     with quiet(), torch.device("meta"):
-        module = workshop.module().eval()
+        module = Workshop(source, workload).module().to(DTYPES[kept]).eval().requires_grad_(False)
     _check_generates(module, source.name)
-    if kept is not None:
-        module = module.to(DTYPES[kept])
-    module = module.requires_grad_(False)
-    subject = Subject(
+    if meant not in DTYPES:
+        module = _quantized(module, meant)
+    return Subject(
         name=source.name,
         module=module,
-        precision=precision or precision_of(module),
+        precision=meant,
+        own_precision=own,
         weights=Weights(sources=pretended_sources(module)),
         inputs=inputs,
         machine=machine,
         spent_bytes=_IMAGINED_SPENT,
     )
-    return subject
+
+
+def _quantized(module: nn.Module, scheme: str) -> nn.Module:
+    raise UnsupportedError(
+        f"Generation in {scheme} was to be planned.",
+        "Weights of that form are not run yet.",
+        f"Use {', '.join(DTYPES)}.",
+    )
 
 
 def pretended_sources(module: nn.Module) -> dict[str, TensorSource]:
@@ -264,4 +302,4 @@ def _check_generates(module: Any, name: str) -> None:
         )
 
 
-__all__ = ["DISK", "Subject", "open_subject", "precision_of", "pretended_sources", "processor_of"]
+__all__ = ["Subject", "open_subject", "precision_of", "pretended_sources", "processor_of"]
