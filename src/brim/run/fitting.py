@@ -330,7 +330,9 @@ def _source(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSourc
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
+    # What is stored in a byte or less is made wide to be multiplied.
+    wide = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+    largest = max(wide, key=lambda p: p.numel(), default=None)
     return torch.float32 if largest is None else largest.dtype
 
 
