@@ -55,7 +55,8 @@ class Job:
     ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
     peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
     tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
-    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time.
+    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of RAM are what
+    a processor beside a GPU takes for activations while it computes a block.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Job:
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
     bounce_bytes: int = 0
     passage_bytes: int = 0
+    cpu_step_bytes: int = 0
 
     def overhead_bytes(self, tier: str) -> int:
         """What a tier holds whatever is chosen, beside tensors."""

@@ -17,7 +17,7 @@ from brim.planner.schedule import COMPUTE, way
 from brim.planner.search import BlockClass, Column, Pool, Problem, Solution, solve
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
-_RING, _STAGING = "ring", "staging"
+_RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it
 _READ = "ram is read"
 _SLOTS = (2, 3, 4)
@@ -70,7 +70,7 @@ def _problem(
     for name, blocks in kinds.items():
         # A table that is only looked up in may rest wherever it likes.
         possible = choices if blocks[0].uses else [RESIDENT, FROM_DISK, *([FROM_RAM] if compute != RAM else [])]
-        columns = [column for choice in possible for column in _columns(blocks[0], choice, hardware)]
+        columns = [column for choice in possible for column in _columns(job, blocks[0], choice, hardware)]
         classes.append(BlockClass(name=repr(name), count=len(blocks), columns=columns))
     fixed = {compute: job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes}
     budget = {tier: budget_bytes[tier] for tier in {compute, RAM}}
@@ -79,12 +79,13 @@ def _problem(
         fixed |= {RAM: job.overhead_bytes(RAM), _LOADING: job.overhead_bytes(RAM) + job.passage_bytes}
         budget[_LOADING] = budget[RAM]
         pools.append(Pool(name=_STAGING, tiers=(RAM, _LOADING), slots=STAGING))
+        pools.append(Pool(name=_ACTIVATIONS, tiers=(RAM,), slots=1))
     return Problem(
         classes=classes, budget_bytes=budget, fixed_bytes=fixed, fixed_s={COMPUTE: job.fixed_compute_s}, pools=pools
     )
 
 
-def _columns(block: BlockCost, choice: str, hardware: Hardware) -> Iterator[Column]:
+def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Iterator[Column]:
     compute = hardware.compute
     if choice == COMPUTE_RAM and (not block.cpu_s or compute == RAM):
         return
@@ -105,6 +106,8 @@ def _columns(block: BlockCost, choice: str, hardware: Hardware) -> Iterator[Colu
     elif rate and ways:
         seconds[_READ] = block.moved_bytes / rate
     slot_bytes = {_RING: block.bytes} if ways else {}
+    if choice == COMPUTE_RAM and job.cpu_step_bytes:
+        slot_bytes[_ACTIVATIONS] = job.cpu_step_bytes
     if (DISK, RAM) in ways and compute != RAM:
         slot_bytes[_STAGING] = block.bytes
     yield Column(name=choice, bytes=held[choice], seconds=seconds, slot_bytes=slot_bytes)

@@ -204,6 +204,7 @@ def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]
         staging = STAGING * max(on_disk, default=0)
         resting = sum(b.bytes for b in by_choice[FROM_RAM])
         resting += sum(b.bytes + b.cpu_bytes for b in by_choice[COMPUTE_RAM])
+        resting += job.cpu_step_bytes if by_choice[COMPUTE_RAM] else 0
         peak[RAM] = job.overhead_bytes(RAM) + staging + max(resting, job.passage_bytes)
     return peak
 

@@ -24,6 +24,7 @@ from brim.run.block_timing import OUTSIDE, BlockSeconds
 from brim.run.experts import reading
 from brim.run.step_memory import Observation, watch_example
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
+from brim.techniques.placement import computable
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
@@ -39,7 +40,7 @@ class Need:
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
     Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
     rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks that
-    rest in RAM, holding ``cpu_bytes`` for each.
+    rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes.
     """
 
     step_bytes: int
@@ -50,6 +51,7 @@ class Need:
     seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
     cpu_seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
     cpu_bytes: int = 0
+    cpu_step_bytes: int = 0
 
 
 def forward_need(
@@ -205,7 +207,7 @@ def make_job(
     parameters = dict(model.named_parameters())
     measured = {} if need.seconds is None else need.seconds(partition)
     on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
-    works = _Work(model, hardware, need)
+    works, able = _Work(model, hardware, need), computable(partition)
     blocks, bounce = [], 0
     for block in partition.blocks:
         sources = [_source(name, parameters[name], weights) for name in block.tensors]
@@ -220,7 +222,7 @@ def make_job(
                 uses=uses,
                 compute_s=seconds,
                 overhead_s=_HOOKS_S * uses,
-                cpu_s=on_cpu[block.name].forward_s if on_cpu and uses == 1 == len(block.triggers) else 0.0,
+                cpu_s=on_cpu[block.name].forward_s if on_cpu and block.name in able else 0.0,
                 cpu_bytes=need.cpu_bytes,
                 likely=works.likely(block),
             )
@@ -238,6 +240,7 @@ def make_job(
         spent_bytes=need.spent_bytes,
         bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
         passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
+        cpu_step_bytes=need.cpu_step_bytes,
     )
 
 

@@ -29,7 +29,7 @@ from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import RING_SLOTS
 
 _HALF = ("bf16", "fp16")
-_PRECISION = "precision"
+_PRECISION, HOST_COMPUTE = "precision", "host_compute"
 # The simple ways that an answer is measured against, by the placements that each allows.
 BASELINES: Mapping[str, Collection[str]] = {
     "all resident": (RESIDENT,),
@@ -227,7 +227,7 @@ def effects(found: Found) -> Iterator[Effect]:
     for choice, technique, what in (
         (FROM_RAM, STREAMING, "from RAM"),
         (FROM_DISK, STREAMING, "from disk"),
-        (COMPUTE_RAM, "compute_ram", "computed by the processor, from RAM"),
+        (COMPUTE_RAM, HOST_COMPUTE, "computed by the processor, from RAM"),
     ):
         chosen = [b for b in away if choices[b.name] == choice]
         if chosen:

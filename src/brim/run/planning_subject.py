@@ -34,6 +34,7 @@ from brim.run.planning_request import Machine, Request
 from brim.run.step_memory import Inputs, Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.quantization import quantize_meta
 from brim.techniques.weight_streaming import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,6 +147,8 @@ class Subject:
             seconds=seconds,
             cpu_seconds=cpu_seconds if beside else None,
             cpu_bytes=self._layer_cache_bytes if beside else 0,
+            # Temporaries are as large there as in the compute tier, and so at most is what hops over.
+            cpu_step_bytes=2 * max(seen.step_bytes for seen in self.seen.observations.values()) if beside else 0,
         )
 
     @property
@@ -252,7 +255,8 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
         module = Workshop(source, workload).module().to(DTYPES[kept]).eval().requires_grad_(False)
     _check_generates(module, source.name)
     if meant not in DTYPES:
-        module = _quantized(module, meant)
+        quantize_meta(module, meant)
+        module.requires_grad_(False)
     return Subject(
         name=source.name,
         module=module,
@@ -262,14 +266,6 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
         inputs=inputs,
         machine=machine,
         spent_bytes=_IMAGINED_SPENT,
-    )
-
-
-def _quantized(module: nn.Module, scheme: str) -> nn.Module:
-    raise UnsupportedError(
-        f"Generation in {scheme} was to be planned.",
-        "Weights of that form are not run yet.",
-        f"Use {', '.join(DTYPES)}.",
     )
 
 
