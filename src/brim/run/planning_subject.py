@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -172,7 +173,8 @@ class Subject:
         config: Any = self.module.config
         if config.is_encoder_decoder:
             return {"input_ids": ids, "decoder_input_ids": ids[:, :1]}
-        return {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+        takes = inspect.signature(self.module.forward).parameters
+        return {"input_ids": ids, "use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
 
 
 def processor_of(machine: Machine) -> Hardware:
