@@ -127,7 +127,7 @@ class _Timing:
         seconds = {kind: found for kind in calls.kinds if (found := self._known(kind)) is not None}
         rest = self._known(_whole_kind(calls))
         if len(seconds) < len(calls.kinds) or rest is None:
-            seconds, rest = self._measure(calls, inputs)
+            seconds, rest = self._measure(calls, inputs, seconds)
             kept = seconds | {_whole_kind(calls): rest}
             self._memory.keep({self._key(kind): [t.forward_s, t.backward_s] for kind, t in kept.items()})
         found = {block.name: BlockSeconds(forward_s=0.0) for block in self._partition.blocks}
@@ -143,7 +143,9 @@ class _Timing:
         value = None if self._refresh else self._memory.get(self._key(kind))
         return None if value is None else BlockSeconds(forward_s=value[0], backward_s=value[1])
 
-    def _measure(self, calls: Calls, inputs: Example) -> tuple[dict[str, BlockSeconds], BlockSeconds]:
+    def _measure(
+        self, calls: Calls, inputs: Example, known: Mapping[str, BlockSeconds]
+    ) -> tuple[dict[str, BlockSeconds], BlockSeconds]:
         """By kind of call, and the rest. Of a large step, a smaller one is timed."""
         small = calls
         while self._estimate_s(small) > self._limit_s:
@@ -153,11 +155,14 @@ class _Timing:
             if inputs is None or self._estimate_s(smaller) >= self._estimate_s(small):
                 break
             small = smaller
-        owners = dict(reversed(pair) for pair in small.made)  # kind -> the path of one that is called so
+        owners = {kind: path for path, kind in small.made}  # of each kind, one that is called so
         budget_s = self._limit_s / max(1, len(small.kinds))
-        timed = {kind: self._time(owners[kind], call, budget_s) for kind, call in small.kinds.items()}
-        seconds = {}
+        seconds, timed = dict(known), {}
         for (_, kind), (_, like) in zip(calls.made, small.made, strict=True):
+            if kind in seconds:
+                continue
+            if like not in timed:
+                timed[like] = self._time(owners[like], small.kinds[like], budget_s)
             share = self._roofline_s(calls.kinds[kind]) / max(1e-12, self._roofline_s(small.kinds[like]))
             seconds[kind] = _scaled(timed[like], share if kind != like else 1.0)
         full_s = sum(self._roofline_s(call) for call in calls.kinds.values())
