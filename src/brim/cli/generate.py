@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,30 +15,78 @@ from brim.cli.options import BYTES, device_option, html_option, json_option, pri
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from brim.run.generation import Generation
+    from brim.run.generation import Figures
+
+
+class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """``auto``, or a whole number from 1 on."""
+
+    name = "auto or number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "auto":
+            return "auto"
+        if str(value).isascii() and str(value).isdigit() and int(value) >= 1:
+            return int(value)
+        self.fail(f"{value!r} is neither auto nor a number from 1 on.", param, ctx)
+
+
+_AUTO_OR = _AutoOr()
 
 
 @click.command()
 @click.argument("model")
-@click.option("--prompt", required=True, help="What to go on from; put into the chat template where there is one.")
+@click.option("--prompt", help="What to go on from; put into the chat template where there is one.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="A file with one prompt per line, or .jsonl with objects that have a prompt.",
+)
+@click.option("--batch", type=_AUTO_OR, help="Of --prompts, how many go through the model together; auto: as fit.")
+@click.option(
+    "--prefill-chunk",
+    type=_AUTO_OR,
+    default="auto",
+    show_default=True,
+    help="Tokens of a prompt that go through the model at once; auto: all, or as many as fit.",
+)
 @click.option("--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: 90 % of what is free.")
 @click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free.")
 @device_option
+@click.option("--precision", help="fp32, bf16 or fp16; converted once where stored otherwise. Default: as stored.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")
 @click.option("--verify", is_flag=True, help="First compare a hub download with its SHA-256: reads all of it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
 @html_option
 @json_option
-def generate(model: str, html: Path | None, as_json: bool, **options: Any) -> None:
+def generate(
+    model: str, prompt: str | None, prompts: Path | None, html: Path | None, as_json: bool, **options: Any
+) -> None:
     """Generate text with a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
+
+    With --prompts, the answers are printed in the order of the prompts as they come; with --json one JSON object per
+    line, and at last one with a summary.
     """
+    if (prompt is None) == (prompts is None):
+        raise click.UsageError("Give either --prompt or --prompts.")
+    if prompts is None and options["batch"] is not None:
+        raise click.UsageError("--batch is for --prompts.")
+    options["batch"] = options["batch"] or "auto"
+    if prompts is not None:
+        _many(model, prompts, html, as_json, options)
+    else:
+        assert prompt is not None
+        _one(model, prompt, html, as_json, options)
+
+
+def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dict[str, Any]) -> None:
     from brim.run.generation import Request
     from brim.run.generation import generate as run
 
-    request = Request(model=model, **options)
+    request = Request(model=model, prompt=prompt, **options)
     progress = Console(stderr=True)
     with progress.status("starting", spinner="dots") as status:
 
@@ -61,7 +110,36 @@ def generate(model: str, html: Path | None, as_json: bool, **options: Any) -> No
     _summary(result, progress)
 
 
-def _write_html(path: Path, result: Generation) -> None:
+def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dict[str, Any]) -> None:
+    from brim.run.generation import Answer, Request, generate_many
+    from brim.run.generation_inputs import read_prompts
+
+    request = Request(model=model, prompt=read_prompts(path), **options)
+    progress = Console(stderr=True)
+    with progress.status("starting", spinner="dots") as status:
+
+        def on_answer(answer: Answer) -> None:
+            if as_json:
+                line = json.dumps(answer.to_json())
+            else:
+                line = f"[{answer.index + 1}] {answer.prompt}\n{answer.text}\n"
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+        result = generate_many(request, on_stage=status.update, on_answer=on_answer)
+    if html is not None:
+        _write_html(html, result)
+    if as_json:
+        sys.stdout.write(json.dumps({"summary": result.to_json()}) + "\n")
+        return
+    _summary(result, progress)
+    progress.print(
+        f"{result.tokens} tokens in {format_seconds(result.seconds)}: {result.tokens_per_s:.4g} tokens/s, "
+        f"{result.batch} sequences at once"
+    )
+
+
+def _write_html(path: Path, result: Figures) -> None:
     from brim.report.html import Table, View
 
     plan = result.plan
@@ -85,7 +163,7 @@ def _write_html(path: Path, result: Generation) -> None:
     write_html(path, [view], title=f"{plan.model}: {plan.task}", tables=[memory, time])
 
 
-def _summary(result: Generation, console: Console) -> None:
+def _summary(result: Figures, console: Console) -> None:
     table = Table(title="promised and measured", title_justify="left")
     for column in ("", "budget", "promised", "measured"):
         table.add_column(column, justify="left" if not column else "right")
@@ -96,8 +174,9 @@ def _summary(result: Generation, console: Console) -> None:
     measured_s = "-" if result.s_per_token is None else format_seconds(result.s_per_token)
     table.add_row("time per token", "", format_seconds(plan.promise.step_s), measured_s)
     console.print(table)
-    resident = sum(d.bytes for d in plan.decisions if d.choice == "resident")
-    streamed = sum(d.bytes for d in plan.decisions if d.choice != "resident")
+    blocks = [d for d in plan.decisions if d.technique == "weight_streaming"]
+    resident = sum(d.bytes for d in blocks if d.choice == "resident")
+    streamed = sum(d.bytes for d in blocks if d.choice != "resident")
     eta = "" if result.eta is None else f"; eta {result.eta:.2f} of what this machine's probe allows"
     console.print(
         f"{format_bytes(resident)} of blocks resident, {format_bytes(streamed)} streamed; "

@@ -112,14 +112,15 @@ class Pool:
         self._storages: set[int] = set()
         self._died: deque[Buffer] = deque()  # handed over, and their storages are gone
 
-    def allocate(self, bytes: int, label: str, source: Source | None = None) -> Buffer:
+    def allocate(self, bytes: int, label: str, source: Source | None = None, category: str = "") -> Buffer:
         """``bytes`` out of the pool. Raises BudgetError when that would pass the limit.
 
-        ``source`` makes them instead of the pool's own; its ``release`` must have nothing to do.
+        ``source`` makes them instead of the pool's own; its ``release`` must have nothing to do. ``category`` is what
+        the timeline says of them.
         """
-        return self._enter(bytes, label, lambda: (source or self.source).make(bytes))
+        return self._enter(bytes, label, lambda: (source or self.source).make(bytes), category)
 
-    def _enter(self, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
+    def _enter(self, bytes: int, label: str, make: Callable[[], torch.Tensor], category: str = "") -> Buffer:
         with self._lock:
             self._count_dead()
             if self.held_bytes + bytes > self.limit_bytes:
@@ -134,7 +135,7 @@ class Pool:
             buffer = Buffer(self, tensor, bytes, self._next_storage, label)
             self._next_storage += 1
             self._storages.add(tensor.untyped_storage()._cdata)
-            self.recorder.allocated(self.tier, bytes, buffer.storage, label)
+            self.recorder.allocated(self.tier, bytes, buffer.storage, label, category)
             return buffer
 
     def account(self, bytes: int, label: str) -> Buffer:

@@ -26,8 +26,9 @@ class Recorder:
     def now_s(self) -> float:
         return time.perf_counter() - self._start_s
 
-    def allocated(self, tier: str, bytes: int, storage: int, label: str) -> None:
-        self._add(EventKind.ALLOC, tier, bytes, time_s=self.now_s(), storage=storage, label=label)
+    def allocated(self, tier: str, bytes: int, storage: int, label: str, category: str = "") -> None:
+        now_s = self.now_s()
+        self._add(EventKind.ALLOC, tier, bytes, time_s=now_s, storage=storage, label=label, category=category)
 
     def freed(self, tier: str, bytes: int, storage: int, label: str) -> None:
         self._add(EventKind.FREE, tier, bytes, time_s=self.now_s(), storage=storage, label=label)

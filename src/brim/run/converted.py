@@ -23,7 +23,7 @@ def convert_tensors(
     """
     files = sorted({Path(e.path) for t in tensors.values() for origin in t.origins for e in origin.extents})
     layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    key = fingerprint(files, brim.__version__, torch.__version__, _transformers_version(), sorted(map(str, layout)))
+    key = fingerprint(files, brim.__version__, torch.__version__, transformers_version(), sorted(map(str, layout)))
 
     def fill(folder: Path) -> None:
         values = ((name, tensor.materialize()) for name, tensor in tensors.items())
@@ -33,7 +33,8 @@ def convert_tensors(
     return read_checkpoint(folder), read_manifest(folder) or {}
 
 
-def _transformers_version() -> str:
+def transformers_version() -> str:
+    """Which transformers arranged the tensors."""
     import transformers
 
     return transformers.__version__

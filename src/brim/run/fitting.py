@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,8 +19,12 @@ from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.tiers import Memory, cpu_memory, cuda_memory, emulated_memory, fake_memory
 from brim.planner import BlockCost, Job, plan_streaming
+from brim.planner.streaming import CHOICES
+from brim.run.block_timing import OUTSIDE, BlockSeconds
+from brim.run.experts import reading
 from brim.run.step_memory import Observation, watch_example
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
+from brim.techniques.placement import computable
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
@@ -34,7 +38,9 @@ class Need:
     """What a step takes beside the blocks, and how much it computes.
 
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
-    Parameters in ``stay`` are not streamed.
+    Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
+    rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks that
+    rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes.
     """
 
     step_bytes: int
@@ -42,6 +48,10 @@ class Need:
     tokens: int = 1
     stay: frozenset[str] = frozenset()
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
+    cpu_seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
+    cpu_bytes: int = 0
+    cpu_step_bytes: int = 0
 
 
 def forward_need(
@@ -113,19 +123,39 @@ def budgets(
 
 
 def make_plan(
-    model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, weights: Weights, *, task: str
+    model: nn.Module,
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    need: Need,
+    weights: Weights,
+    *,
+    task: str,
+    allowed: Collection[str] = CHOICES,
 ) -> tuple[Partition, Plan]:
     """The fastest plan over partitions from coarse to fine, and the partition it speaks of.
 
-    Finer blocks need smaller slots, so more of the model stays; each has its cost in hooks, which is counted.
-    Raises BudgetError when no partition fits.
+    Finer blocks need smaller slots, so more of the model stays; each has its cost in hooks, which is counted. Only
+    placements in ``allowed`` are made. Raises BudgetError when no partition fits.
     """
+    jobs = (
+        (partition, make_job(model, partition, hardware, need, weights, task))
+        for partition in partitions(model, need, weights)
+    )
+    return best_plan(jobs, hardware, budget, allowed)
+
+
+def best_plan(
+    jobs: Iterable[tuple[Partition, Job]],
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    allowed: Collection[str] = CHOICES,
+) -> tuple[Partition, Plan]:
+    """The fastest plan over partitions whose jobs are known. Raises BudgetError when none fits."""
     best: tuple[Partition, Plan] | None = None
     refusal: BudgetError | None = None
-    for found in partitions(model, need):
-        partition = _without_unreadable_lookups(found, weights)
+    for partition, job in jobs:
         try:
-            plan = plan_streaming(make_job(model, partition, hardware, need, weights, task), hardware, budget)
+            plan = plan_streaming(job, hardware, budget, allowed=allowed)
         except BudgetError as error:
             refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
             continue
@@ -141,11 +171,11 @@ def _need(error: BudgetError) -> int:
     return sum(error.smallest_bytes.values())
 
 
-def partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
+def partitions(model: nn.Module, need: Need, weights: Weights | None = None) -> Iterator[Partition]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
     partition: Partition | None = find_blocks(model, stay=need.stay)
     while partition is not None:
-        yield partition
+        yield _without_unreadable_lookups(partition, weights or Weights())
         partition = _finer(model, partition, need)
 
 
@@ -172,28 +202,29 @@ def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | No
 def make_job(
     model: nn.Module, partition: Partition, hardware: Hardware, need: Need, weights: Weights, task: str
 ) -> Job:
+    """What the planner is to place: the blocks of ``partition`` with their seconds, and what there is beside them."""
     in_ram = hardware.compute == RAM
     parameters = dict(model.named_parameters())
-    rate = hardware.flops_per_s.get(str(_dtype(model)).removeprefix("torch."), 0.0) or min(
-        hardware.flops_per_s.values()
-    )
+    measured = {} if need.seconds is None else need.seconds(partition)
+    on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
+    works, able = _Work(model, hardware, need), computable(partition)
     blocks, bounce = [], 0
     for block in partition.blocks:
         sources = [_source(name, parameters[name], weights) for name in block.tensors]
         layout = (file_layout if in_ram and weights.sources else packed_layout)(sources)
         bounce = max(bounce, bounce_bytes(layout.runs))
         uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
-        compute_s = max(
-            2 * need.tokens * sum(p.numel() for p in (parameters[n] for n in block.tensors)) / rate,
-            block.bytes / hardware.tier(hardware.compute).bytes_per_s,
-        )
+        seconds = measured[block.name].forward_s if measured else works.seconds(block) * bool(uses)
         blocks.append(
             BlockCost(
                 name=block.name,
                 bytes=layout.bytes,
                 uses=uses,
-                compute_s=compute_s * bool(uses),
+                compute_s=seconds,
                 overhead_s=_HOOKS_S * uses,
+                cpu_s=on_cpu[block.name].forward_s if on_cpu and block.name in able else 0.0,
+                cpu_bytes=need.cpu_bytes,
+                likely=works.likely(block),
             )
         )
     fixed = _fixed_layouts([_source(name, parameters[name], weights) for name in partition.loose], in_ram)
@@ -205,10 +236,39 @@ def make_job(
         blocks=blocks,
         fixed_bytes=sum(layout.bytes for layout in fixed) + buffers,
         step_bytes=need.step_bytes,
+        fixed_compute_s=measured[OUTSIDE].forward_s if measured else 0.0,
         spent_bytes=need.spent_bytes,
         bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
         passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
+        cpu_step_bytes=need.cpu_step_bytes,
     )
+
+
+class _Work:
+    """Seconds of blocks by the machine's rates: the longer of their arithmetic and of reading their weights."""
+
+    def __init__(self, model: nn.Module, hardware: Hardware, need: Need) -> None:
+        self._parameters, self._tokens = dict(model.named_parameters()), need.tokens
+        self._read = reading(model, need.tokens)
+        self._bytes_per_s = hardware.tier(hardware.compute).bytes_per_s
+        name = str(_dtype(model)).removeprefix("torch.")
+        self._flops_per_s = hardware.flops_per_s.get(name, 0.0) or min(hardware.flops_per_s.values())
+
+    def seconds(self, block: Block) -> float:
+        flops = read_bytes = 0.0
+        for name in block.tensors:
+            parameter, known = self._parameters[name], self._read.get(name)
+            flops += 2 * self._tokens * parameter.numel() * (known.per_token if known else 1.0)
+            read_bytes += tensor_bytes(parameter) * (known.share if known else 1.0)
+        return max(flops / self._flops_per_s, read_bytes / self._bytes_per_s)
+
+    def likely(self, block: Block) -> float:
+        """An expert that is a module of its own is not called in every step."""
+        known = [self._read.get(name) for name in block.tensors]
+        alone = {one.expert for one in known if one is not None}
+        if len(alone) != 1 or None in known or None in alone:
+            return 1.0
+        return max(one.share for one in known if one is not None)
 
 
 def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:
@@ -273,7 +333,9 @@ def _source(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSourc
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    largest = max(model.parameters(), key=lambda p: p.numel(), default=None)
+    # What is stored in a byte or less is made wide to be multiplied.
+    wide = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
+    largest = max(wide, key=lambda p: p.numel(), default=None)
     return torch.float32 if largest is None else largest.dtype
 
 

@@ -1,12 +1,13 @@
-"""Text out of a loaded model, token by token, and what it took beside what was promised."""
+"""Text out of a model on disk, inside a budget, and what it took beside what was promised."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -14,39 +15,56 @@ import torch
 from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
-from brim.measure.monitor import Monitor
+from brim.measure.monitor import Monitor, Usage
 from brim.run.fitting import Device, budgets, machine
-from brim.run.inference import load_opened
-from brim.run.models import open_model, open_tokenizer, prepare, verify_files
-from brim.run.step_memory import Inputs
-from brim.techniques.base import HANDLE_ATTRIBUTE
-from brim.techniques.weight_streaming import WeightStreaming
+from brim.run.generation_inputs import Batch, batches, check, encode
+from brim.run.generation_loop import Clock, Printer, check_padding, pad_token, run_batch
+from brim.run.generation_plan import Loaded, Wanted, load_for_generation
+from brim.run.models import OpenedModel, open_model, open_tokenizer, prepare, verify_files
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation. ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files."""
+    """One generation. ``prompt``: a text, or for ``generate_many`` several.
+
+    ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files. ``batch``: how many
+    prompts go through the model together; "auto" is as many as fit. ``prefill_chunk``: how many tokens of a prompt
+    do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored.
+    """
 
     model: str | Path
-    prompt: str
+    prompt: str | Sequence[str]
     vram: str | int | None = None
     ram: str | int | None = None
     device: Device = "auto"
     max_new_tokens: int = 128
     chat: bool | None = None
+    batch: int | Literal["auto"] = "auto"
+    prefill_chunk: int | Literal["auto"] = "auto"
+    precision: str | None = None
     trust_remote_code: bool = False
     verify: bool = False
 
+    def check(self) -> None:
+        """Raise UsageError for what cannot be meant."""
+        if self.max_new_tokens < 1:
+            raise UsageError(f"{self.max_new_tokens} new tokens were asked for.", "It takes one at least.")
+        for option, value in (("--batch", self.batch), ("--prefill-chunk", self.prefill_chunk)):
+            if value != "auto" and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{option} {value} was given.", "It is auto, or a number from 1 on.")
+        if self.precision is not None and self.precision not in _DTYPES:
+            raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(_DTYPES)}.")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
-    """What came out, what was promised and what was measured. ``eta`` is T_bound / T_measured per token.
+class Figures:
+    """What was promised and what was measured. ``eta`` is T_bound / T_measured per token.
 
     ``measured_bytes["ram"]`` is the growth of the resident set's high water over the moment before loading.
     """
 
-    text: str
-    token_ids: list[int]
     plan: Plan
     promised_bytes: dict[str, int]
     measured_bytes: dict[str, int]
@@ -54,16 +72,58 @@ class Generation:
     eta: float | None
     timeline: Timeline = field(compare=False)
 
-    def to_json(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         return {
-            "text": self.text,
-            "token_ids": self.token_ids,
             "plan": self.plan.to_json(),
             "promised_bytes": self.promised_bytes,
             "measured_bytes": self.measured_bytes,
             "s_per_token": self.s_per_token,
             "eta": self.eta,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Figures):
+    """What came out of one prompt."""
+
+    text: str
+    token_ids: list[int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "token_ids": self.token_ids, **self.figures()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came out of one of several prompts; ``index`` counts them from 0."""
+
+    index: int
+    prompt: str
+    text: str
+    token_ids: list[int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"index": self.index, "prompt": self.prompt, "text": self.text, "token_ids": self.token_ids}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput(Figures):
+    """What several prompts took. ``s_per_token`` is of a step, which makes a token of each of ``batch`` sequences.
+
+    ``tokens`` were made of all prompts together in ``seconds``, prompts' passes included and loading not.
+    """
+
+    batch: int
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        made = {"tokens": self.tokens, "seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
+        return {"batch": self.batch, **made, **self.figures()}
 
 
 def generate(
@@ -73,8 +133,103 @@ def generate(
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Generation:
     """Generate greedily inside the budget. ``on_stage`` hears what is being done, ``on_text`` each piece of text."""
-    if request.max_new_tokens < 1:
-        raise UsageError(f"{request.max_new_tokens} new tokens were asked for.", "It takes one at least.")
+    if not isinstance(request.prompt, str):
+        raise UsageError("Text was to be generated from one prompt.", "Several were given.", "Use generate_many.")
+    with _opened(request, [request.prompt], on_stage) as run:
+        printer = Printer(run.tokenizer, on_text)
+        clock = Clock(printer.put)
+        token_ids = run_batch(run.loaded, next(run.batches()), request.max_new_tokens, clock)[0]
+        printer.end()
+    text = run.tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Generation(text=text, token_ids=token_ids, **run.figures(clock.s_per_step()))
+
+
+def generate_many(
+    request: Request,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+) -> Throughput:
+    """Generate greedily from every prompt, several per pass of the weights. ``on_answer`` hears them in order.
+
+    A sequence's tokens are those that it has alone, as far as a batch's sums, in another order, round alike. Where
+    prompts of several lengths meet, that is tried on one of them: UnsupportedError tells of a model that cannot.
+    """
+    prompts = [request.prompt] if isinstance(request.prompt, str) else list(request.prompt)
+    if not prompts:
+        raise UsageError("Text was to be generated from prompts.", "There are none.", "Give one at least.")
+    clocks: list[Clock] = []
+    tokens = 0
+    seconds = 0.0
+    with _opened(request, prompts, on_stage) as run:
+        todo = list(run.batches())
+        compared = next((batch for batch in todo if batch.padded), None)
+        for number, batch in enumerate(todo, start=1):
+            on_stage(f"generating, batch {number} of {len(todo)}")
+            clocks.append(Clock())
+            began_s = time.perf_counter()
+            processors = [run.compare(batch)] if batch is compared else []
+            rows = run_batch(run.loaded, batch, request.max_new_tokens, clocks[-1], processors=processors)
+            seconds += time.perf_counter() - began_s
+            for offset, ids in enumerate(rows):
+                index, text = batch.first + offset, run.tokenizer.decode(ids, skip_special_tokens=True)
+                on_answer(Answer(index=index, prompt=prompts[index], text=text, token_ids=ids))
+                tokens += len(ids)
+    steps_s = [clock.s_per_step() for clock in clocks]
+    step_s = next((took_s for took_s in steps_s if took_s is not None), None)
+    batch_size = run.loaded.choice.sizes.batch
+    return Throughput(batch=batch_size, tokens=tokens, seconds=seconds, **run.figures(step_s))
+
+
+class _Run:
+    """A model loaded for its prompts. ``usage`` is there once it is closed."""
+
+    def __init__(self, request: Request, opened: OpenedModel, rows: list[torch.Tensor], tokenizer: Any) -> None:
+        self._request, self._opened, self._rows, self.tokenizer = request, opened, rows, tokenizer
+        self.usage: Usage | None = None
+        self._loaded: Loaded | None = None
+
+    @property
+    def loaded(self) -> Loaded:
+        assert self._loaded is not None
+        return self._loaded
+
+    def wanted(self) -> Wanted:
+        batch, chunk = self._request.batch, self._request.prefill_chunk
+        return Wanted(
+            lengths=tuple(len(ids) for ids in self._rows),
+            new_tokens=self._request.max_new_tokens,
+            batch=None if batch == "auto" else batch,
+            chunk=None if chunk == "auto" else chunk,
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        module: Any = self._opened.module
+        pad_left = not module.config.is_encoder_decoder
+        return batches(self._rows, self.loaded.choice.sizes.batch, pad=pad_token(module), pad_left=pad_left)
+
+    def compare(self, batch: Batch) -> Any:
+        return check_padding(self.loaded, batch, self._request.max_new_tokens, self._opened.name)
+
+    def figures(self, step_s: float | None) -> dict[str, Any]:
+        assert self.usage is not None, "it is not closed"
+        handle = self.loaded.handle
+        measured = {RAM: self.usage.ram_growth_bytes, VRAM: self.usage.vram_reserved_bytes}
+        promise = handle.plan.promise
+        return {
+            "plan": handle.plan,
+            "promised_bytes": {tier: promise.peak_bytes.get(tier, 0) for tier in (VRAM, RAM)},
+            "measured_bytes": {tier: measured[tier] for tier in (VRAM, RAM)},
+            "s_per_token": step_s,
+            "eta": promise.bound_s / step_s if step_s else None,
+            "timeline": handle.timeline(),
+        }
+
+
+@contextlib.contextmanager
+def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], None]) -> Iterator[_Run]:
+    """The model in force while within; what it took is known afterwards."""
+    request.check()
     on_stage("measuring this machine (once)")
     hardware = machine(request.device)
     budget = budgets(hardware, request.vram, request.ram, request.device)
@@ -83,146 +238,42 @@ def generate(
     if request.verify:
         on_stage("comparing the weights with their checksums")
         verify_files(directory)
+    if request.precision is not None:
+        on_stage("converting the weights (once)")
+        _open(request, directory)
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        opened = open_model(directory, trust_remote_code=request.trust_remote_code)
-        if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
-            raise ModelError(
-                f"{opened.name} was to generate text.",
-                f"{type(opened.module).__name__} does not generate.",
-                "Give a model that does (a causal or an encoder-decoder one), or use brim.load for this one.",
-            )
+        opened = _open(request, directory)
+        _refuse_others(opened)
         tokenizer = open_tokenizer(opened)
-        ids = _encode(tokenizer, request)
-        _check_vocabulary(opened.module, opened.name, ids)
-        inputs = Inputs(prompt=ids.shape[1], total=ids.shape[1] + request.max_new_tokens)
-        _check_length(opened.module, opened.name, inputs)
+        rows = [encode(tokenizer, prompt, request.chat) for prompt in prompts]
+        check(opened.module, opened.name, rows, request.max_new_tokens)
+        run = _Run(request, opened, rows, tokenizer)
         on_stage("loading weights")
-        module = load_opened(opened, hardware, budget, inputs, start_bytes, request.device)
-        handle: WeightStreaming = vars(module)[HANDLE_ATTRIBUTE]
+        run._loaded = load_for_generation(opened, hardware, budget, run.wanted(), start_bytes, request.device)
         try:
             on_stage("generating")
-            printer = _Printer(tokenizer, ids.shape[1], on_text)
-            device = "cuda" if handle.memory.compute.tier == VRAM and torch.cuda.is_available() else "cpu"
-            token_ids = _run(module, ids.to(device), request.max_new_tokens, printer)
+            yield run
         finally:
-            handle.close()
-        usage = monitor.usage()
-    measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes}
-    promise = handle.plan.promise
-    step_s = printer.s_per_token()
-    return Generation(
-        text=tokenizer.decode(token_ids, skip_special_tokens=True),
-        token_ids=token_ids,
-        plan=handle.plan,
-        promised_bytes={tier: promise.peak_bytes.get(tier, 0) for tier in (VRAM, RAM)},
-        measured_bytes={tier: measured[tier] for tier in (VRAM, RAM)},
-        s_per_token=step_s,
-        eta=promise.bound_s / step_s if step_s else None,
-        timeline=handle.timeline(),
-    )
+            run.loaded.handle.close()
+        run.usage = monitor.usage()
 
 
-def _encode(tokenizer: Any, request: Request) -> torch.Tensor:
-    """The prompt as token ids, shape (1, tokens)."""
-    chat = bool(tokenizer.chat_template) if request.chat is None else request.chat
-    if chat and not tokenizer.chat_template:
-        raise UsageError(
-            "The prompt was to be put into a chat template.", "This model's tokenizer has none.", "Use --no-chat."
-        )
-    if chat:
-        messages = [{"role": "user", "content": request.prompt}]
-        ids = _apply_template(tokenizer, messages)
-    else:
-        ids = tokenizer(request.prompt, return_tensors="pt").input_ids
-    if ids.numel() == 0:
-        raise UsageError("The prompt was to be generated from.", "It is empty.", "Give at least one token.")
-    return ids.long()
+def _open(request: Request, directory: Path) -> OpenedModel:
+    if request.precision is None:
+        return open_model(directory, trust_remote_code=request.trust_remote_code)
+    dtype = _DTYPES[request.precision]
+    return open_model(directory, dtype=dtype, trust_remote_code=request.trust_remote_code, convert=True)
 
 
-def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
-    from jinja2 import TemplateError
-
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    except TemplateError as error:
+def _refuse_others(opened: OpenedModel) -> None:
+    module: Any = opened.module
+    if not module.can_generate():
         raise ModelError(
-            "The prompt was to be put into the model's chat template.",
-            f"The template fails: {error}.",
-            "Correct it (chat_template.jinja or tokenizer_config.json), or use --no-chat.",
-        ) from error
-    made: torch.Tensor = ids["input_ids"]
-    return made
-
-
-def _check_vocabulary(module: Any, name: str, ids: torch.Tensor) -> None:
-    rows = module.get_input_embeddings().num_embeddings
-    if int(ids.max()) >= rows:
-        raise ModelError(
-            f"The prompt was to be given to {name}.",
-            f"Its tokenizer makes token {int(ids.max())} of it, and the model knows {rows} tokens.",
-            "Tokenizer and weights are of different models: fetch them again.",
+            f"{opened.name} was to generate text.",
+            f"{type(module).__name__} does not generate.",
+            "Give a model that does (a causal or an encoder-decoder one), or use brim.load for this one.",
         )
 
 
-def _check_length(module: Any, name: str, inputs: Inputs) -> None:
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and inputs.total > limit:
-        raise UsageError(
-            f"{inputs.prompt} prompt tokens and {inputs.total - inputs.prompt} new ones were asked of {name}.",
-            f"It was made for {limit} in all.",
-            "Shorten the prompt or give a smaller --max-new-tokens.",
-        )
-
-
-def _run(module: Any, ids: torch.Tensor, count: int, printer: _Printer) -> list[int]:
-    with torch.inference_mode():
-        out = module.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            streamer=printer,
-        )
-    first = 0 if module.config.is_encoder_decoder else ids.shape[1]
-    return [int(token) for token in out[0][first:]]
-
-
-class _Printer:
-    """transformers' streamer interface: hears every token, passes on whole words, notes when they came."""
-
-    def __init__(self, tokenizer: Any, prompt_tokens: int, on_text: Callable[[str], None]) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
-        self._tokens: list[int] = []
-        self._shown = 0
-        self._times_s: list[float] = []
-        self._prompt = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt:  # the first call brings the prompt
-            self._prompt = False
-            return
-        self._times_s.append(time.perf_counter())
-        self._tokens += [int(token) for token in value.reshape(-1)]
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # the middle of a character
-            self._show(text)
-
-    def end(self) -> None:
-        self._show(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-
-    def _show(self, text: str) -> None:
-        if len(text) > self._shown:
-            self._on_text(text[self._shown :])
-            self._shown = len(text)
-
-    def s_per_token(self) -> float | None:
-        """Seconds per token after the first, which waits for the whole prompt; None for a single token."""
-        if len(self._times_s) < 2:
-            return None
-        return (self._times_s[-1] - self._times_s[0]) / (len(self._times_s) - 1)
-
-
-__all__ = ["Generation", "Request", "generate"]
+__all__ = ["Answer", "Figures", "Generation", "Request", "Throughput", "generate", "generate_many"]

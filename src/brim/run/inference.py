@@ -19,11 +19,13 @@ from brim.memory.checksums import checksum
 from brim.run.file_tensor import FileTensor
 from brim.run.fitting import Device, Need, budgets, machine, make_plan, put_in_force
 from brim.run.models import OpenedModel, open_model
+from brim.run.quantized import open_quantized
 from brim.run.step_memory import Inputs, watch_inference
+from brim.techniques.quantization import Quantization
 from brim.techniques.weight_streaming import Weights
 
 # What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
-_SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
+SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
 _WARM_SIZE, _WARM_ROWS = 2048, 512  # larger products are cut into such pieces by the libraries themselves
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to make room for when nobody says how many
 
@@ -36,6 +38,7 @@ def load(
     device: Device = "auto",
     inputs: Inputs | None = None,
     dtype: torch.dtype | None = None,
+    quantization: str | Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """Load a Hugging Face folder, a ``.gguf`` file or a hub id for inference, holding no more than the budget.
@@ -43,6 +46,8 @@ def load(
     ``vram`` and ``ram`` are amounts such as ``"8GiB"``; what is free less a tenth where they are not given. The RAM
     budget is for the growth of the process from this call on, whatever it is for. ``inputs`` says how large a step
     to make room for; without it, room is made for up to 1,024 tokens, fewer where the budget is small.
+    ``quantization`` (``"int8"``, ``"int4"``, ``"fp8"``) keeps linear layers in fewer bits: less to hold and to move,
+    and another output; the first time, they are quantized into the user's cache folder.
 
     The module behaves as if all its weights were in memory; ``module.brim`` is the handle (``plan``, ``timeline()``,
     ``remove()``). Call it under ``torch.no_grad()``.
@@ -54,7 +59,10 @@ def load(
     start_bytes = resident_bytes()
     budget = budgets(hardware, vram, ram, device)
     with torch.inference_mode(False):  # what is made in that mode could never be changed outside of it
-        opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        if quantization is None:
+            opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        else:
+            opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
         return load_opened(opened, hardware, budget, inputs, start_bytes, device)
 
 
@@ -118,10 +126,11 @@ def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
             and value.device.type == "cpu"
             and checksum(value.reshape(-1).view(torch.uint8)) != known[name]
         ):
+            folder = Path(opened.sources[opened.tied.get(name, name)].extents[0].path).parent
             raise ModelError(
                 f"{name} of {opened.name} was read.",
                 "Its bytes are not those that were written: the checksum differs.",
-                f"The files in {opened.path} are damaged: fetch or convert the model again.",
+                f"The files in {folder} are damaged: fetch or convert the model again.",
             )
 
     return verify
@@ -165,7 +174,8 @@ def warm_up(module: nn.Module, hardware: Hardware, rows: int) -> None:
 
     Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
     """
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    computed = (p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    dtype = next(computed, torch.float32)
     device = "cuda" if hardware.compute == VRAM and torch.cuda.is_available() else "cpu"
     shapes = {tuple(min(size, _WARM_SIZE) for size in p.shape) for p in module.parameters() if p.dim() == 2}
     with torch.no_grad():
@@ -182,7 +192,7 @@ def spent(start_bytes: int) -> dict[str, int]:
     """What the program has grown by until now, and the slack, per tier."""
     heap.trim()
     grown = max(0, resident_bytes() - start_bytes)
-    return {RAM: grown + _SLACK_BYTES[RAM], VRAM: _SLACK_BYTES[VRAM]}
+    return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}
 
 
 def resident_bytes() -> int:

@@ -11,7 +11,7 @@ import torch
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest, verify_hub_blob
-from brim.run.architecture import build_module, model_class, read_config
+from brim.run.architecture import BuiltModule, build_module, model_class, read_config
 from brim.run.converted import convert_tensors
 from brim.run.dtypes import check_dtypes
 from brim.run.file_tensor import FileTensor
@@ -68,15 +68,10 @@ def open_model(
     Raises ModelError when files are missing, damaged or do not fit the config, UnsupportedError for a quantized
     checkpoint or one that needs remote code.
     """
-    path = locate(model, trust_remote_code=trust_remote_code)
-    name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
-    directory = path if path.is_dir() else convert_gguf(path)
-    config = read_config(directory, trust_remote_code=trust_remote_code)
-    stored = read_checkpoint(directory)
-    built = build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
+    directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code)
     if not convert:
         check_dtypes(directory, built.tensors, built.dtype)
-    sources, checksums = _sources(directory, built.tensors)
+    sources, checksums = sources_of(directory, built.tensors)
     return OpenedModel(
         module=built.module,
         sources=sources,
@@ -86,6 +81,18 @@ def open_model(
         checksums=checksums,
         unexpected=built.unexpected,
     )
+
+
+def build(
+    model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool
+) -> tuple[Path, str, BuiltModule]:
+    """The folder that MODEL means, its name, and the module without weights. Raises as ``open_model``."""
+    path = locate(model, trust_remote_code=trust_remote_code)
+    name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
+    directory = path if path.is_dir() else convert_gguf(path)
+    config = read_config(directory, trust_remote_code=trust_remote_code)
+    stored = read_checkpoint(directory)
+    return directory, name, build_module(directory, config, stored, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def prepare(model: str | Path, *, trust_remote_code: bool = False) -> Path:
@@ -169,7 +176,10 @@ def _fetch(repo: str, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def _sources(directory: Path, tensors: dict[str, FileTensor]) -> tuple[dict[str, TensorSource], dict[str, int]]:
+def sources_of(
+    directory: Path, tensors: dict[str, FileTensor]
+) -> tuple[dict[str, TensorSource], dict[str, int]]:
+    """Where each of the tensors is on disk as the module wants it, converted now where it is not; known checksums."""
     manifest = read_manifest(directory) or {}
     sources, checksums, rest = {}, {}, {}
     for name, tensor in tensors.items():

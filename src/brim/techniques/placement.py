@@ -22,6 +22,7 @@ from brim.techniques.guards import Guards
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
+COMPUTE_RAM = "compute:ram"  # it rests in RAM, and the CPU computes it there
 STAGING_SLOTS = "staging_slots"
 
 
@@ -41,16 +42,44 @@ def loads_for(block: Block) -> list[str]:
     return [trigger for trigger in block.triggers if trigger not in block.lookups]
 
 
+def computable(partition: Partition) -> frozenset[str]:
+    """The blocks that the CPU can compute where they rest: their modules need no parameters but theirs."""
+    users: dict[str, int] = {}
+    for trigger in [trigger for block in partition.blocks for trigger in loads_for(block)]:
+        users[trigger] = users.get(trigger, 0) + 1
+    # The whole model as one block leaves no name before the dot.
+    holders = {prefix for name in partition.loose for prefix in itertools.accumulate(name.split("."), "{}.{}".format)}
+    holders |= {""} if partition.loose else set()
+    return frozenset(
+        block.name
+        for block in partition.blocks
+        if loads_for(block) and all(users[t] == 1 and t not in holders for t in loads_for(block))
+    )
+
+
+def host_modules(model: nn.Module, plan: Plan, partition: Partition) -> frozenset[int]:
+    """``id`` of every module that the CPU computes under ``plan``: their buffers belong in RAM."""
+    choices = plan.choices(NAME)
+    computed = [block for block in partition.blocks if choices[block.name] == COMPUTE_RAM]
+    triggers = {trigger for block in computed for trigger in loads_for(block)}
+    return frozenset(id(part) for trigger in triggers for part in model.get_submodule(trigger).modules())
+
+
 def options(partition: Partition, compute: str, *, trained: Collection[str] | None = None) -> list[Option]:
     """What can be done to each block: stay in the tier ``compute``, or come through the ring from RAM or disk.
+
+    For inference the CPU can compute it in RAM too: that moves activations only, and takes the seconds in which the
+    CPU reads its bytes (``host_compute.split`` says how many blocks are worth it).
 
     ``trained``: the names of the parameters that an optimizer changes (none: all are frozen); None: for inference,
     which needs each block once a step. Training needs it twice, and what was changed goes back.
     """
+    able = computable(partition) if compute != RAM and trained is None else frozenset()
+    ways = [RESIDENT, FROM_DISK] if compute == RAM else [RESIDENT, FROM_RAM, FROM_DISK]
     return [
         _option(block, choice, compute, trained)
         for block in partition.blocks
-        for choice in ([RESIDENT, FROM_DISK] if compute == RAM else [RESIDENT, FROM_RAM, FROM_DISK])
+        for choice in [*ways, *([COMPUTE_RAM] if block.name in able else [])]
     ]
 
 
@@ -58,6 +87,9 @@ def _option(block: Block, choice: str, compute: str, trained: Collection[str] | 
     changed = trained is not None and not set(trained).isdisjoint(block.tensors)
     if choice == RESIDENT:
         return Option(technique=NAME, block=block.name, choice=choice)
+    if choice == COMPUTE_RAM:
+        saves = {compute: block.bytes, RAM: -block.bytes}
+        return Option(technique=NAME, block=block.name, choice=choice, saves_bytes=saves)
     loads = len(loads_for(block)) * (1 if trained is None else 2) * block.bytes
     home = RAM if choice == FROM_RAM else DISK
     way = [home, compute] if compute == RAM or home == RAM else [home, RAM, compute]
@@ -107,7 +139,7 @@ class Placement:
         buffers = sum(tensor_bytes(buffer) for buffer in self._model.buffers())
         if buffers:
             self.buffers.append(self._memory.compute.account(buffers, "buffers"))
-        self._guards.move_buffers()
+        self._guards.move_buffers(host_modules(self._model, self._plan, partition))
 
     def keep(self, block: Block) -> None:
         """Start bringing a block to the compute tier for good."""
@@ -184,7 +216,7 @@ class Placement:
         """Bring a block to where it rests."""
         sources = [self._source(name) for name in block.tensors]
         values = [self._parameters[name].data for name in block.tensors]
-        if choice == FROM_RAM:
+        if choice in (FROM_RAM, COMPUTE_RAM):
             home = RamHome(self._memory, sources, block.name)
             if self._weights.sources:
                 home.fill_from_files(block.name).wait()

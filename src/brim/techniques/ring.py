@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from brim.errors import BrimError, UnsupportedError
-from brim.memory.homes import Home
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Done, Settled, Waitable
@@ -16,6 +16,16 @@ from brim.techniques.order import OrderPredictor
 
 # How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
 _STAGE_AHEAD = 64
+
+
+class Carried(Protocol):
+    """What the ring asks of a ``brim.memory.homes.Home``, or of whatever else has a home of its own."""
+
+    def stage(self) -> bool: ...
+
+    def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable: ...
+
+    def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable: ...
 
 
 @dataclass
@@ -33,7 +43,7 @@ class Ring:
     """Slots, what is in them, and what is being fetched. ``misses`` counts loads that compute had to wait for."""
 
     def __init__(
-        self, memory: Memory, homes: Mapping[int, Home], names: Mapping[int, str], buffers: Sequence[Buffer]
+        self, memory: Memory, homes: Mapping[int, Carried], names: Mapping[int, str], buffers: Sequence[Buffer]
     ) -> None:
         self._memory, self._homes, self._names = memory, homes, names
         self._slots = [_Slot(index, buffer) for index, buffer in enumerate(buffers)]

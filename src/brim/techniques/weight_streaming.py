@@ -20,8 +20,10 @@ from brim.memory.tiers import Memory
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition
 from brim.techniques.guards import Guards
-from brim.techniques.hooks import Recover, Visit, check_rows, note_steps, settle_first
+from brim.techniques.hooks import Recover, Visit, note_steps, watch_lookup
+from brim.techniques.host_compute import HostCompute
 from brim.techniques.placement import (
+    COMPUTE_RAM,
     FROM_DISK,
     FROM_RAM,
     NAME,
@@ -36,7 +38,7 @@ from brim.techniques.recall import Recall
 from brim.techniques.ring import Ring
 from brim.techniques.streamed import Streamed
 
-__all__ = ["FROM_DISK", "FROM_RAM", "NAME", "RESIDENT", "RING_SLOTS", "STAGING_SLOTS", "Weights"]
+__all__ = ["COMPUTE_RAM", "FROM_DISK", "FROM_RAM", "NAME", "RESIDENT", "RING_SLOTS", "STAGING_SLOTS", "Weights"]
 __all__ += ["WeightStreaming", "apply", "options"]
 
 RING_SLOTS = "ring_slots"
@@ -76,6 +78,7 @@ class WeightStreaming:
         self._placement = Placement(model, plan, memory, weights, self._guards)
         self._recall = Recall(self) if training else None
         self._ring: Ring | None = None
+        self._host: HostCompute | None = None
         self._removed = False
 
     # -- what a user reads
@@ -140,6 +143,8 @@ class WeightStreaming:
             if isinstance(streamed.home, RamHome):
                 streamed.home.free()
         self._streamed.clear()
+        if self._host is not None:
+            self._host.free()
         for buffer in self._placement.buffers:
             buffer.free()
         self.memory.close()
@@ -156,6 +161,8 @@ class WeightStreaming:
         choices, placement = self.plan.choices(NAME), self._placement
         passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._moves(b)]
         staging = placement.make_staging(passing)
+        if COMPUTE_RAM in choices.values():
+            self._host = HostCompute(self, partition)
         placement.keep_loose(partition)
         self._list_blocks(partition)
         for block in partition.blocks:
@@ -190,9 +197,15 @@ class WeightStreaming:
         streamed = Streamed(len(self._streamed), block, parameters, home, device, apart, self.memory.fake)
         self._streamed.append(streamed)
         streamed.rest()
+        if choice == COMPUTE_RAM:
+            assert self._host is not None
+            self._host.take(streamed)
+
+    def _on_host(self, streamed: Streamed) -> bool:
+        return self._host is not None and self._host.has(streamed)
 
     def _make_ring(self) -> None:
-        homes = {s.index: s.home for s in self._streamed if loads_for(s.block)}
+        homes = {s.index: s.home for s in self._streamed if loads_for(s.block) and not self._on_host(s)}
         if not homes:
             return
         size = max(home.layout.bytes for home in homes.values())
@@ -207,10 +220,10 @@ class WeightStreaming:
     def _install(self) -> None:
         by_trigger: dict[str, list[Streamed]] = {}
         for streamed in self._streamed:
-            for trigger in loads_for(streamed.block):
+            for trigger in [] if self._on_host(streamed) else loads_for(streamed.block):
                 by_trigger.setdefault(trigger, []).append(streamed)
             for trigger in streamed.block.lookups:
-                self._watch_lookup(self.model.get_submodule(trigger), streamed)
+                watch_lookup(self, self.model.get_submodule(trigger), streamed)
         for trigger, held in by_trigger.items():
             visit = Visit(self, held, self.model.get_submodule(trigger))
             self._hooks.append(visit)
@@ -220,19 +233,11 @@ class WeightStreaming:
             noting = note_steps({id(p) for s in self._streamed for p in s.parameters})
             self._hooks.append(noting)
             weakref.finalize(self, noting.remove)  # of all optimizers: it must not outlive the handle
+        if self._host is not None:
+            self._host.install()
         if "" not in by_trigger:  # there the visit itself sees to it
             recover = torch.compiler.disable(Recover(self))
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
-
-    def _watch_lookup(self, table: nn.Module, streamed: Streamed) -> None:
-        if self.memory.fake:
-            return
-        if self.memory.device.type != "cpu":
-            self._guards.look_up(table, streamed.home, self.memory.device)
-        if isinstance(streamed.home, DiskHome):
-            self._hooks.append(check_rows(table, streamed.home, streamed))
-        elif self._recall is not None:
-            self._hooks.append(settle_first(table, streamed.home))
 
     def _begin_step(self) -> None:
         """The whole model is called."""

@@ -1,0 +1,205 @@
+"""Tokens out of a model that is in force: one batch after another, greedily."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from brim.core.hardware import VRAM
+from brim.errors import UnsupportedError
+from brim.run.generation_inputs import Batch
+from brim.run.generation_plan import Loaded
+
+# Sums of a batch are taken in another order than those of one sequence. What padding that is attended to does to
+# scores is as large as their spread itself; rounding is far from it.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_HALF_TOLERANCE = 0.1
+_CHECKED_TOKENS = 2  # the prompt's pass, and the first that goes on from the cache
+_WHOLE_PROMPT = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty")
+
+
+@dataclass
+class Clock:
+    """transformers' streamer interface: notes when tokens came. ``on_tokens`` hears them, shape (sequences,)."""
+
+    on_tokens: Callable[[torch.Tensor], None] = lambda tokens: None
+    times_s: list[float] = field(default_factory=list)
+    _prompt: bool = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt:  # the first call brings the prompt
+            self._prompt = False
+            return
+        self.times_s.append(time.perf_counter())
+        self.on_tokens(value.reshape(-1))
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    def s_per_step(self) -> float | None:
+        """Seconds per token after the first, which waits for the whole prompt; None for a single token."""
+        if len(self.times_s) < 2:
+            return None
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
+
+class Printer:
+    """Hears the tokens of one sequence and passes on whole words."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        self._tokenizer, self._on_text = tokenizer, on_text
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self._tokens += [int(token) for token in tokens]
+        text = self._text()
+        if not text.endswith("\ufffd"):  # the middle of a character
+            self._show(text)
+
+    def end(self) -> None:
+        self._show(self._text())
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return text
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._shown:
+            self._on_text(text[self._shown :])
+            self._shown = len(text)
+
+
+def run_batch(
+    loaded: Loaded, batch: Batch, new_tokens: int, clock: Clock | None = None, *, processors: Any = ()
+) -> list[list[int]]:
+    """The new tokens of every sequence, each up to its end. Sequences that ended are masked until all have."""
+    module: Any = loaded.module
+    count, longest = batch.ids.shape
+    memory = loaded.handle.memory
+    device = "cuda" if memory.compute.tier == VRAM and torch.cuda.is_available() else "cpu"
+    chunk = loaded.choice.sizes.chunk
+    options: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk < longest else {}
+    if count > 1:
+        options["pad_token_id"] = pad_token(module)
+    with _cache(loaded, count, longest, new_tokens) as state, torch.inference_mode():
+        out = module.generate(
+            batch.ids.to(device),
+            attention_mask=batch.mask.to(device),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            streamer=clock,
+            logits_processor=LogitsProcessorList(processors),
+            **options,
+            **state,
+        )
+    first = 0 if module.config.is_encoder_decoder else longest
+    ends = _ends(module)
+    return [_until_end([int(token) for token in row[first:]], ends) for row in out]
+
+
+@contextmanager
+def _cache(loaded: Loaded, count: int, longest: int, new_tokens: int) -> Iterator[dict[str, Any]]:
+    cache = loaded.cache(count, longest, new_tokens)
+    if cache is None:
+        yield {}
+        return
+    try:
+        yield {"past_key_values": cache, "use_cache": True}
+    finally:
+        cache.remove()
+
+
+def _ends(module: Any) -> set[int]:
+    ends = module.generation_config.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: index + 1]
+    return tokens
+
+
+def pad_token(module: Any) -> int:
+    """What ended sequences are filled up with. It is masked: any token would do."""
+    config = module.generation_config
+    return int(config.pad_token_id if config.pad_token_id is not None else min(_ends(module), default=0))
+
+
+# -- whether sequences of several lengths may share a batch
+
+
+def check_padding(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any:
+    """Generate the most padded sequence of ``batch`` alone; returns a processor that compares the batch with it.
+
+    A model may let padding into its states, count it as positions, or have no mask at all: nothing in its
+    configuration says so. Two passes tell. Raises UnsupportedError for what is known before.
+    """
+    module = loaded.module
+    _refuse_unmasked(module, name)
+    row = int(batch.mask.sum(1).argmin())
+    ids = batch.ids[row][batch.mask[row].bool()][None]
+    heard = _Heard(0)
+    alone = Batch(first=row, ids=ids, mask=torch.ones_like(ids))
+    run_batch(loaded, alone, min(new_tokens, _CHECKED_TOKENS), processors=[heard])
+    return _Compared(row, heard.scores, name)
+
+
+def _refuse_unmasked(module: Any, name: str) -> None:
+    takes = inspect.signature(module.forward).parameters
+    config = module.generation_config
+    reading = [key for key in _WHOLE_PROMPT if getattr(config, key, None) not in (None, 0, 1, 1.0)]
+    if "attention_mask" not in takes:
+        raise _not_batchable(name, f"{type(module).__name__} takes no attention mask, so padding would count.")
+    if reading:
+        raise _not_batchable(name, f"Its generation config has {', '.join(reading)}, for which padding counts.")
+
+
+def _not_batchable(name: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Prompts of several lengths were to go through {name} together.",
+        found,
+        "Give --batch 1, or prompts of one length.",
+    )
+
+
+class _Heard(LogitsProcessor):
+    """Keeps the first scores of one sequence and changes nothing."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(self.scores) < _CHECKED_TOKENS:
+            self.scores.append(scores[self.row].float().cpu().clone())
+        return scores
+
+
+class _Compared(LogitsProcessor):
+    """Compares the first scores of a sequence in its batch with those that it has alone."""
+
+    def __init__(self, row: int, alone: list[torch.Tensor], name: str) -> None:
+        self._row, self._alone, self._name = row, list(alone), name
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._alone:
+            expected, found = self._alone.pop(0), scores[self._row].float().cpu()
+            known = expected.isfinite() & found.isfinite()
+            spread = float(expected[known].std())
+            off = float((expected - found)[known].abs().max()) / max(spread, 1e-30)
+            if off > _TOLERANCE.get(scores.dtype, _HALF_TOLERANCE):
+                raise _not_batchable(
+                    self._name, f"Padding changes what it computes: scores differ by {off:.2g} of their spread."
+                )
+        return scores

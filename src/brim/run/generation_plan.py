@@ -1,0 +1,257 @@
+"""How a generation fits its budget: how many sequences at once, how much of a prompt, and where the KV cache is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from brim.core import Decision, Hardware, Plan
+from brim.core.hardware import RAM
+from brim.errors import BudgetError, UnsupportedError
+from brim.run.fitting import Device, Need, make_plan, put_in_force
+from brim.run.generation_memory import Sizes, cache_shape, watch_generation
+from brim.run.inference import by_parameter, materialize, spent, verifier, warm_up
+from brim.run.models import OpenedModel
+from brim.run.step_memory import Observation
+from brim.techniques import kv_cache
+from brim.techniques.blocks import Partition
+from brim.techniques.weight_streaming import Weights, WeightStreaming
+from brim.units import format_bytes
+
+# A plan's settings, beside those of weight streaming.
+BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
+_CHUNK_STEPS = 16  # the largest chunk that fits is found to a sixteenth of the prompt
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be generated at most. ``batch`` and ``chunk`` None: as many sequences, as much at once, as fit.
+
+    ``lengths``: tokens of each prompt.
+    """
+
+    lengths: tuple[int, ...]
+    new_tokens: int
+    batch: int | None = 1
+    chunk: int | None = None
+
+    def padded(self, batch: int) -> bool:
+        """Whether prompts of several lengths meet in a batch."""
+        groups = [self.lengths[first : first + batch] for first in range(0, len(self.lengths), batch)]
+        return any(len(set(group)) > 1 for group in groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A way to generate that fits. ``shape`` None: the model keeps its own cache."""
+
+    sizes: Sizes
+    resting: int
+    shape: kv_cache.CacheShape | None
+    partition: Partition
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model in force, and the choice by which it is."""
+
+    module: nn.Module
+    handle: WeightStreaming
+    choice: Choice
+
+    def cache(self, batch: int, prompt: int, new_tokens: int) -> kv_cache.PlannedCache | None:
+        """An empty cache for a batch; None where the model makes its own."""
+        if self.choice.shape is None:
+            return None
+        tokens = max(prompt, prompt + new_tokens - 1)
+        placement = kv_cache.Placement(
+            shape=self.choice.shape, batch=batch, tokens=tokens, resting=min(self.choice.resting, tokens)
+        )
+        return kv_cache.apply(self.module, placement, self.handle.memory)
+
+
+def load_for_generation(
+    opened: OpenedModel,
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    wanted: Wanted,
+    start_bytes: int,
+    device: Device = "auto",
+    *,
+    fixed: Plan | None = None,
+) -> Loaded:
+    """The weights of an opened model, placed so that what is ``wanted`` fits beside them.
+
+    ``start_bytes`` is the resident set that the budget counts from. ``fixed``: exactly this plan. Raises BudgetError
+    with the smallest budget that does when nothing fits.
+    """
+    module = opened.module
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    materialize(module, opened)
+    warm_up(module, hardware, max(wanted.lengths) * (wanted.batch or 1))
+    shape = cache_shape(module)  # what that itself leaves behind is measured too
+    chooser = _Chooser(opened, weights, hardware, budget, wanted, shape, spent(start_bytes))
+    choice = chooser.follow(fixed) if fixed is not None else chooser.choose()
+    handle = put_in_force(module, choice.partition, choice.plan, hardware, weights, device)
+    return Loaded(module=module, handle=handle, choice=choice)
+
+
+class _Chooser:
+    """Tries sizes, largest first, until one fits. ``spent_bytes``: what the program takes per tier beside tensors."""
+
+    def __init__(
+        self,
+        opened: OpenedModel,
+        weights: Weights,
+        hardware: Hardware,
+        budget: Mapping[str, int],
+        wanted: Wanted,
+        shape: kv_cache.CacheShape | None,
+        spent_bytes: Mapping[str, int],
+    ) -> None:
+        self._opened, self._module, self._weights = opened, opened.module, weights
+        self._hardware, self._budget, self._wanted = hardware, budget, wanted
+        self._shape, self._spent_bytes = shape, spent_bytes
+        self._seen: dict[Sizes, Observation] = {}
+        # What transformers computes has no file to be streamed from.
+        names = (name for name, _ in self._module.named_parameters())
+        self._stay = frozenset(name for name in names if name not in weights.sources)
+        self._prompt = max(wanted.lengths)
+
+    def choose(self) -> Choice:
+        """The largest batch that fits where none was given. Raises BudgetError."""
+        wanted = self._wanted
+        if wanted.batch is not None:
+            return self._with_batch(min(wanted.batch, len(wanted.lengths)))
+        return _largest(len(wanted.lengths), 1, self._with_batch)
+
+    def _with_batch(self, batch: int) -> Choice:
+        """All of the cache in the compute tier, if any prompt chunk lets it; else as little as needed in RAM."""
+        restings = [0]
+        if self._hardware.compute != RAM and self._shape is not None:
+            restings += kv_cache.restings(self._shape, self._sizes(batch, self._prompt).cached)
+        refusals = []
+        for resting in restings:
+            try:
+                return self._with_resting(batch, resting)
+            except BudgetError as error:
+                refusals.append(error)
+        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+
+    def _with_resting(self, batch: int, resting: int) -> Choice:
+        prompt, asked = self._prompt, self._wanted.chunk
+        divisible = self._shape is not None and self._shape.only_attention
+        if asked is not None and asked < prompt and not divisible:
+            raise UnsupportedError(
+                f"The prompt was to go through {self._opened.name} in chunks of {asked} tokens.",
+                "Its cache is not one of attention alone, and cannot be gone on from in the middle of a prompt.",
+                "Leave out --prefill-chunk.",
+            )
+        if asked is not None or not divisible:
+            return self._plan(self._sizes(batch, min(asked or prompt, prompt)), resting)
+        return _largest(prompt, max(1, prompt // _CHUNK_STEPS), lambda n: self._plan(self._sizes(batch, n), resting))
+
+    def _sizes(self, batch: int, chunk: int) -> Sizes:
+        total, padded = self._prompt + self._wanted.new_tokens, self._wanted.padded(batch)
+        return Sizes(batch=batch, prompt=self._prompt, total=total, chunk=chunk, padded=padded)
+
+    def _placement(self, sizes: Sizes, resting: int) -> kv_cache.Placement | None:
+        if self._shape is None:
+            return None
+        return kv_cache.Placement(shape=self._shape, batch=sizes.batch, tokens=sizes.cached, resting=resting)
+
+    def _need(self, sizes: Sizes, held_bytes: Mapping[str, int]) -> Need:
+        compute = self._hardware.compute
+        if sizes not in self._seen:
+            self._seen[sizes] = watch_generation(self._module, sizes, self._shape)
+        seen = self._seen[sizes]
+        in_ram = held_bytes.get(RAM, 0) if compute != RAM else 0
+        return Need(
+            step_bytes=seen.step_bytes + held_bytes.get(compute, 0),
+            observation=seen,
+            tokens=sizes.batch,
+            stay=self._stay,
+            spent_bytes={**self._spent_bytes, RAM: self._spent_bytes[RAM] + in_ram},
+        )
+
+    def _plan(self, sizes: Sizes, resting: int) -> Choice:
+        placement = self._placement(sizes, resting)
+        held_bytes = placement.held_bytes(self._hardware.compute) if placement else {}
+        for tier, count in held_bytes.items():
+            self._refuse_more(tier, count + self._spent_bytes.get(tier, 0))
+        need = self._need(sizes, held_bytes)
+        partition, plan = make_plan(
+            self._module, self._hardware, self._budget, need, self._weights, task="generate"
+        )
+        plan = self._with_cache(plan, sizes, placement)
+        return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=partition, plan=plan)
+
+    def _refuse_more(self, tier: str, count: int) -> None:
+        """Before anything is traced: a cache that alone is over the budget."""
+        if count > self._budget[tier]:
+            raise BudgetError(
+                f"{self._opened.name} was to run with {format_bytes(self._budget[tier])} of {tier.upper()}.",
+                f"The KV cache and the program itself need {format_bytes(count)}.",
+                f"Give --{tier} {-(-count // (1 << 20))}MiB or more, fewer sequences at once or a shorter prompt.",
+                smallest_bytes={tier: count},
+            )
+
+    def _with_cache(self, plan: Plan, sizes: Sizes, placement: kv_cache.Placement | None) -> Plan:
+        settings = {
+            **plan.settings,
+            BATCH: sizes.batch,
+            PROMPT_TOKENS: sizes.prompt,
+            TOTAL_TOKENS: sizes.total,
+            CHUNK_TOKENS: sizes.chunk,
+        }
+        plan = replace(plan, model=self._opened.name, settings=settings)
+        if placement is None or not placement.shape.planned:
+            return plan
+        choice = kv_cache.OLDER_IN_RAM if placement.resting else kv_cache.RESIDENT
+        held = placement.shape.token_bytes * placement.batch * placement.tokens
+        decision = Decision(technique=kv_cache.NAME, block="", choice=choice, bytes=held)
+        promise = plan.promise
+        if placement.resting:
+            way = RAM, self._hardware.compute
+            took_s = placement.moved_bytes / self._hardware.link(*way).bytes_per_s
+            same = promise.limited_by == " -> ".join(way)
+            promise = replace(
+                promise, step_s=promise.step_s + took_s, bound_s=promise.bound_s + (took_s if same else 0.0)
+            )
+        settings[kv_cache.RESTING_TOKENS] = placement.resting
+        return replace(plan, decisions=(*plan.decisions, decision), promise=promise, settings=settings)
+
+    def follow(self, fixed: Plan) -> Choice:
+        """Exactly ``fixed``, which was made for this model. Raises BudgetError where it does not fit any more."""
+        raise NotImplementedError
+
+
+def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:
+    """What ``attempt`` gives for the largest number up to ``most`` that it does not refuse, to within ``step``.
+
+    What fits a number fits every smaller one. Raises the BudgetError of the smallest where none fits.
+    """
+    try:
+        return attempt(most)
+    except BudgetError:
+        if most == 1:
+            raise
+    least = min(step, most - 1)
+    fits, best = least, attempt(least)
+    refused = most
+    while refused - fits > step:
+        middle = (fits + refused) // 2
+        try:
+            fits, best = middle, attempt(middle)
+        except BudgetError:
+            refused = middle
+    return best
+
+
+__all__ = ["Choice", "Loaded", "Wanted", "load_for_generation"]
+_ = (Any, Iterator)

@@ -1,0 +1,325 @@
+"""A linear layer whose weight is kept in 8 or 4 bits, in plain tensors, and made wide where it is multiplied.
+
+| scheme | ``codes`` | ``scale`` | the weight |
+|---|---|---|---|
+| ``int8`` | int8 (out, in) | float32 (out,) | codes * scale; the largest of a row is 127 |
+| ``int4`` | uint8 (out / B, in, B / 2) | bfloat16 (in / group, out, 2) | (code - 8) * scale + zero |
+| ``fp8`` | float8_e4m3fn (out, in) | float32 (1, 1) | codes * scale; the largest is 448 |
+
+Two codes of ``int4`` share a byte: of B = 32 outputs (64 where the CPU has AVX-512) the first half has the low bits.
+That, and scale beside zero, is what PyTorch's kernel for the CPU reads (aten/src/ATen/native/cpu/int4mm_kernel.cpp).
+
+The numerics are round-to-nearest, a few lines each, and are those of torchao's primitives
+(torchao/quantization/quant_primitives.py: symmetric per row; tinygemm's per group). torchao itself is not needed: it
+keeps weights in tensor subclasses, which a ring of flat buffers cannot hold, and its primitives' names have changed
+from version to version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import register_flop_formula
+
+from brim.errors import UsageError
+
+SCHEMES = ("int8", "int4", "fp8")
+GROUPS = (32, 64, 128, 256)  # what PyTorch's int4 kernels take
+
+_E4M3 = torch.float8_e4m3fn
+_E4M3_MAX = 448.0
+_FLOAT8_MULTIPLE = 16  # of both sides of a float8 product (aten/src/ATen/native/cuda/ScaledBlas.cpp)
+_BLOCK = 32
+_BLOCKS = {"AVX2": 32, "AVX512": 64}  # outputs that PyTorch's int4 kernel takes at once, by the CPU's capability
+_INT8_STEP = 16  # inputs that its int8 kernel takes at once, without a remainder
+_FUSED_ROWS = 8  # beyond so many rows int8 is made wide once instead of once per four rows
+_ALIGNMENT_BYTES = 64
+_PIECE_BYTES = 8 << 20  # of a weight that is being quantized, in float32
+# What is made wide at once: on a CPU it stays in the cache; on a GPU it fills the machine and is small beside a model.
+_WIDE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How weights are kept. ``group`` inputs share a scale (``int4``); ``head``: the output embeddings too."""
+
+    scheme: str
+    group: int = 64
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise UsageError(f"quantization={self.scheme!r} was asked for.", f"Known are {', '.join(SCHEMES)}.")
+        if self.group not in GROUPS:
+            raise UsageError(f"Groups of {self.group} weights were asked for.", f"Known are {GROUPS}.")
+
+    @classmethod
+    def of(cls, asked: str | Quantization) -> Quantization:
+        """A scheme's name stands for its defaults. Raises UsageError for an unknown one."""
+        return asked if isinstance(asked, Quantization) else cls(scheme=asked)
+
+    def __str__(self) -> str:
+        grouped = self.scheme == "int4" and self.group != Quantization.group
+        return self.scheme + f" of {self.group}" * grouped + ", head too" * self.head
+
+
+Form = tuple[tuple[torch.dtype, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]]
+
+
+def form(asked: Quantization, out: int, inside: int) -> Form | None:
+    """dtype and shape of ``codes`` and of ``scale`` for a weight (out, in); None where the scheme cannot hold it."""
+    if asked.scheme == "int8":
+        return (torch.int8, (out, inside)), (torch.float32, (out,))
+    if asked.scheme == "fp8":
+        fits = out % _FLOAT8_MULTIPLE == 0 and inside % _FLOAT8_MULTIPLE == 0
+        return ((_E4M3, (out, inside)), (torch.float32, (1, 1))) if fits else None
+    group = next((g for g in reversed(GROUPS) if g <= asked.group and inside % g == 0), None)
+    if group is None or out % _BLOCK:
+        return None
+    block = _fused_block() if _fused_block() and out % _fused_block() == 0 else _BLOCK
+    codes = (torch.uint8, (out // block, inside, block // 2))
+    return codes, (torch.bfloat16, (inside // group, out, 2))
+
+
+@cache
+def _fused_block() -> int:
+    """Outputs per block of PyTorch's int4 kernel here; 0 where it is not vectorized."""
+    return _BLOCKS.get(torch.backends.cpu.get_cpu_capability(), 0)
+
+
+# -- to codes -------------------------------------------------------------------------------------------------------
+
+Rows = Callable[[int, int], torch.Tensor]  # rows from, rows to -> that part of the weight
+
+
+def quantize(asked: Quantization, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scale of ``weight`` (out, in), of any floating type."""
+    return quantize_rows(asked, weight.shape[0], weight.shape[1], lambda start, stop: weight[start:stop])
+
+
+def quantize_rows(asked: Quantization, out: int, inside: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, of a weight that comes some rows at a time. Raises ValueError where it is not finite."""
+    made = form(asked, out, inside)
+    assert made is not None, "only what has a form is quantized"
+    codes, scale = (torch.empty(shape, dtype=dtype) for dtype, shape in made)
+    step = max(64, _PIECE_BYTES // (4 * inside) // 64 * 64)
+    pieces = [(start, min(start + step, out)) for start in range(0, out, step)]
+    if asked.scheme == "fp8":
+        scale.fill_(_divided(torch.stack([_largest(rows(*piece)).amax() for piece in pieces]).amax(), _E4M3_MAX))
+    for start, stop in pieces:
+        wide = rows(start, stop).float()
+        if asked.scheme == "fp8":
+            codes[start:stop] = (wide / scale).clamp_(-_E4M3_MAX, _E4M3_MAX)
+        elif asked.scheme == "int8":
+            scale[start:stop] = _divided(_largest(wide).squeeze(1), 127)
+            codes[start:stop] = (wide / scale[start:stop, None]).round_().clamp_(-127, 127)
+        else:
+            block = 2 * codes.shape[-1]
+            codes[start // block : stop // block] = _to_int4(wide, scale[:, start:stop], block)
+    return codes, scale
+
+
+def _largest(weight: torch.Tensor) -> torch.Tensor:
+    largest = weight.abs().amax(1, keepdim=True).float()
+    if not bool(largest.isfinite().all()):
+        raise ValueError("it has values that are not finite")
+    return largest
+
+
+def _divided(largest: torch.Tensor, codes: float) -> torch.Tensor:
+    """A scale under which ``largest`` has the largest code; 1 for a row of zeros."""
+    return torch.where(largest > 0, largest / codes, 1.0)
+
+
+def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
+    """Codes of some rows; fills their ``scale`` (in / group, rows, 2): the step, and the value of code 8."""
+    _largest(wide)
+    groups = wide.view(len(wide), len(scale), -1)  # (rows, in / group, group)
+    low, high = groups.aminmax(dim=-1)
+    step = ((high - low) / 15).to(scale.dtype)
+    step = torch.where(step > 0, step, 1)
+    zero = (low + 8 * step.float()).to(scale.dtype)
+    scale[..., 0], scale[..., 1] = step.t(), zero.t()
+    codes = (groups - zero.float()[..., None]).div_(step.float()[..., None]).round_().add_(8).clamp_(0, 15)
+    tiles = codes.to(torch.uint8).view(-1, block, wide.shape[1]).transpose(1, 2)
+    return tiles[..., : block // 2] | tiles[..., block // 2 :] << 4
+
+
+# -- from codes -----------------------------------------------------------------------------------------------------
+
+
+def expand(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (out, in), as the codes say it."""
+    if codes.dtype != torch.uint8:
+        return (codes.float() * (scale[:, None] if scale.dim() == 1 else scale)).to(dtype)
+    tiles = torch.empty(*codes.shape[:2], 2 * codes.shape[2], dtype=torch.float32, device=codes.device)
+    _widen_int4(codes, scale, 0, tiles)
+    return tiles.transpose(1, 2).reshape(-1, codes.shape[1]).to(dtype)
+
+
+def _widen_int4(codes: torch.Tensor, scale: torch.Tensor, first: int, tiles: torch.Tensor) -> None:
+    """Fill ``tiles`` (tiles, in, B) with the weights of ``codes``, the first of whose outputs is ``first``."""
+    count, inside, block = tiles.shape
+    tiles[..., : block // 2] = codes & 15
+    tiles[..., block // 2 :] = codes >> 4
+    part = scale[:, first : first + count * block].to(tiles.dtype).view(len(scale), count, block, 2).transpose(0, 1)
+    step, zero = part[..., 0].unsqueeze(2), part[..., 1].unsqueeze(2)  # (tiles, groups, 1, B)
+    tiles.view(count, len(scale), inside // len(scale), block).sub_(8).mul_(step).add_(zero)
+
+
+def _outputs(codes: torch.Tensor, scale: torch.Tensor) -> int:
+    return scale.shape[1] if codes.dtype == torch.uint8 else codes.shape[0]
+
+
+@torch.library.custom_op("brim::quantized_mm", mutates_args=("scratch",))
+def quantized_mm(
+    rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor
+) -> torch.Tensor:
+    """(rows, out): the product of ``rows`` (rows, in) and the weight, but for the scales of whole rows.
+
+    The weight is made wide in ``scratch``, a part at a time, in the type of ``rows``; PyTorch's own kernels for the
+    CPU do it in registers, where ``scratch`` is empty.
+    """
+    if not scratch.numel():
+        return _fused(rows, codes, scale)
+    return (_by_tiles if codes.dtype == torch.uint8 else _by_rows)(rows, codes, scale, scratch)
+
+
+@quantized_mm.register_fake
+def _(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], _outputs(codes, scale))
+
+
+@register_flop_formula(torch.ops.brim.quantized_mm, get_raw=True)
+def _flops(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, *_: object, **__: object) -> int:
+    return 2 * rows.numel() * _outputs(codes, scale)
+
+
+def _fused(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    rows, codes = _aligned(rows.contiguous()), _aligned(codes)
+    if codes.dtype == torch.int8:
+        return torch._weight_int8pack_mm(rows, codes, torch.ones(len(codes), dtype=rows.dtype))
+    out, group = scale.shape[1], rows.shape[1] // scale.shape[0]
+    return torch._weight_int4pack_mm_for_cpu(rows, codes.view(out, -1), group, scale.to(rows.dtype))
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The kernels load whole vectors and do not ask whether they lie where such may be loaded from."""
+    return tensor if tensor.data_ptr() % _ALIGNMENT_BYTES == 0 else tensor.clone()
+
+
+def _by_rows(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    out, inside = codes.shape
+    product, step = rows.new_empty(rows.shape[0], out), scratch.numel() // inside
+    for start in range(0, out, step):
+        part = codes[start : start + step]
+        wide = scratch[: part.numel()].view(part.shape).copy_(part)
+        torch.mm(rows, wide.t(), out=product[:, start : start + step])
+    return product
+
+
+def _by_tiles(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    count, inside, half = codes.shape
+    block = 2 * half
+    product, step = rows.new_empty(rows.shape[0], count * block), scratch.numel() // (inside * block)
+    for start in range(0, count, step):
+        part = codes[start : start + step]
+        tiles = scratch[: 2 * part.numel()].view(len(part), inside, block)
+        _widen_int4(part, scale, start * block, tiles)
+        found = torch.matmul(rows, tiles)  # (tiles, rows, B)
+        product[:, start * block : start * block + len(part) * block].view(-1, len(part), block).copy_(
+            found.transpose(0, 1)
+        )
+    return product
+
+
+# -- the layer ------------------------------------------------------------------------------------------------------
+
+
+class QuantizedLinear(nn.Linear):
+    """``codes`` and ``scale`` are parameters, so that they are streamed as they are stored; they do not train.
+
+    ``weight`` is what they say, made wide at every look: whoever reads it instead of calling the layer is slow, not
+    wrong. Gradients flow to the input (through the wide weight), not to the codes.
+    """
+
+    codes: nn.Parameter
+    scale: nn.Parameter
+    wide_dtype: torch.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return expand(self.codes, self.scale, self.wide_dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and input.requires_grad:
+            return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+        rows = input.reshape(-1, self.in_features)
+        dtype, wide = self._way(rows)
+        scratch = rows.new_empty(wide, dtype=dtype)
+        output: torch.Tensor = quantized_mm(rows.to(dtype), self.codes, self.scale, scratch)
+        del scratch, rows
+        if self.codes.dtype != torch.uint8:
+            output = output * self.scale.reshape(-1)
+        output = output.to(input.dtype)
+        if self.bias is not None:
+            output = output + self.bias
+        return output.reshape(*input.shape[:-1], self.out_features)
+
+    def _way(self, rows: torch.Tensor) -> tuple[torch.dtype, int]:
+        """The type of the product, and how many weights are made wide at once: 0 where a kernel does it itself.
+
+        The CPU's kernels take bfloat16: rounding the input is a fifth of what int8 itself costs, and less of int4.
+        """
+        if rows.device.type == "cpu" and self._is_fused(rows.shape[0]):
+            return torch.bfloat16, 0
+        # A CPU without bfloat16 of its own computes in float32, and faster so.
+        dtype = torch.float32 if rows.device.type == "cpu" else rows.dtype
+        wide = _WIDE_BYTES.get(rows.device.type, _WIDE_BYTES["cuda"]) // dtype.itemsize
+        unit = self.in_features * (2 * self.codes.shape[-1] if self.codes.dtype == torch.uint8 else 1)
+        return dtype, min(max(wide // unit, 1) * unit, self.in_features * self.out_features)
+
+    def _is_fused(self, rows: int) -> bool:
+        if self.codes.dtype == torch.uint8:
+            return 2 * self.codes.shape[-1] == _fused_block()
+        fits = self.codes.dtype == torch.int8 and self.in_features % _INT8_STEP == 0
+        return fits and bool(_fused_block()) and rows <= _FUSED_ROWS
+
+
+def sides(linear: nn.Module) -> tuple[int, int]:
+    """(out, in) of an ``nn.Linear`` or of transformers' ``Conv1D``, which keeps its weight the other way."""
+    weight: Any = linear.weight
+    return (weight.shape[1], weight.shape[0]) if is_transposed(linear) else (weight.shape[0], weight.shape[1])
+
+
+def is_transposed(linear: nn.Module) -> bool:
+    return type(linear).__name__ == "Conv1D"
+
+
+def become(linear: Any, codes: torch.Tensor, scale: torch.Tensor) -> Callable[[], None]:
+    """Make ``linear`` a QuantizedLinear in its place, hooks and all; what is returned makes it what it was."""
+    kind, parameters, before = type(linear), dict(linear._parameters), dict(vars(linear))
+    dtype = linear.weight.dtype
+    out, inside = sides(linear)
+    linear._parameters.clear()
+    linear.__class__ = QuantizedLinear
+    linear.in_features, linear.out_features, linear.wide_dtype = inside, out, dtype
+    linear.codes = nn.Parameter(codes, requires_grad=False)
+    linear.scale = nn.Parameter(scale, requires_grad=False)
+    linear.register_parameter("bias", parameters.get("bias"))
+
+    def undo() -> None:
+        linear.__class__ = kind
+        linear._parameters.clear()
+        linear._parameters.update(parameters)
+        for name in ("in_features", "out_features", "wide_dtype"):
+            vars(linear).pop(name)
+            if name in before:
+                vars(linear)[name] = before[name]
+
+    return undo

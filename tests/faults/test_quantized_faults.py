@@ -1,0 +1,107 @@
+"""What goes wrong while a model is quantized, or with what was written: one clear error, and nothing half done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import brim
+from brim.errors import ModelError, TransferError
+from brim.memory.checkpoint_files import read_checkpoint
+from brim.memory.checksums import MANIFEST_NAME
+from brim.run import quantized
+from brim.run.quantized import open_quantized
+from brim.run.step_memory import Inputs
+
+INPUTS = Inputs(prompt=4, total=8)
+
+
+def folders(cache: Path) -> list[Path]:
+    return sorted((cache / "brim" / "quantized").glob("*"))
+
+
+def written(cache: Path, llama: Path) -> Path:
+    open_quantized(llama, "int8")
+    (folder,) = folders(cache)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.2.mlp.up_proj.codes", "lm_head.weight"])
+def test_a_flipped_bit_is_found_when_it_is_read(llama: Path, cache: Path, name: str) -> None:
+    folder = written(cache, llama)
+    path, source = folder / "model.safetensors", read_checkpoint(folder)[name]
+    damaged = bytearray(path.read_bytes())
+    damaged[source.extents[0].offset + 5] ^= 16
+    path.write_bytes(damaged)
+    with pytest.raises(ModelError, match=f"{name} of llama .int8. was read.*\n.*checksum") as caught:
+        brim.load(llama, quantization="int8", inputs=INPUTS)(torch.arange(4)[None])
+    assert str(folder) in str(caught.value)
+
+
+def test_a_file_that_is_cut_short_is_refused(llama: Path, cache: Path) -> None:
+    path = written(cache, llama) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="truncated"):
+        open_quantized(llama, "int8")
+
+
+@pytest.mark.parametrize("damage", ["another tensor", "no manifest", "a gap in the manifest", "no JSON"])
+def test_a_cache_that_is_not_as_written_is_refused(llama: Path, cache: Path, damage: str) -> None:
+    folder = written(cache, llama)
+    manifest = folder / MANIFEST_NAME
+    if damage == "another tensor":
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+        save_file(tensors, folder / "model.safetensors")
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "no JSON":
+        manifest.write_text("{")
+    else:
+        content = json.loads(manifest.read_text())
+        content["checksums"].pop("model.norm.weight")
+        manifest.write_text(json.dumps(content))
+    with pytest.raises(ModelError) as caught:
+        open_quantized(llama, "int8")
+    assert str(folder) in str(caught.value)
+    assert "Delete" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(28, "No space left on device")])
+def test_an_interrupted_conversion_leaves_nothing_and_the_next_one_works(
+    llama: Path, cache: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise error
+        return real(*args)
+
+    real = quantized.quantize_rows
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized, "quantize_rows", failing)
+        with pytest.raises(TransferError if isinstance(error, OSError) else type(error)):
+            open_quantized(llama, "int8")
+    assert calls == 5
+    assert list((cache / "brim" / "quantized").iterdir()) == []
+    open_quantized(llama, "int8")
+    assert len(folders(cache)) == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
+def test_weights_that_are_not_finite_are_named(llama: Path, cache: Path, scheme: str, value: float) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][7, 7] = value
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="model.layers.1.mlp.down_proj.weight was to be quantized.*\n.*not finite"):
+        open_quantized(llama, scheme)
+    assert list((cache / "brim" / "quantized").iterdir()) == []
