@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json, write_html
-from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
-        click.option("--output", type=OutputFile(), help="Write the best plan, for generate and train --plan."),
+        click.option("--output", type=OutputFile(), help="Write the best plan for --plan; of --regimes, the plot (SVG)."),
         html_option,
         json_option,
     ]
@@ -70,14 +69,17 @@ def plan(
     """
     from rich.console import Console
 
-    with Console(stderr=True).status("Planning"):
+    with Console(stderr=True).status("Loading PyTorch"):
         from brim.run.plan_file import write
         from brim.run.planning import plan as answer_to
         from brim.run.planning_request import Request
+    request = Request(model=model, **options)
+    if regimes:
+        from brim.cli.plan_regimes import show
 
-        request = Request(model=model, **options)
-        if regimes:
-            return _regimes(request, output, html, as_json)
+        show(request, output, html, as_json)
+        return None
+    with Console(stderr=True).status("Planning"):
         answer = answer_to(request)
         if output is not None and answer.proposals:
             write(output, answer)
@@ -88,10 +90,6 @@ def plan(
     else:
         _print(answer, output)
     return None if answer.proposals else INFEASIBLE
-
-
-def _regimes(request: Request, output: Path | None, html: Path | None, as_json: bool) -> None:
-    raise UsageError("--regimes was given.", "This machine's regimes are not compared yet.")
 
 
 def _print(answer: Answer, output: Path | None) -> None:
