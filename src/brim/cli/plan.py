@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,14 +129,19 @@ def _print_plans(console: Console, answer: Answer) -> None:
     for number, one in enumerate(answer.proposals, 1):
         console.print(f"{number}: {_in_words(one)}", markup=False)
     best = answer.proposals[0]
-    if best.techniques:
-        effects = _table("plan 1 uses", "which", "saves", "costs", left=("which", "saves"))
-        for effect in best.techniques:
-            costs = format_seconds(effect.costs_s) if effect.costs_s else ""
-            effects.add_row(effect.technique, effect.what, _saved(effect), costs)
-        console.print(effects)
+    for title, effects in (("plan 1 uses", best.techniques), ("more room by", best.frees)):
+        if effects:
+            console.print(_effects(title, effects))
     for number, one in enumerate(answer.proposals, 1):
         console.print(f"{number}: {one.command}", markup=False)
+
+
+def _effects(title: str, effects: Sequence[Effect]) -> Table:
+    table = _table(title, "which", "saves", "costs", left=("which", "saves"))
+    for one in effects:
+        costs = format_seconds(one.costs_s) if one.costs_s else "nothing"
+        table.add_row(one.technique, one.what, _saved(one), costs)
+    return table
 
 
 def _in_words(one: Proposal) -> str:
@@ -203,7 +208,9 @@ def _write_html(path: Path, answer: Answer) -> None:
         )
         note = "Peak per tier. Each was proved: a step was traced with it in force."
         tables.append(Table(title="Plans", columns=columns, rows=rows, note=note))
-        tables += [_effects(answer.proposals[0]), _commands(answer)]
+        best = answer.proposals[0]
+        tables += [_page_effects("What plan 1 uses", best.techniques), _page_effects("More room by", best.frees)]
+        tables.append(_commands(answer))
     else:
         changes = tuple((one.change, one.command) for one in answer.nearest)
         tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
@@ -212,6 +219,7 @@ def _write_html(path: Path, answer: Answer) -> None:
     if answer.machine.assumed:
         rows = tuple((text,) for text in answer.machine.assumed)
         tables.append(Table(title="What was assumed", columns=("of the machine",), rows=rows))
+    tables = [table for table in tables if table.rows]
     views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
     notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
     title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
@@ -238,16 +246,16 @@ def _picture(one: Proposal, answer: Answer) -> Timeline:
     return made
 
 
-def _effects(one: Proposal) -> Any:
+def _page_effects(title: str, effects: Sequence[Effect]) -> Any:
     from brim.report.html import Table
 
-    tiers = [tier for tier in _TIERS if any(effect.saves_bytes.get(tier) for effect in one.techniques)]
+    tiers = [tier for tier in _TIERS if any(one.saves_bytes.get(tier) for one in effects)]
     rows = tuple(
-        (effect.technique, effect.what, *(_or_none(effect.saves_bytes, tier) for tier in tiers), effect.costs_s)
-        for effect in one.techniques
+        (one.technique, one.what, *(_or_none(one.saves_bytes, tier) for tier in tiers), one.costs_s)
+        for one in effects
     )
     columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
-    return Table(title="What plan 1 uses", columns=columns, rows=rows, note="Negative is taken, not saved.")
+    return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
 
 
 def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:
