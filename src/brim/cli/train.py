@@ -91,6 +91,9 @@ def _how() -> list[Callable[..., Any]]:
             "--offload-optimizer", type=_auto_choice("none", "ram", "disk"), default="auto", show_default=True
         ),
         click.option("--stream-weights", type=_auto_choice("off"), default="auto", show_default=True),
+        click.option(
+            "--plan", type=click.Path(path_type=Path, dir_okay=False), help="Run this plan of `brim plan --output`."
+        ),
         click.option("--save-every", type=click.IntRange(min=1), help="Steps from one checkpoint to the next."),
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),

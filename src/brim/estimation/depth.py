@@ -85,7 +85,7 @@ def depth_of(source: Source) -> Depth | None:
     stack = _stack(source, config, layers)
     if stack is None:
         return None
-    special = next((n for n in range(layers - 1) if _alike(stack, n)), layers)
+    special = next((n for n in range(layers - 1) if alike(stack, n)), layers)
     if 3 * (special + _REGULAR + 1) > layers:  # no less work than a trace of all
         return None
     return Depth(field=field, layers=layers, special=special)
@@ -118,7 +118,7 @@ def _stack(source: Source, config: Any, layers: int) -> nn.ModuleList | None:
     return found[0] if len(found) == 1 else None
 
 
-def _alike(stack: nn.ModuleList, first: int) -> bool:
+def alike(stack: nn.ModuleList, first: int) -> bool:
     """Whether all layers from ``first`` on are alike."""
     known = _settings(stack[first])
     return all(_same(known, _settings(stack[n]), first, n) for n in range(len(stack) - 1, first, -1))

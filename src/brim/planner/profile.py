@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dataclasses import replace
+
 from brim.core import Category, Hardware, Op, Phase, Trace
 from brim.core.hardware import RAM
-from brim.planner.training import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE, BlockProfile, StepProfile
+from brim.planner.step_profile import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE, BlockProfile, StepProfile
 from brim.predict.cost import EAGER, op_s
 from brim.techniques import activation_offload, checkpointing
 from brim.techniques.base import Option
@@ -22,14 +24,15 @@ def profile_of(
     trained_bytes: Mapping[str, int],
     state_bytes: int,
     repeated: Sequence[str],
+    gradient_bytes: int | None = None,
     spent_bytes: Mapping[str, int] | None = None,
     head: Option | None = None,
 ) -> StepProfile:
     """The profile of the last step of ``trace``, a step over ``batch`` rows with no technique applied.
 
     ``trained_bytes`` are those of each block of ``partition`` that the optimizer changes, ``state_bytes`` all of its
-    states, as they are from the second step on. ``repeated`` are the blocks that can be checkpointed or offloaded,
-    ``head`` what chunked logits save.
+    states, as they are from the second step on, ``gradient_bytes`` all gradients, those beside blocks included.
+    ``repeated`` are the blocks that can be checkpointed or offloaded, ``head`` what chunked logits save.
     """
     start = trace.step_starts[-1]
     ops = [op for op in trace.ops if op.at >= start]
@@ -62,9 +65,10 @@ def profile_of(
         batch=batch,
         blocks=blocks,
         weight_bytes=partition.bytes,
-        gradient_bytes=sum(trained_bytes.values()),
+        gradient_bytes=sum(trained_bytes.values()) if gradient_bytes is None else gradient_bytes,
         state_bytes=state_bytes,
         peak_bytes=_peaks(trace, ops),
+        early_gradient_bytes=_early_gradient_bytes(trace, ops, repeated),
         spent_bytes=dict(spent_bytes or {}),
         outside_s=(seconds.get(("", Phase.FORWARD), 0.0), seconds.get(("", Phase.BACKWARD), 0.0)),
         update_s=sum(seconds.get((n, Phase.OPTIMIZER), 0.0) for n in ("", *(b.name for b in partition.blocks))),
@@ -106,14 +110,89 @@ def _kept_bytes(trace: Trace, partition: Partition) -> dict[str, int]:
 
 
 def _peaks(trace: Trace, ops: Sequence[Op]) -> dict[str, int]:
-    """The most that is held before the optimizer works, and while it does."""
+    """The most that is held before the optimizer works, gradients aside, and while it does, gradients included."""
     turn = min((op.at for op in ops if op.phase is Phase.OPTIMIZER), default=ops[-1].at + 1)
-    changes = [(s.born, s.bytes) for s in trace.storages]
-    changes += [(s.died, -s.bytes) for s in trace.storages if s.died is not None]
-    held, peaks = 0, {BACKWARD: 0, UPDATE: 0}
-    for tick, count in sorted(changes):
+    changes = [(s.born, s.bytes, s.category is Category.GRADIENT) for s in trace.storages]
+    changes += [(s.died, -s.bytes, s.category is Category.GRADIENT) for s in trace.storages if s.died is not None]
+    held, gradients, peaks = 0, 0, {BACKWARD: 0, UPDATE: 0}
+    for tick, count, is_gradient in sorted(changes):
         held += count
-        if tick >= trace.step_starts[-1]:
-            moment = BACKWARD if tick < turn else UPDATE
-            peaks[moment] = max(peaks[moment], held)
+        gradients += count if is_gradient else 0
+        if turn > tick >= trace.step_starts[-1]:
+            peaks[BACKWARD] = max(peaks[BACKWARD], held - gradients)
+        elif tick >= turn:
+            peaks[UPDATE] = max(peaks[UPDATE], held)
+    if not peaks[UPDATE]:  # nothing comes or goes while it works
+        peaks[UPDATE] = sum(s.bytes for s in trace.storages if s.born < turn and (s.died is None or s.died > turn))
     return peaks
+
+
+def _early_gradient_bytes(trace: Trace, ops: Sequence[Op], repeated: Sequence[str]) -> int:
+    """Gradients that are there before any of ``repeated`` has its own: those of a head."""
+    owners = (op for op in ops if op.phase is Phase.BACKWARD and _owner(op.module, repeated))
+    begin = min((op.at for op in owners), default=0)
+    return sum(
+        s.bytes
+        for s in trace.storages
+        if s.category is Category.GRADIENT and trace.step_starts[-1] <= s.born < begin
+    )
+
+
+def deepened(
+    shallow: StepProfile, deeper: StepProfile, layers: int, blocks: Sequence[tuple[str, int, int, str]]
+) -> StepProfile:
+    """The profile of a model with ``layers`` layers more than the one of ``deeper``, which has one more than that of
+    ``shallow``. ``blocks``: of each block its name, its bytes, those trained, and its like in ``deeper``."""
+    like = {block.name: block for block in deeper.blocks}
+
+    def on(one: float, other: float) -> float:
+        return max(0.0, other + layers * (other - one))
+
+    def on_bytes(one: int, other: int) -> int:
+        return max(0, other + layers * (other - one))
+
+    a, b = shallow, deeper
+    return replace(
+        deeper,
+        blocks=[
+            replace(like[template], name=name, bytes=count, trained_bytes=trained)
+            for name, count, trained, template in blocks
+        ],
+        weight_bytes=on_bytes(a.weight_bytes, b.weight_bytes),
+        gradient_bytes=on_bytes(a.gradient_bytes, b.gradient_bytes),
+        state_bytes=on_bytes(a.state_bytes, b.state_bytes),
+        peak_bytes={moment: on_bytes(a.peak_bytes[moment], count) for moment, count in b.peak_bytes.items()},
+        outside_s=(on(a.outside_s[0], b.outside_s[0]), on(a.outside_s[1], b.outside_s[1])),
+        update_s=on(a.update_s, b.update_s),
+        launch_s=on(a.launch_s, b.launch_s),
+    )
+
+
+def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float]]) -> StepProfile:
+    """``profile`` with the (forward, backward) seconds that were measured of its blocks, for as many rows.
+
+    What is computed again takes the share of a forward pass that it was thought to; what lies beside blocks is as
+    much slower or faster as blocks were.
+    """
+    known = [block for block in profile.blocks if block.name in seconds]
+    if not known:
+        return profile
+    thought = sum(block.forward_s + block.backward_s for block in known)
+    found = sum(sum(seconds[block.name]) for block in known)
+    slower = found / thought if thought else 1.0
+
+    def timed(block: BlockProfile) -> BlockProfile:
+        if block.name not in seconds:
+            forward_s, backward_s = block.forward_s * slower, block.backward_s * slower
+        else:
+            forward_s, backward_s = seconds[block.name]
+        rate = forward_s / block.forward_s if block.forward_s else slower
+        again_s = {choice: count * rate for choice, count in block.again_s.items()}
+        return replace(block, forward_s=forward_s, backward_s=backward_s, again_s=again_s)
+
+    return replace(
+        profile,
+        blocks=[timed(block) for block in profile.blocks],
+        outside_s=(profile.outside_s[0] * slower, profile.outside_s[1] * slower),
+        head_s=profile.head_s * slower,
+    )

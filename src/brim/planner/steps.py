@@ -8,17 +8,9 @@ from itertools import pairwise
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
+from brim.planner.columns import CPU, rate, update_lanes
 from brim.planner.schedule import COMPUTE, Contention, Schedule, Task, simulate, way
-from brim.planner.training import (
-    CPU,
-    KEEP,
-    OFFLOAD,
-    BlockProfile,
-    StepProfile,
-    Way,
-    rate,
-    update_lanes,
-)
+from brim.planner.step_profile import KEEP, OFFLOAD, BlockProfile, StepProfile, Way
 from brim.techniques.placement import FROM_DISK, RESIDENT
 
 _STEPS = 3  # the first fills the pipeline, the last is looked at
@@ -31,19 +23,37 @@ def training_step_s(
     profile: StepProfile, hardware: Hardware, made: Way, contention: Contention | None = None
 ) -> tuple[float, Schedule]:
     """Seconds of a step in the steady state, and the schedule of the steps that they were taken from."""
-    micros = -(-profile.batch // made.frame.micro_batch)
+    contention = contention_of(hardware) if contention is None else contention
+    micros = profile.passes(made.frame.micro_batch)
     shown, found = min(micros, _MICROS), 0.0
-    found, schedule = _steady(profile, hardware, made, shown, micros, contention)
+    found, schedule = _steady(profile, hardware, made, shown, contention)
     if micros > shown:
-        fewer, _ = _steady(profile, hardware, made, shown - 1, micros, contention)
+        fewer, _ = _steady(profile, hardware, made, shown - 1, contention)
         found += (micros - shown) * (found - fewer)
     return found, schedule
 
 
+def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
+    """What busy lanes take from each other: both ways of a link, and a drive and the processor that it works beside.
+
+    What is read from a drive is written to the very memory that the processor computes from, and read from there.
+    """
+    found = {}
+    for link in hardware.links:
+        if link.duplex_bytes_per_s and link.source != link.target:
+            share = min(1.0, link.duplex_bytes_per_s / link.bytes_per_s)
+            found[way(link.source, link.target), way(link.target, link.source)] = share
+        memory_bytes_per_s = hardware.tier(RAM).bytes_per_s
+        if hardware.compute == RAM and DISK in (link.source, link.target) and memory_bytes_per_s:
+            left = 1 - link.bytes_per_s / memory_bytes_per_s
+            found[COMPUTE, way(link.source, link.target)] = max(0.5, left)
+    return found
+
+
 def _steady(
-    profile: StepProfile, hardware: Hardware, made: Way, shown: int, micros: int, contention: Contention | None
+    profile: StepProfile, hardware: Hardware, made: Way, shown: int, contention: Contention
 ) -> tuple[float, Schedule]:
-    maker = _Maker(profile, hardware, made, micros)
+    maker = _Maker(profile, hardware, made)
     ends = []
     for _ in range(_STEPS):
         maker.step(shown)
@@ -56,9 +66,9 @@ def _steady(
 class _Maker:
     """Writes tasks in the order in which the runtime asks for them."""
 
-    def __init__(self, profile: StepProfile, hardware: Hardware, made: Way, micros: int) -> None:
+    def __init__(self, profile: StepProfile, hardware: Hardware, made: Way) -> None:
         self.tasks: list[Task] = []
-        self._profile, self._hardware, self._way, self._share = profile, hardware, made, 1 / micros
+        self._profile, self._hardware, self._way = profile.at(made.frame.micro_batch), hardware, made
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
         self._free: deque[list[int]] = deque([[]] * made.frame.slots)  # who let each slot of the ring go
@@ -73,10 +83,12 @@ class _Maker:
         """One step of ``micros`` micro-batches."""
         for index in range(micros):
             copies = self._forward()
-            self._backward(copies, last=index == micros - 1)
+            self._backward(copies, first=index == 0, last=index == micros - 1)
         if not self._way.frame.in_backward:  # optimizer.step() returns when all of it is done
             turn = len(self.tasks) - 1
             self._barrier = [self._update(block, [turn]) for block in self._profile.blocks]
+        if not any(block.trained_bytes for block in self._profile.blocks):  # adapters beside the blocks
+            self._barrier = [self._task("update", COMPUTE, self._profile.update_s, [len(self.tasks) - 1])]
 
     def _task(self, name: str, lane: str, seconds: float, after: list[int], bytes: int = 0) -> int:
         self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
@@ -90,32 +102,31 @@ class _Maker:
         copies = {}
         for block in self._profile.blocks:
             ready = self._load(block) + self._updated.pop(block.name, []) + self._barrier
-            done = self._task(f"{block.name} forward", COMPUTE, block.forward_s * self._share, ready)
+            done = self._task(f"{block.name} forward", COMPUTE, block.forward_s, ready)
             self._let_go(block, done)
             if self._way.activations[block.name] == OFFLOAD:
-                count = int(block.offload_bytes * self._share)
-                copies[block.name] = self._copy(f"{block.name} activations", self._compute, self._away, count, [done])
-        forward_s, backward_s = self._profile.outside_s
+                name, count = f"{block.name} activations", block.offload_bytes
+                copies[block.name] = self._copy(name, self._compute, self._away, count, [done])
         more = self._profile.head_s if self._way.frame.chunked else 0.0
-        seconds = forward_s + backward_s + more + self._profile.more_s(self._way.frame.micro_batch)
-        self._task("outside of blocks", COMPUTE, seconds * self._share, [])
+        self._task("outside of blocks", COMPUTE, sum(self._profile.outside_s) + more, [])
         return copies
 
-    def _backward(self, copies: Mapping[str, int], *, last: bool) -> None:
+    def _backward(self, copies: Mapping[str, int], *, first: bool, last: bool) -> None:
         window: deque[list[int]] = deque([[]] * _WINDOW)
         for block in reversed(self._profile.blocks):
             ready = self._load(block)
             kept = self._way.activations[block.name]
             if block.name in copies:
-                count = int(block.offload_bytes * self._share)
-                after = [copies[block.name], *window.popleft()]
-                ready.append(self._copy(f"{block.name} activations", self._away, self._compute, count, after))
-            seconds = (block.backward_s + block.again_s.get(kept, 0.0)) * self._share
+                name, after = f"{block.name} activations", [copies[block.name], *window.popleft()]
+                ready.append(self._copy(name, self._away, self._compute, block.offload_bytes, after))
+            seconds = block.backward_s + block.again_s.get(kept, 0.0)
             done = self._task(f"{block.name} backward", COMPUTE, seconds, ready)
             if block.name in copies:
                 window.append([done])
             if last and self._way.frame.in_backward:
                 done = self._update(block, [done])
+            elif block.trained_bytes and self._way.frame.gradients != KEEP:
+                self._send_gradients(block, done, first=first)
             self._let_go(block, done)
 
     def _load(self, block: BlockProfile) -> list[int]:
@@ -138,6 +149,15 @@ class _Maker:
         if self._way.weights[block.name] != RESIDENT:
             self._free.append([done])
 
+    def _send_gradients(self, block: BlockProfile, done: int, *, first: bool) -> None:
+        """To where they rest; what an earlier pass left there is added."""
+        name, count = f"{block.name} gradients", block.trained_bytes
+        if self._compute != RAM:
+            done = self._copy(name, self._compute, RAM, count, [done])
+        if self._way.frame.gradients == DISK:
+            ready = [done] if first else [done, self._copy(name, DISK, RAM, count, [done])]
+            self._copy(name, RAM, DISK, count, ready)
+
     def _update(self, block: BlockProfile, after: list[int]) -> int:
         """The optimizer on one block's share of what is trained. Returns what the block's weights wait for."""
         if not block.trained_bytes:
@@ -149,7 +169,10 @@ class _Maker:
         if frame.states == DISK:
             ready.append(self._copy(f"{name}: states", DISK, RAM, state_bytes, self._buffers.popleft()))
         on_cpu = self._compute != RAM and frame.states != KEEP
-        if on_cpu:
+        gone = frame.gradients != KEEP and not frame.in_backward
+        if gone and frame.gradients == DISK:
+            ready.append(self._copy(f"{name}: gradients", DISK, RAM, block.trained_bytes, list(after)))
+        elif on_cpu and not gone:
             ready.append(self._copy(f"{name}: gradients", self._compute, RAM, block.trained_bytes, list(after)))
         lane = CPU if on_cpu else COMPUTE
         done = self._task(name, lane, self._update_s[lane] * share, ready)

@@ -7,137 +7,21 @@ with the techniques applied says afterwards; ``corrections`` take what it found 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, pairwise, product
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.schedule import COMPUTE, way
-from brim.planner.search import SERIAL, BlockClass, Column, Pool, Problem, Solution, solve
+from brim.planner.columns import WHOLE, choices, frames, held_bytes, kinds, peak_bytes, problem
+from brim.planner.search import Solution, solve
+from brim.planner.step_profile import FULL, KEEP, Frame, Limits, Shape, StepProfile, Way
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
 
-KEEP, SELECTIVE, FULL, OFFLOAD = "keep", "selective", "full", "offload"
-BACKWARD, UPDATE = "backward", "update"  # the moments
-CPU = "cpu"  # the lane of updates by the processor beside a GPU
-_RING, _AGAIN, _WINDOW = "ring", "recompute", "window"
-_WHOLE = ""  # the class of what is chosen once for the whole model
 _RING_SLOTS = (2, 3)
-_WINDOW_SLOTS = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockProfile:
-    """One block of a plain step over the whole batch.
-
-    ``kept_bytes`` is what it saves for backward under ``keep``, ``selective`` and ``full``, ``again_s`` what the
-    latter two compute again. ``offload_bytes`` of what it saves could leave.
-    """
-
-    name: str
-    bytes: int
-    trained_bytes: int
-    forward_s: float
-    backward_s: float
-    kept_bytes: Mapping[str, int]
-    again_s: Mapping[str, float] = field(default_factory=dict)
-    offload_bytes: int = 0
-
-    def kind(self) -> tuple[object, ...]:
-        """Blocks of one kind are alike to the planner."""
-        kept = tuple(sorted(self.kept_bytes.items()))
-        return (self.bytes, self.trained_bytes, kept, self.offload_bytes, round(self.forward_s, 9))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepProfile:
-    """A plain step over ``batch`` rows: its blocks in forward order, and what there is beside them.
-
-    ``peak_bytes`` of the compute tier by moment, weights, gradients and states included; ``spent_bytes`` per tier is
-    the program's own. ``outside_s`` are seconds (forward, backward) beside the blocks, ``update_s`` the optimizer's;
-    ``launch_s`` of all seconds go into starting operations, however few rows they work on. Chunked logits save
-    ``head_bytes`` at the first moment and take ``head_s`` more.
-    """
-
-    batch: int
-    blocks: Sequence[BlockProfile]
-    weight_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    peak_bytes: Mapping[str, int]
-    spent_bytes: Mapping[str, int] = field(default_factory=dict)
-    outside_s: tuple[float, float] = (0.0, 0.0)
-    update_s: float = 0.0
-    launch_s: float = 0.0
-    head_bytes: int = 0
-    head_s: float = 0.0
-
-    def more_s(self, micro_batch: int) -> float:
-        """What several passes take beside one over all rows."""
-        return (-(-self.batch // micro_batch) - 1) * self.launch_s
-
-    @property
-    def activation_bytes(self) -> int:
-        """What the whole batch holds where backward begins."""
-        return max(0, self.peak_bytes[BACKWARD] - self.weight_bytes - self.state_bytes)
-
-    @property
-    def update_bytes(self) -> int:
-        """What the optimizer takes beside weights, gradients and states."""
-        return max(0, self.peak_bytes[UPDATE] - self.weight_bytes - self.gradient_bytes - self.state_bytes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
-    """What is chosen for the whole model; the rest is chosen block by block."""
-
-    micro_batch: int
-    chunked: bool = False
-    in_backward: bool = False
-    states: str = KEEP
-    gradients: str = KEEP
-    slots: int = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """One way to run a step: ``weights`` and ``activations`` have a choice for every block."""
-
-    frame: Frame
-    weights: Mapping[str, str]
-    activations: Mapping[str, str]
-    bound_s: float = 0.0
-    gap: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """``budget_bytes`` per tier, ``corrections`` per tier: what a proof found beyond the model (may be negative).
-
-    ``single_pass``: nothing needs all gradients at once. ``fixed``: fields of Frame that were ordered.
-    ``activations``: what may be done with them. ``streams``: weights may come and go.
-    """
-
-    budget_bytes: Mapping[str, int]
-    corrections: Mapping[str, int] = field(default_factory=dict)
-    single_pass: bool = True
-    chunkable: bool = True
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    activations: Sequence[str] = (KEEP, SELECTIVE, FULL, OFFLOAD)
-    streams: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """What a program is made for: the rest of a Frame is among its columns."""
-
-    micro_batch: int
-    slots: int
-    states: str
-
-
-def shape_of(way: Way) -> Shape:
-    return Shape(micro_batch=way.frame.micro_batch, slots=way.frame.slots, states=way.frame.states)
+_TIME_LIMIT_S = 1.0
+_CLOSE = 1 / 64  # a budget is the smallest when one this much smaller does not do
+_ENDLESS_BYTES = 1 << 60
 
 
 def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Shape]:
@@ -145,242 +29,147 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
     sizes = [profile.batch]
     while sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
+    ordered = limits.fixed.get("micro_batch")
+    if isinstance(ordered, int):
+        sizes = [ordered]
     places = (KEEP, DISK) if hardware.compute == RAM else (KEEP, RAM, DISK)
-    for size, states, slots in product(sizes, places, _RING_SLOTS):
+    for size, states, slots in product(sizes, places, _RING_SLOTS if limits.streams else _RING_SLOTS[:1]):
         made = Shape(micro_batch=size, slots=slots, states=states)
-        if all(getattr(made, name, value) == value for name, value in limits.fixed.items()):
+        fitting = all(getattr(made, name, value) == value for name, value in limits.fixed.items())
+        if fitting and (limits.states_leave or states == KEEP):
             yield made
 
 
-def best(profile: StepProfile, hardware: Hardware, limits: Limits, *, time_limit_s: float = 1.0) -> Iterator[Way]:
+def best(
+    profile: StepProfile, hardware: Hardware, limits: Limits, *, time_limit_s: float = _TIME_LIMIT_S
+) -> Iterator[Way]:
     """A way for every shape in which one fits, by the seconds of its busiest lane."""
     found = [
-        solve_shape(profile, hardware, limits, s, time_limit_s=time_limit_s)
-        for s in shapes(profile, hardware, limits)
+        solve_shape(profile, hardware, limits, shape, time_limit_s=time_limit_s)
+        for shape in shapes(profile, hardware, limits)
     ]
     yield from sorted((made for made in found if made is not None), key=lambda made: made.bound_s)
 
 
 def solve_shape(
-    profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape, *, time_limit_s: float = 1.0
+    profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape, *, time_limit_s: float = _TIME_LIMIT_S
 ) -> Way | None:
     """The way of this shape whose busiest lane is the least busy; None where none fits."""
-    frames = {_name(frame): frame for frame in _frames(profile, hardware, limits, shape)}
-    if not frames:
+    possible = frames(hardware, limits, profile, shape)
+    if not possible:
         return None
-    solution = solve(_problem(profile, hardware, limits, shape, frames), time_limit_s=time_limit_s)
+    solution = solve(problem(profile, hardware, limits, shape, possible), time_limit_s=time_limit_s)
     if solution is None:
         return None
-    (chosen,) = solution.counts[_WHOLE]
-    return _way(profile, frames[chosen], solution)
+    (chosen,) = solution.counts[WHOLE]
+    return _way(profile, shape, possible[chosen], solution)
 
 
-def _frames(profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape) -> Iterator[Frame]:
-    away = (DISK,) if hardware.compute == RAM else (RAM, DISK)
-    for chunked, in_backward, gradients in product(
-        (False, True) if limits.chunkable and profile.head_bytes else (False,),
-        (False, True) if limits.single_pass else (False,),
-        (KEEP, *away),
-    ):
-        never_whole = in_backward and shape.micro_batch == profile.batch  # gradients are used up as they come
-        if gradients != KEEP and (shape.states == KEEP or never_whole):
-            continue
-        made = Frame(
-            micro_batch=shape.micro_batch,
-            slots=shape.slots,
-            states=shape.states,
-            chunked=chunked,
-            in_backward=in_backward,
-            gradients=gradients,
-        )
-        if all(getattr(made, name) == value for name, value in limits.fixed.items()):
-            yield made
+def baselines(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Way]:
+    """What one would do without a planner: all resident; checkpointing only; all streamed, from RAM or from disk.
+
+    (On a processor, all resident is also the processor alone.) Each of them as far as ``limits`` allow it.
+    """
+    names = [block.name for block in profile.blocks]
+    keep = dict.fromkeys(names, KEEP)
+    full = {block.name: FULL if FULL in block.kept_bytes else KEEP for block in profile.blocks}
+    size = limits.fixed.get("micro_batch", profile.batch)
+    assert isinstance(size, int)
+    states = str(limits.fixed.get("states", KEEP))
+    plain = Frame(micro_batch=size, states=states)
+    candidates = [(plain, RESIDENT, keep), (plain, RESIDENT, full)]
+    trained = limits.single_pass and any(block.trained_bytes for block in profile.blocks)
+    for home in (FROM_DISK,) if hardware.compute == RAM else (FROM_RAM, FROM_DISK):
+        place = states if "states" in limits.fixed else DISK if home == FROM_DISK else RAM
+        away = replace(plain, states=place, in_backward=True) if trained else plain
+        candidates += [(away, home, keep), (away, home, full)]
+    for frame, weights, activations in candidates:
+        allowed = all((weights, activations[b.name]) in choices(b, hardware.compute, limits) for b in profile.blocks)
+        if allowed and limits.allow(frame):
+            yield Way(frame=frame, weights=dict.fromkeys(names, weights), activations=activations)
 
 
-def _name(frame: Frame) -> str:
-    return f"{frame.chunked} {frame.in_backward} {frame.gradients}"
+def smallest(profile: StepProfile, hardware: Hardware, limits: Limits) -> tuple[dict[str, int], Way] | None:
+    """Of each tier that is short, the least with which something fits, and what does; None where nothing ever does.
 
-
-def _problem(
-    profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape, frames: Mapping[str, Frame]
-) -> Problem:
-    """The program of one shape: a class for every kind of block, and one for the model as a whole."""
+    A GPU's memory is made larger up to what the GPU has; where that is not enough it is RAM that is, then both, and
+    then there has to be another GPU.
+    """
     compute = hardware.compute
-    whole = BlockClass(
-        name=_WHOLE,
-        count=1,
-        columns=[_whole_column(name, profile, hardware, frame) for name, frame in frames.items()],
-    )
-    one = next(iter(frames.values()))
-    classes = [
-        BlockClass(
-            name=members[0].name,
-            count=len(members),
-            columns=[c for c in _columns(members[0], profile, hardware, one) if _allowed(c, limits)],
-        )
-        for members in _classes(profile.blocks)
-    ]
-    moments = (BACKWARD, UPDATE)
-    fixed = dict(profile.spent_bytes)
-    for tier, more in limits.corrections.items():
-        fixed[tier] = fixed.get(tier, 0) + more
-    return Problem(
-        classes=[whole, *classes],
-        budget_bytes={_at(tier, moment): n for tier, n in limits.budget_bytes.items() for moment in moments},
-        fixed_bytes={_at(tier, moment): n for tier, n in fixed.items() for moment in moments},
-        fixed_s={COMPUTE: sum(profile.outside_s) + profile.more_s(shape.micro_batch)},
-        pools=(
-            Pool(name=_RING, tiers=[_at(compute, moment) for moment in moments], slots=shape.slots),
-            Pool(name=_AGAIN, tiers=[_at(compute, BACKWARD)], slots=1),
-            Pool(name=_WINDOW, tiers=[_at(compute, BACKWARD)], slots=_WINDOW_SLOTS),
-        ),
-    )
+    capacity = _ENDLESS_BYTES if compute == RAM else hardware.tier(compute).capacity_bytes
+    capacity = max(capacity, limits.budget_bytes.get(compute, 0))
+    for lifted in (
+        {compute: capacity},
+        {RAM: _ENDLESS_BYTES},
+        {compute: capacity, RAM: _ENDLESS_BYTES},
+        {compute: capacity, RAM: _ENDLESS_BYTES, DISK: _ENDLESS_BYTES},
+        {compute: _ENDLESS_BYTES, RAM: _ENDLESS_BYTES, DISK: _ENDLESS_BYTES},
+    ):
+        tiers = [tier for tier in lifted if tier in limits.budget_bytes]
+        roomy = _with(limits, {tier: lifted[tier] for tier in tiers})
+        if _first(profile, hardware, roomy) is not None:
+            return _shrunk(profile, hardware, roomy, tiers)
+    return None
 
 
-def _whole_column(name: str, profile: StepProfile, hardware: Hardware, frame: Frame) -> Column:
-    """What lies beside blocks, and the optimizer: beside backward where each block is updated in it, else after."""
-    share = frame.micro_batch / profile.batch
-    held = _fixed_bytes(profile, hardware.compute, frame)
-    blocks = sum(b.kept_bytes[KEEP] for b in profile.blocks) + (profile.head_bytes if frame.chunked else 0)
-    key = (hardware.compute, BACKWARD)
-    held[key] = held.get(key, 0) + int((profile.activation_bytes - blocks) * share)
-    lanes = update_lanes(profile, hardware, frame)
-    if not frame.in_backward:
-        lanes = {SERIAL: max(lanes.values(), default=0.0)}
-    if frame.chunked:
-        lanes[COMPUTE] = lanes.get(COMPUTE, 0.0) + profile.head_s
-    return Column(name=name, bytes={_at(*place): n for place, n in held.items()}, seconds=lanes)
+def _shrunk(
+    profile: StepProfile, hardware: Hardware, limits: Limits, lifted: list[str]
+) -> tuple[dict[str, int], Way] | None:
+    """Halve between what fits and what does not, one tier after the other."""
+    for tier in lifted:
+        found = _first(profile, hardware, limits)
+        assert found is not None, "it was found with more"
+        high = peak_bytes(held_bytes(profile, hardware, found)).get(tier, 0) + _corrected(limits, tier) + (1 << 20)
+        low = 0
+        while _first(profile, hardware, _with(limits, {tier: high})) is None:
+            low, high = high, 2 * high  # the program rounds to its own grain
+        while high - low > max(1 << 16, int(high * _CLOSE)):
+            middle = (low + high) // 2
+            if _first(profile, hardware, _with(limits, {tier: middle})) is None:
+                low = middle
+            else:
+                high = middle
+        limits = _with(limits, {tier: high})
+    made = _first(profile, hardware, limits)
+    return None if made is None else ({tier: limits.budget_bytes[tier] for tier in lifted}, made)
 
 
-def _at(tier: str, moment: str) -> str:
-    return f"{tier}@{moment}"
+def _corrected(limits: Limits, tier: str) -> int:
+    return max(0, limits.corrections.get(tier, 0))
 
 
-def _classes(blocks: Sequence[BlockProfile]) -> list[list[BlockProfile]]:
-    ordered = sorted(blocks, key=lambda block: repr(block.kind()))
-    return [list(members) for _, members in groupby(ordered, key=BlockProfile.kind)]
+def _with(limits: Limits, budget_bytes: Mapping[str, int]) -> Limits:
+    return replace(limits, budget_bytes={**limits.budget_bytes, **budget_bytes})
 
 
-def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple[str, str], int]:
-    """What lies in each tier at each moment beside blocks' weights and activations."""
-    loose = profile.weight_bytes - sum(block.bytes for block in profile.blocks)
-    fixed: dict[tuple[str, str], int] = {}
-
-    def add(tier: str, moment: str, count: int) -> None:
-        fixed[tier, moment] = fixed.get((tier, moment), 0) + count
-
-    home = {KEEP: compute, RAM: RAM, DISK: DISK}
-    largest = max((block.trained_bytes for block in profile.blocks), default=0)
-    for moment in (BACKWARD, UPDATE):
-        add(compute, moment, loose)
-        add(home[frame.states], moment, profile.state_bytes)
-    accumulates = frame.micro_batch < profile.batch
-    if accumulates:
-        add(home[frame.gradients], BACKWARD, profile.gradient_bytes)
-    whole = not frame.in_backward or accumulates
-    add(home[frame.gradients] if whole else compute, UPDATE, profile.gradient_bytes if whole else largest)
-    if frame.gradients != KEEP:
-        add(compute, UPDATE, largest)
-    add(compute, UPDATE, profile.update_bytes if frame.states == KEEP else 0)
-    return fixed
+def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Way | None:
+    """Any way that fits, looked for where least is taken: few rows at once, or all, with no sum of gradients."""
+    least = [shape for shape in shapes(profile, hardware, limits) if shape.slots == min(_RING_SLOTS)]
+    sizes = {min(shape.micro_batch for shape in least), max(shape.micro_batch for shape in least)} if least else set()
+    for shape in least:
+        if shape.micro_batch in sizes:
+            made = solve_shape(profile, hardware, limits, shape)
+            if made is not None:
+                return made
+    return None
 
 
-def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict[str, float]:
-    """Seconds of the optimizer by lane, the bytes that it moves included."""
-    compute, lanes = hardware.compute, dict[str, float]()
-
-    def move(source: str, target: str, count: int) -> None:
-        lane = way(source, target)
-        lanes[lane] = lanes.get(lane, 0.0) + count / rate(hardware, source, target)
-
-    if compute == RAM or frame.states == KEEP:
-        lanes[COMPUTE] = profile.update_s
-    else:  # read weights, gradients and two states, write all but gradients (torch's fused Adam), beside RAM's rate
-        touched = 2 * (profile.gradient_bytes + profile.state_bytes) + profile.gradient_bytes
-        lanes[CPU] = touched / (hardware.tier(RAM).bytes_per_s or 1.0)
-        move(compute, RAM, profile.gradient_bytes)
-        move(RAM, compute, profile.gradient_bytes)
-    if frame.states == DISK:
-        move(DISK, RAM, profile.state_bytes)
-        move(RAM, DISK, profile.state_bytes)
-    if frame.gradients == DISK:
-        move(RAM, DISK, profile.gradient_bytes)
-        move(DISK, RAM, profile.gradient_bytes)
-    return lanes
-
-
-def rate(hardware: Hardware, source: str, target: str) -> float:
-    """Bytes per second of a link; a way that was not measured is taken to be as fast as the other."""
-    known = {(link.source, link.target) for link in hardware.links}
-    pair = (source, target) if (source, target) in known else (target, source)
-    return hardware.link(*pair).bytes_per_s
-
-
-def weight_moves(block: BlockProfile, choice: str, compute: str, micros: int) -> dict[tuple[str, str], int]:
-    """Bytes of a block's weights over each link in a step: to forward and backward of each micro-batch, and back."""
-    if choice == RESIDENT:
-        return {}
-    path = [RAM, compute] if choice == FROM_RAM else [DISK, compute] if compute == RAM else [DISK, RAM, compute]
-    moves = dict.fromkeys(pairwise(path), 2 * micros * block.bytes)
-    if block.trained_bytes:
-        moves |= {(b, a): block.trained_bytes for a, b in pairwise(path)}
-    return moves
-
-
-def _columns(block: BlockProfile, profile: StepProfile, hardware: Hardware, frame: Frame) -> Iterator[Column]:
-    compute, share = hardware.compute, frame.micro_batch / profile.batch
-    micros = -(-profile.batch // frame.micro_batch)
-    away = DISK if compute == RAM else RAM
-    homes = (FROM_DISK,) if compute == RAM else (FROM_RAM, FROM_DISK)
-    for weights in (RESIDENT, *homes):
-        for kept in (KEEP, SELECTIVE, FULL, OFFLOAD):
-            if (kept == OFFLOAD and not block.offload_bytes) or kept not in (*block.kept_bytes, OFFLOAD):
-                continue
-            saved = _saved_bytes(block, kept)
-            held = {_at(compute, BACKWARD): int(saved * share)}
-            slot: dict[str, int] = {}
-            lanes = {COMPUTE: block.forward_s + block.backward_s + block.again_s.get(kept, 0.0)}
-            if kept in (SELECTIVE, FULL):
-                slot[_AGAIN] = int((block.kept_bytes[KEEP] - saved) * share)
-            if kept == OFFLOAD:
-                slot[_WINDOW] = int(block.offload_bytes * share)
-                held[_at(away, BACKWARD)] = held[_at(away, UPDATE)] = int(block.offload_bytes * share)
-                for pair in ((compute, away), (away, compute)):
-                    lanes[way(*pair)] = block.offload_bytes / rate(hardware, *pair)
-            _place(block, weights, compute, held, slot)
-            for pair, count in weight_moves(block, weights, compute, micros).items():
-                lanes[way(*pair)] = lanes.get(way(*pair), 0.0) + count / rate(hardware, *pair)
-            yield Column(name=f"{weights} {kept}", bytes=held, seconds=lanes, slot_bytes=slot)
-
-
-def _saved_bytes(block: BlockProfile, kept: str) -> int:
-    if kept == OFFLOAD:
-        return block.kept_bytes[KEEP] - block.offload_bytes
-    return block.kept_bytes[kept]
-
-
-def _place(block: BlockProfile, weights: str, compute: str, held: dict[str, int], slot: dict[str, int]) -> None:
-    if weights != RESIDENT:
-        slot[_RING] = block.bytes
-    tier = compute if weights == RESIDENT else RAM if weights == FROM_RAM else DISK
-    for moment in (BACKWARD, UPDATE):
-        held[_at(tier, moment)] = held.get(_at(tier, moment), 0) + block.bytes
-
-
-def _allowed(column: Column, limits: Limits) -> bool:
-    weights, kept = column.name.split()
-    return kept in limits.activations and (limits.streams or weights == RESIDENT)
-
-
-def _way(profile: StepProfile, frame: Frame, solution: Solution) -> Way:
+def _way(profile: StepProfile, shape: Shape, frame: Frame, solution: Solution) -> Way:
     weights: dict[str, str] = {}
     activations: dict[str, str] = {}
-    for members in _classes(profile.blocks):
-        order = {block.name: index for index, block in enumerate(profile.blocks)}
+    blocks = profile.at(shape.micro_batch).blocks
+    order = {block.name: index for index, block in enumerate(blocks)}
+    for members in kinds(blocks):
         names = sorted((block.name for block in members), key=order.__getitem__)
         for name, column in zip(names, _spread(solution.counts[members[0].name], len(names)), strict=True):
             weights[name], activations[name] = column.split()
-    return Way(frame=frame, weights=weights, activations=activations, bound_s=solution.busiest_s, gap=solution.gap)
+    return Way(
+        frame=frame,
+        weights={name: weights[name] for name in order},
+        activations={name: activations[name] for name in order},
+        bound_s=solution.bound_s,
+        gap=solution.gap,
+    )
 
 
 def _spread(counts: Mapping[str, int], total: int) -> list[str]:

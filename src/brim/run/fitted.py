@@ -45,15 +45,18 @@ def apply_choice(
     partition: Partition,
     weights: Weights,
     example: Any = None,
+    *,
+    update_bytes: int | None = None,
 ) -> Fitted:
     """Put ``plan`` into force. On any failure the model and the optimizer are left as they were.
 
     ``partition`` is that which the plan's weight streaming decisions speak of; a block without one is resident.
-    ``example`` is an input as the model takes it, for plans with in-place activations.
+    ``example`` is an input as the model takes it, for plans with in-place activations. ``update_bytes`` are updated
+    at once (None: as the model is large).
     """
     fitted = Fitted(model, optimizer, _complete(plan, partition), memory)
     try:
-        fitted._apply(partition, weights, example)
+        fitted._apply(partition, weights, example, update_bytes)
     except BaseException:
         fitted.remove()
         raise
@@ -86,7 +89,7 @@ class Fitted:
         """Whether the step under way has begun to change weights, so that it cannot be repeated as it is."""
         return self._stepping or (self.offload is not None and self.offload.partly_updated)
 
-    def _apply(self, partition: Partition, weights: Weights, example: Any) -> None:
+    def _apply(self, partition: Partition, weights: Weights, example: Any, update_bytes: int | None) -> None:
         choice, model, memory = self.choice, self.model, self.memory
         self.precision = self._hold(precision.apply(model, self.optimizer, choice.precision))
         if choice.checkpointing:
@@ -109,7 +112,7 @@ class Fitted:
                 states=choice.states,
                 gradients=choice.gradients,
                 streaming=self.streaming if choice.streams else None,
-                block_bytes=update_bytes(model),
+                block_bytes=bytes_at_once(model) if update_bytes is None else update_bytes,
             )
             self._hold(self.offload)
 
@@ -223,7 +226,7 @@ class Fitted:
                 del vars(owner)[HANDLE_ATTRIBUTE]
 
 
-def update_bytes(model: nn.Module) -> int:
+def bytes_at_once(model: nn.Module) -> int:
     """How much is updated at once: a sixteenth of what is trained, as what passes through RAM is thrice that."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return min(optimizer_offload.BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))

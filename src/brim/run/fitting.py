@@ -171,11 +171,11 @@ def _need(error: BudgetError) -> int:
     return sum(error.smallest_bytes.values())
 
 
-def partitions(model: nn.Module, need: Need, weights: Weights) -> Iterator[Partition]:
+def partitions(model: nn.Module, need: Need, weights: Weights | None = None) -> Iterator[Partition]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
     partition: Partition | None = find_blocks(model, stay=need.stay)
     while partition is not None:
-        yield _without_unreadable_lookups(partition, weights)
+        yield _without_unreadable_lookups(partition, weights or Weights())
         partition = _finer(model, partition, need)
 
 

@@ -52,12 +52,12 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     count = len(answer.proposals)
     if not 0 <= index < count:
         raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
-    request = replace(answer.request, model=str(answer.request.model))
+    request, chosen = replace(answer.request, model=str(answer.request.model)), answer.proposals[index]
     made = PlanFile(
         brim=brim.__version__,
         request=request,
-        hardware=answer.machine.hardware,
-        plan=answer.proposals[index].plan,
+        hardware=chosen.hardware or answer.machine.hardware,
+        plan=chosen.plan,
         parameters=fingerprint(described(request.model), request),
     )
     try:
@@ -143,8 +143,9 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
     return found
 
 
-def described(model: str | Path) -> nn.Module:
-    """The module that MODEL's configuration describes, on meta and in the dtype that it names; no weights are read.
+def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """The module that MODEL's configuration describes, on meta and in ``dtype`` (None: that which it names); no weights
+    are read.
 
     Raises what ``find_model`` does, UnsupportedError for what is no model of transformers.
     """
@@ -165,7 +166,7 @@ def described(model: str | Path) -> nn.Module:
             f"A plan for {source.name} was asked for.", f"transformers has no class {source.architecture}."
         )
     with torch.device("meta"), no_init_weights():
-        made: Any = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+        made: Any = kind._from_config(config, dtype=dtype or getattr(config, "dtype", None) or torch.float32)
     made.tie_weights()  # left out where weights are not initialised
     module: nn.Module = made
     return module

@@ -213,6 +213,7 @@ def _proposal(request: Request, machine: Machine, found: Found) -> Proposal:
         techniques=list(effects(found)),
         command=_command(request, machine, found),
         gap=gap(found),
+        hardware=None if found.subject.machine is machine else found.subject.machine.hardware,
         timeline=found.schedule.timeline(name, found.subject.machine.hardware.compute),
     )
 

@@ -121,12 +121,18 @@ class Effect:
     saves_bytes: Mapping[str, int] = field(default_factory=dict)
     costs_s: float = 0.0
 
+    def to_json(self) -> dict[str, Any]:
+        saves = dict(self.saves_bytes)
+        return {"technique": self.technique, "what": self.what, "saves_bytes": saves, "costs_s": self.costs_s}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
 
-    ``timeline`` is what its schedule says that the machine does, for reports.
+    ``hardware`` is given where it is a part of the machine: its processor alone. ``frees`` is what else would make room
+    in some tier, and what it would cost. ``timeline`` is what its schedule says
+    that the machine does, for reports.
     """
 
     plan: Plan
@@ -136,6 +142,8 @@ class Proposal:
     command: str
     gap: float = 0.0
     proved: bool = True
+    hardware: Hardware | None = None
+    frees: Sequence[Effect] = ()
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -143,15 +151,8 @@ class Proposal:
             "peak_bytes": dict(self.plan.promise.peak_bytes),
             "step_s": self.step_s,
             "limited_by": self.limited_by,
-            "techniques": [
-                {
-                    "technique": e.technique,
-                    "what": e.what,
-                    "saves_bytes": dict(e.saves_bytes),
-                    "costs_s": e.costs_s,
-                }
-                for e in self.techniques
-            ],
+            "techniques": [effect.to_json() for effect in self.techniques],
+            "frees": [effect.to_json() for effect in self.frees],
             "command": self.command,
             "gap": self.gap,
             "proved": self.proved,

@@ -1,208 +1,222 @@
-"""Ways to train a model that is known by its configuration: searched, timed by their schedules, and proved.
-
-A way is proved by tracing the step with the very techniques in force, on fake tensors. Where that takes more than the
-search thought, the search is made again with what was found.
-"""
+"""Plans to train a model that is known by its configuration, on this machine or on another one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import importlib.util
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from brim.core import Hardware
-from brim.core.hardware import VRAM
-from brim.errors import UnsupportedError
-from brim.planner import training as ways
-from brim.planner.profile import profile_of
-from brim.planner.schedule import Schedule
-from brim.planner.steps import training_step_s
-from brim.planner.training import FULL, KEEP, OFFLOAD, SELECTIVE, Frame, Limits, StepProfile, Way
-from brim.run.planning_request import Effect
-from brim.run.training_choice import CHUNK_TOKENS as CHUNK_TOKENS_NAME
-from brim.run.training_choice import GRADIENTS, IN_BACKWARD, MICRO_BATCH, STATES, Choice
-from brim.run.training_ladder import CHUNK_TOKENS, fits
-from brim.run.training_prediction import Prediction, Rehearsal
-from brim.techniques import activation_offload, checkpointing, chunked_loss, optimizers, weight_streaming
-from brim.techniques.base import Option
-from brim.techniques.blocks import Partition, tensor_bytes
-from brim.techniques.placement import RESIDENT, STAGING_SLOTS
-from brim.techniques.weight_streaming import RING_SLOTS
+from brim.core import Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.errors import ModelError
+from brim.estimation.quiet import quiet
+from brim.memory import heap
+from brim.memory.checkpoint_files import Extent, TensorSource
+from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
+from brim.run.inference import resident_bytes, warm_up
+from brim.run.plan_file import described
+from brim.run.planning_request import Machine, Proposal, Request
+from brim.run.trainee import add_lora, make_optimizer
+from brim.run.training_choice import Choice
+from brim.run.training_effects import effects, frees
+from brim.run.training_ladder import spread
+from brim.run.training_prediction import Rehearsal
+from brim.run.training_search import Clock, Found, Planner, Case
+from brim.techniques.blocks import find_blocks
+from brim.techniques.weight_streaming import Weights
 
-_PROOFS = 4  # how often a way is corrected before it is given up
-_MARGIN_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A way that was proved: its choice as the runtime takes it, what it takes, and its schedule."""
-
-    way: Way
-    choice: Choice
-    prediction: Prediction
-    step_s: float
-    schedule: Schedule
-
-    @property
-    def limited_by(self) -> str:
-        busy = self.schedule.busy_s()
-        return max(busy, key=lambda lane: busy[lane])
+OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
+# What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
+# steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
+BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
+_DATA, _OUTPUT, _PLAN = "data.jsonl", "trained", "plan.json"
 
 
-class Planner:
-    """One training, its step traced once without any technique."""
+def plan_training(request: Request, machine: Machine) -> list[Proposal]:
+    """Proved ways to train as ``request`` says, the fastest first: ``request.top`` of them at most.
 
-    def __init__(self, rehearsal: Rehearsal, *, optimizer: str, precision: str, limits: Limits, tokens: int) -> None:
-        self._rehearsal, self._limits, self._precision = rehearsal, limits, precision
-        self._hardware: Hardware = rehearsal.hardware
-        model, batch = rehearsal.model, rehearsal.batch
-        plain = Choice(precision=precision, micro_batch=batch)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.profile: StepProfile = profile_of(
-            rehearsal.trace(plain),
-            rehearsal.partition,
-            self._hardware,
-            batch=batch,
-            trained_bytes=trained_bytes(model, rehearsal.partition),
-            state_bytes=sum(optimizers.state_bytes(optimizer, trained)),
-            repeated=checkpointing.blocks(model),
-            spent_bytes=rehearsal.spent_bytes(),
-            head=_head(model, tokens, self._hardware),
-        )
+    Nothing but speed decides among ways that take the same precision: all that is done is lossless. The precision is
+    that which was asked for, else what ``brim train`` takes: fp32 on a processor, bf16-mixed on a GPU, and under
+    ``prefer="quality"`` fp32 there too. Raises BudgetError, with ``smallest_bytes``, when nothing fits.
+    """
+    if request.method == "lora" and importlib.util.find_spec("peft") is not None:
+        importlib.import_module("peft")  # as training does before its budget counts
+    start_bytes = resident_bytes()
+    with quiet():
+        planner = Planner(case_of(request, machine, start_bytes))
+        found = planner.search(request.top)
+    return [_proposal(request, machine, planner, one, first=one is found[0]) for one in found]
 
-    def search(self, top: int) -> list[Found]:
-        """Up to ``top`` proved ways, the fastest first; none when nothing fits."""
-        found: list[Found] = []
-        for _, way in self._in_order():
-            made = self._prove(way)
-            if made is not None and all(made.choice != other.choice for other in found):
-                found.append(made)
-            if len(found) == top:
-                break
-        return sorted(found, key=lambda one: one.step_s)
 
-    def _in_order(self) -> Iterator[tuple[float, Way]]:
-        """Ways by the seconds of their schedules. The program's bound says when no later one can be faster."""
-        waiting: list[tuple[float, int, Way]] = []
-        for index, way in enumerate(ways.best(self.profile, self._hardware, self._limits)):
-            ready = [one for one in waiting if one[0] <= way.bound_s]
-            for one in sorted(ready):
-                waiting.remove(one)
-                yield one[0], one[2]
-            waiting.append((training_step_s(self.profile, self._hardware, way)[0], index, way))
-        for seconds, _, way in sorted(waiting, key=lambda one: one[:2]):
-            yield seconds, way
+def precision_of(request: Request, compute: str) -> str:
+    """What is asked for, else the planner's choice."""
+    return request.precision or ("fp32" if compute == RAM or request.prefer == "quality" else "bf16-mixed")
 
-    def _prove(self, way: Way) -> Found | None:
-        """``way``, or what the search makes of its frame when it knows what that really takes."""
-        corrections: dict[str, int] = {}
-        for _ in range(_PROOFS):
-            choice = self.choice(way)
-            prediction = self._rehearsal.predict(choice)
-            if fits(prediction.peak_bytes, self._limits.budget_bytes):
-                seconds, schedule = training_step_s(self.profile, self._hardware, way)
-                return Found(way=way, choice=choice, prediction=prediction, step_s=seconds, schedule=schedule)
-            for tier, budget in self._limits.budget_bytes.items():
-                over = prediction.peak_bytes.get(tier, 0) - budget
-                if over > 0:
-                    corrections[tier] = corrections.get(tier, 0) + over + _MARGIN_BYTES
-            tighter = replace(self._limits, corrections=corrections)
-            again = ways.solve_shape(self.profile, self._hardware, tighter, ways.shape_of(way))
-            if again is None:
-                return None
-            way = again
+
+def weights_dtype(method: str, precision: str) -> torch.dtype | None:
+    """What is trained is held in float32, except in pure bf16; None: as it is stored, where it is only read."""
+    if method == "lora":
         return None
-
-    def choice(self, way: Way) -> Choice:
-        """``way`` as the runtime takes it."""
-        frame = way.frame
-        streaming = dict(way.weights)
-        settings: dict[str, int] = {}
-        if any(choice != RESIDENT for choice in streaming.values()):
-            settings[RING_SLOTS] = frame.slots
-            if self._hardware.compute == VRAM:
-                settings[STAGING_SLOTS] = 2
-        kept = way.activations
-        return Choice(
-            precision=self._precision,
-            micro_batch=frame.micro_batch,
-            chunk_tokens=CHUNK_TOKENS if frame.chunked else 0,
-            checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
-            activations=tuple(b for b, c in kept.items() if c == OFFLOAD),
-            in_backward=frame.in_backward,
-            states=frame.states,  # type: ignore[arg-type]  # the same three words
-            gradients=frame.gradients,  # type: ignore[arg-type]
-            streaming=streaming if settings else {},
-            streaming_settings=settings,
-        )
-
-    def effects(self, found: Found) -> list[Effect]:
-        """What each technique of ``found`` saves and costs, as the profile knows it."""
-        return list(_effects(self.profile, self._hardware, found.way))
+    return torch.bfloat16 if precision.startswith("bf16") and "mixed" not in precision else torch.float32
 
 
-def trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
-    """Of each block, the bytes that the optimizer changes."""
-    parameters = dict(model.named_parameters())
+def training_limits(
+    model: nn.Module, precision: str, budget_bytes: Mapping[str, int], *, clips: bool, adapters: frozenset[str]
+) -> Limits:
+    """What may be done in a training in ``precision``; ``adapters`` are parameters that no file has."""
+    states_leave = precision not in OWN_STEPS
+    frozen = not any(p.requires_grad and n not in adapters for n, p in model.named_parameters())
+    return Limits(
+        budget_bytes=dict(budget_bytes),
+        single_pass=states_leave and not clips and precision != "fp16-mixed",
+        gradients_leave=precision != "fp16-mixed" and states_leave,
+        states_leave=states_leave,
+        activations=(KEEP, SELECTIVE, FULL, OFFLOAD),
+        streams=states_leave or frozen,
+    )
+
+
+def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
+    hardware = machine.hardware
+    precision = precision_of(request, hardware.compute)
+    model = _model(request, precision)
+    base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
+    adapters = frozenset(name for name, _ in model.named_parameters()) - base
+    here = request.gpu is None and not machine.assumed
+    if here:
+        warm_up(model, hardware, request.seq)
+
+    def inputs(count: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(count, request.seq, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(request.optimizer, module, 1e-4)
+
+    partition = find_blocks(model, stay=adapters)
+    rehearsal = Rehearsal(
+        name=str(request.model),
+        model=model,
+        partition=partition,
+        weights=Weights(sources=dict(_sources(model, base))),
+        optimizer=optimizer,
+        inputs=inputs,
+        batch=request.batch,
+        hardware=hardware,
+        budget_bytes=machine.budget_bytes,
+        spent_bytes=(lambda: program_bytes(start_bytes)) if here else (lambda: BESIDE_BYTES),
+    )
+    return Case(
+        rehearsal=rehearsal,
+        optimizer=request.optimizer,
+        precision=precision,
+        limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
+        tokens=request.seq,
+        clock=training_clock(model, partition, inputs) if here else None,
+    )
+
+
+def training_clock(model: nn.Module, partition: Any, inputs: Callable[[int], Any]) -> Clock | None:
+    """Measured seconds of blocks on this machine; None until they are measured."""
+    return None
+
+
+def program_bytes(start_bytes: int) -> dict[str, int]:
+    """What the program has grown by until now, and will need beside tensors, per tier."""
+    heap.trim()
     return {
-        block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
-        for block in partition.blocks
+        tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in BESIDE_BYTES.items()
     }
 
 
-def _head(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
-    try:
-        layer: Any = model.get_submodule(chunked_loss.find_head(model))
-    except UnsupportedError:
+def _model(request: Request, precision: str) -> nn.Module:
+    """The model in train mode, on meta."""
+    model: Any = described(request.model, weights_dtype(request.method, precision))
+    if not model.can_generate():
+        raise ModelError(
+            f"{request.model} was to be trained on text.",
+            f"{type(model).__name__} is no language model with a loss of its own.",
+            "Give a causal language model.",
+        )
+    model.config.use_cache = False
+    if request.method == "lora":
+        with torch.device("meta"):
+            model = add_lora(model, 0)
+    made: nn.Module = model.train()
+    return made
+
+
+def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, TensorSource]]:
+    """Where the parameters would be in a checkpoint: one file, one after the other."""
+    offset = 0
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            continue
+        count = parameter.numel() * parameter.element_size()
+        extent = Extent(path=str(Path("model.safetensors").absolute()), offset=offset, bytes=count)
+        yield name, TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=(extent,))
+        offset += count
+
+
+# -- what is offered
+
+
+def _proposal(request: Request, machine: Machine, planner: Planner, found: Found, *, first: bool) -> Proposal:
+    plan = found.choice.plan(
+        model=str(request.model),
+        hardware=machine.hardware.name,
+        budget_bytes=machine.budget_bytes,
+        promise=found.prediction.promise(),
+    )
+    timeline: Timeline | None = None
+    if first:
+        timeline = found.schedule.timeline(f"{request.model} train", machine.hardware.compute)
+    return Proposal(
+        plan=plan,
+        step_s=found.step_s,
+        limited_by=found.limited_by,
+        techniques=effects(planner, found.way),
+        command=command(request, found.choice, list(found.way.activations)),
+        gap=found.way.gap,
+        frees=frees(planner, found.way) if first else (),
+        timeline=timeline,
+    )
+
+
+def command(request: Request, choice: Choice, blocks: list[str]) -> str:
+    """The command that trains so: by options where they say all of it, else by the plan's file."""
+    words = ["brim", "train", str(request.model), "--data", _DATA, "--output", _OUTPUT]
+    flags = _flags(choice, blocks)
+    if flags is None:
+        return shlex.join([*words, "--plan", _PLAN])
+    words += ["--method", request.method, "--batch", str(request.batch), "--seq", str(request.seq)]
+    words += ["--optimizer", request.optimizer, "--precision", choice.precision]
+    for name, amount in (("vram", request.vram), ("ram", request.ram)):
+        words += [] if amount is None else [f"--{name}", str(amount)]
+    return shlex.join([*words, *flags])
+
+
+def _flags(choice: Choice, blocks: list[str]) -> list[str] | None:
+    """Options that leave nothing open; None where some decision has none."""
+    kept = {choice.checkpointing.get(name, "none") for name in _repeated(choice, blocks)} or {"none"}
+    evenly = choice.activations == spread(_repeated(choice, blocks), len(choice.activations))
+    untold = choice.streams or choice.chunk_tokens or choice.in_backward or choice.gradients != "keep"
+    if untold or len(kept) > 1 or not evenly:
         return None
-    classes, hidden = layer.weight.shape
-    made = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
-    return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
+    states = "none" if choice.states == "keep" else choice.states
+    flags = ["--micro-batch", str(choice.micro_batch), "--checkpointing", *kept]
+    flags += ["--offload-activations", str(len(choice.activations)), "--offload-optimizer", states]
+    return [*flags, "--stream-weights", "off"]
 
 
-def _effects(profile: StepProfile, hardware: Hardware, way: Way) -> Iterator[Effect]:
-    compute, share = hardware.compute, way.frame.micro_batch / profile.batch
-    yield from _whole_effects(profile, compute, way.frame)
-    blocks = {block.name: block for block in profile.blocks}
-    for kept in (SELECTIVE, FULL, OFFLOAD):
-        chosen = [blocks[name] for name, choice in way.activations.items() if choice == kept]
-        if chosen:
-            left = [b.offload_bytes if kept == OFFLOAD else b.kept_bytes[KEEP] - b.kept_bytes[kept] for b in chosen]
-            yield Effect(
-                technique=activation_offload.NAME if kept == OFFLOAD else checkpointing.NAME,
-                what=f"{len(chosen)} of {len(blocks)} blocks" + ("" if kept == OFFLOAD else f", {kept}"),
-                saves_bytes={compute: int(sum(left) * share)},
-                costs_s=sum(block.again_s.get(kept, 0.0) for block in chosen),
-            )
-    for choice in sorted({c for c in way.weights.values() if c != RESIDENT}):
-        chosen = [blocks[name] for name, other in way.weights.items() if other == choice]
-        yield Effect(
-            technique=weight_streaming.NAME,
-            what=f"{len(chosen)} of {len(blocks)} blocks, {choice}",
-            saves_bytes={compute: sum(block.bytes for block in chosen)},
-        )
+def _repeated(choice: Choice, blocks: list[str]) -> list[str]:
+    """The blocks that checkpointing may be chosen for: numbered ones."""
+    return [name for name in blocks if name.rpartition(".")[2].isdigit()]
 
 
-def _whole_effects(profile: StepProfile, compute: str, frame: Frame) -> Iterator[Effect]:
-    """What is chosen once for the whole model."""
-    share = frame.micro_batch / profile.batch
-    if frame.micro_batch < profile.batch:
-        what, saved = f"{frame.micro_batch} of {profile.batch} rows at once", profile.activation_bytes * (1 - share)
-        costs_s = profile.more_s(frame.micro_batch)
-        yield Effect(technique=MICRO_BATCH, what=what, saves_bytes={compute: int(saved)}, costs_s=costs_s)
-    if frame.chunked:
-        what, saved = f"logits of {CHUNK_TOKENS} tokens at once", profile.head_bytes * share
-        yield Effect(
-            technique=CHUNK_TOKENS_NAME, what=what, saves_bytes={compute: int(saved)}, costs_s=profile.head_s
-        )
-    if frame.in_backward:
-        what, saved = "each block as soon as it has its gradients", profile.gradient_bytes
-        yield Effect(technique=IN_BACKWARD, what=what, saves_bytes={compute: int(saved)})
-    for technique, what, place, count in (
-        (STATES, "states", frame.states, profile.state_bytes),
-        (GRADIENTS, "gradients", frame.gradients, profile.gradient_bytes),
-    ):
-        if place != KEEP:
-            yield Effect(technique=technique, what=f"{what} in {place}", saves_bytes={compute: count, place: -count})
+__all__ = ["case_of", "plan_training", "precision_of", "program_bytes", "training_limits", "weights_dtype"]

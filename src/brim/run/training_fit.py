@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from brim.core import Hardware, Timeline
 from brim.errors import UsageError
-from brim.run.fitted import Fitted, apply_choice, update_bytes
+from brim.run.fitted import Fitted, apply_choice, bytes_at_once
 from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
@@ -115,7 +115,7 @@ class _Search:
         found = rehearsal.predict(choice)
         if self._example is not None:
             return found
-        compute, size = self._hardware.compute, update_bytes(self._model)
+        compute, size = self._hardware.compute, bytes_at_once(self._model)
         blocks = optimizer_offload.find_blocks(self._model, self._optimizer, block_bytes=size)
         made = sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
         held = found.peak_bytes[compute] + made + self._reserve

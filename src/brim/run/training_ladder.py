@@ -133,12 +133,16 @@ Predict = Callable[[Choice], Prediction]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A choice, what it takes and where on the ladder it stands. ``fits`` False: the smallest there is."""
+    """A choice, what it takes and where on the ladder it stands. ``fits`` False: the smallest there is.
+
+    ``planned``: it is none of the rungs, but what a planner chose (in the place of the rung where there is one).
+    """
 
     rung: int
     choice: Choice
     prediction: Prediction
     fits: bool = True
+    planned: bool = False
 
 
 def climb_down(

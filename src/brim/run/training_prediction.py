@@ -55,13 +55,22 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """A step as operations and storages, and its peaks per tier without the program's own share."""
+
+    trace: Trace
+    peak_bytes: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rehearsal:
     """A training to be predicted. ``model`` is never run, only its shape is used; it may have no values.
 
     ``optimizer`` makes the optimizer of a model; ``inputs`` a batch of so many sequences, as long as they come (None:
     it is not known what a step does, and what is predicted is what the plan holds before one);
     ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
-    Parameters with a source in ``weights`` hold nothing until their block is placed.
+    Parameters with a source in ``weights`` hold nothing until their block is placed. ``update_bytes`` are updated at
+    once (None: as ``model`` is large).
     """
 
     name: str
@@ -76,6 +85,7 @@ class Rehearsal:
     budget_bytes: Mapping[str, int] = field(default_factory=dict)
     clip_norm: float | None = None
     spent_bytes: Callable[[], Mapping[str, int]] = dict
+    update_bytes: int | None = None
 
     def trace(self, choice: Choice) -> Trace:
         """The step under ``choice`` as operations and storages; what lies in other tiers is not in it."""
@@ -87,14 +97,33 @@ class Rehearsal:
 
     def predict(self, choice: Choice) -> Prediction:
         """Peak bytes per tier and seconds of a step under ``choice``."""
+        seen, timed = self._see(choice)
+        peak_bytes = seen.peak_bytes
+        del seen
+        return replace(timed, peak_bytes=self.in_all(choice, peak_bytes))
+
+    def rehearse(self, choice: Choice) -> Rehearsed:
+        """The step under ``choice``, and what it takes without the program's own share."""
+        return self._see(choice)[0]
+
+    def in_all(self, choice: Choice, peak_bytes: Mapping[str, int]) -> dict[str, int]:
+        """``peak_bytes`` of a step under ``choice`` with the program's own share."""
+        peak = dict(peak_bytes)
+        moves = choice.streams or choice.offloads_optimizer or choice.activations
+        if self.hardware.compute == RAM and moves and self.spent_bytes is not dict:
+            peak[RAM] += _MOVING_BYTES
+        spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
+        return {tier: count + spent.get(tier, 0) for tier, count in peak.items()}
+
+    def _see(self, choice: Choice) -> tuple[Rehearsed, Prediction]:
         try:
             # Slabs are cut to the budget of RAM, so the prediction is made under it, and without it where it is not
             # enough: how much would be is what the planner wants to know then.
-            return self._predict(choice, self.budget_bytes.get(RAM, _ENDLESS_BYTES))
+            return self._see_in(choice, self.budget_bytes.get(RAM, _ENDLESS_BYTES))
         except BudgetError:
-            return self._predict(choice, _ENDLESS_BYTES)
+            return self._see_in(choice, _ENDLESS_BYTES)
 
-    def _predict(self, choice: Choice, ram_bytes: int) -> Prediction:
+    def _see_in(self, choice: Choice, ram_bytes: int) -> tuple[Rehearsed, Prediction]:
         run = _Run(self, choice, ram_bytes)
         made = run.trace()
         memory, compute = run.memory, self.hardware.compute
@@ -104,12 +133,7 @@ class Rehearsal:
         peak[DISK] = memory.disk_peak_bytes
         memory.close()
         timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(made, run, self.hardware)
-        del made, memory, run
-        moves = choice.streams or choice.offloads_optimizer or choice.activations
-        if compute == RAM and moves and self.spent_bytes is not dict:
-            peak[RAM] += _MOVING_BYTES
-        spent = self.spent_bytes()  # asked last: what the tracing itself leaves behind is part of it
-        return replace(timed, peak_bytes={tier: count + spent.get(tier, 0) for tier, count in peak.items()})
+        return Rehearsed(trace=made, peak_bytes=peak), timed
 
 
 class _HostSource(TorchSource):
@@ -153,7 +177,16 @@ class _Run:
         if choice.states == "keep":
             make_states(optimizer, memory.device)
         inputs = self._inputs()
-        fitted = apply_choice(model, optimizer, plan, memory, rehearsal.partition, rehearsal.weights, inputs)
+        fitted = apply_choice(
+            model,
+            optimizer,
+            plan,
+            memory,
+            rehearsal.partition,
+            rehearsal.weights,
+            inputs,
+            update_bytes=rehearsal.update_bytes,
+        )
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
         self.trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
         copied, begins = memory.recorder.copied_bytes, []

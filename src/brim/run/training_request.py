@@ -23,7 +23,8 @@ class Request:
     """One training. Amounts are bytes or such as ``"8GiB"``; None leaves a choice to the planner.
 
     ``disk`` limits what goes to ``disk_folder`` (the temporary folder where None). ``steps`` or ``epochs``, not both;
-    with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together.
+    with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together. ``plan`` is a file that ``brim
+    plan`` wrote: it is run as it is.
     """
 
     model: str | Path
@@ -52,6 +53,7 @@ class Request:
     stream_weights: bool | None = None
     save_every: int | None = None
     resume: bool = False
+    plan: str | Path | None = None
     seed: int = 0
     trust_remote_code: bool = False
 

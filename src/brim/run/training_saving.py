@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from brim.core import Plan
 from brim.errors import ModelError, TransferError, UsageError
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.memory.checkpoint_writing import write_safetensors
@@ -46,7 +47,11 @@ class Saver:
         found = checkpoint_reading.latest(self._setup.output) if resume else None
         if found is None:
             torch.manual_seed(terms.seed)
-        return self._open(terms, batches, found, 0 if found is None else int(found.state["rung"]))
+        if found is None:
+            return self._open(terms, batches, found, None)
+        rung = None if terms.plan is not None else int(found.state["rung"])
+        plan = Plan.from_json(found.state["plan"]) if found.state.get("planned") else None
+        return self._open(terms, batches, found, rung, plan)
 
     def restart(self, terms: Terms, batches: Batches, rung: int) -> tuple[Session, int]:
         """From the last checkpoint, or the beginning where there is none, on another rung."""
@@ -58,14 +63,16 @@ class Saver:
             batches.load_state_dict(self._setup.batches().state_dict())
         return self._open(terms, batches, found, rung)
 
-    def _open(self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int) -> tuple[Session, int]:
+    def _open(
+        self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int | None, plan: Plan | None = None
+    ) -> tuple[Session, int]:
         if found is not None:
             _check_same(found.state.get("course", {}), self._course(terms), found.folder)
             batches.load_state_dict(found.state["data"])
             self.notes += found.skipped
             self._checkpointer.protect(found.folder)  # weights rest there, and the tokenizer is copied from it
         folder = self._setup.folder if found is None or terms.method == "lora" else found.folder
-        session = Session.open(terms, folder, name=self._setup.name, rung=rung)
+        session = Session.open(terms, folder, name=self._setup.name, rung=rung, plan=plan)
         if found is None:
             torch.manual_seed(terms.seed)  # whatever opening drew
             return session, 0
@@ -105,6 +112,7 @@ class Saver:
         state = {
             "course": self._course(session.terms),
             "rung": session.rung,
+            "planned": session.planned,
             "rng": rng_state(),
             "data": batches.state_dict(),
             "precision": {key: value for key, value in precision.items() if key != "tensors"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,12 +12,16 @@ import torch
 from torch import nn
 
 from brim.core import Hardware, Plan, Timeline
-from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import UnsupportedError
+from brim.core.hardware import DISK
+from brim.errors import BudgetError, UnsupportedError
 from brim.memory import heap
+from brim.planner.step_profile import KEEP, OFFLOAD, Limits
+from brim.run import plan_file
 from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device, Need, make_memory, make_plan
-from brim.run.inference import resident_bytes, warm_up
+from brim.run.inference import warm_up
+from brim.run.plan_file import PlanFile
+from brim.run.planning_training import OWN_STEPS, program_bytes, training_limits
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import (
@@ -30,16 +35,15 @@ from brim.run.training_ladder import (
     no_smaller,
     too_small,
 )
+from brim.run.training_plan import partition_of
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
+from brim.run.training_search import Case, Planner
 from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import NAME as STREAMING
 
-# What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
-# steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
-_BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
-_OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
 _PROOFS = 4  # how often a streaming plan is tightened before it is given up
+_WORTH_IT = 0.02  # a plan that is predicted to be faster by less is not worth being another one than a rung
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +65,25 @@ class Terms:
     disk_folder: str | None
     start_bytes: int
     trust_remote_code: bool = False
+    plan: PlanFile | None = None
 
 
 class Session:
-    """A model in training. ``rung`` is where on the ladder its plan stands."""
+    """A model in training. ``rung`` is where on the ladder its plan stands; ``planned``: it is none of the rungs."""
 
-    def __init__(self, terms: Terms, trainee: Trainee, fitted: Fitted, rung: int) -> None:
-        self.terms, self.trainee, self.fitted, self.rung = terms, trainee, fitted, rung
+    def __init__(self, terms: Terms, trainee: Trainee, fitted: Fitted, rung: int, planned: bool) -> None:
+        self.terms, self.trainee, self.fitted, self.rung, self.planned = terms, trainee, fitted, rung, planned
 
     @classmethod
-    def open(cls, terms: Terms, folder: Path, *, name: str, rung: int = 0) -> Session:
-        """Open the model ``name`` in ``folder``, choose the first rung from ``rung`` on that fits, place the weights.
+    def open(
+        cls, terms: Terms, folder: Path, *, name: str, rung: int | None = None, plan: Plan | None = None
+    ) -> Session:
+        """Open the model ``name`` in ``folder``, choose what to do, place the weights.
 
-        Raises BudgetError when nothing fits.
+        With ``terms.plan`` that is done and nothing else; so is ``plan``, that of an earlier run, where it still fits
+        and is still what was ordered. With ``rung`` it is the first rung from there on that fits, and with neither
+        the fastest way that is known to fit. Raises BudgetError when nothing fits, UsageError where ``terms.plan``
+        was made for something else.
         """
         trainee = open_trainee(
             folder,
@@ -82,17 +92,19 @@ class Session:
             seed=terms.seed,
             trust_remote_code=terms.trust_remote_code,
         )
+        if terms.plan is not None:
+            plan_file.check(terms.plan, model=trainee.module, hardware=terms.hardware, task="train")
         warm_up(trainee.module, terms.hardware, terms.seq)
         search = _Search(terms, trainee)
-        partition, found = search.search(rung)
-        plan = found.choice.plan(
+        partition, found = search.choose(rung, plan)
+        made = found.choice.plan(
             model=name,
             hardware=terms.hardware.name,
             budget_bytes=terms.budget_bytes,
             promise=found.prediction.promise(),
         )
-        fitted = _place(terms, trainee, plan, partition, search.inputs(1))
-        return cls(terms, trainee, fitted, found.rung)
+        fitted = _place(terms, trainee, made, partition, search.inputs(1))
+        return cls(terms, trainee, fitted, found.rung, found.planned)
 
     @property
     def plan(self) -> Plan:
@@ -113,7 +125,7 @@ def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition, exa
 
 
 class _Search:
-    """The ladder, and below it weight streaming planned for the budget and proved."""
+    """The planner, the ladder, and below it weight streaming planned for the budget and proved."""
 
     def __init__(self, terms: Terms, trainee: Trainee) -> None:
         self._terms, self._trainee = terms, trainee
@@ -130,15 +142,115 @@ class _Search:
             device=terms.device,
             budget_bytes=terms.budget_bytes,
             clip_norm=terms.clip_norm,
-            spent_bytes=lambda: _program_bytes(terms.start_bytes),
+            spent_bytes=lambda: program_bytes(terms.start_bytes),
         )
 
     def inputs(self, count: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, self._terms.seq, dtype=torch.long)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    def search(self, start: int) -> tuple[Partition, Found]:
+    def choose(self, rung: int | None, plan: Plan | None) -> tuple[Partition, Found]:
+        """What is to be done, as ``Session.open`` says."""
+        if self._terms.plan is not None and rung is None:
+            return self.follow(self._terms.plan.plan)
+        if plan is not None and self._is_ordered(Choice.of(plan)):
+            with contextlib.suppress(BudgetError):
+                return self.follow(plan)
+        return self.fastest() if rung is None else self.search(rung)
+
+    def _is_ordered(self, choice: Choice) -> bool:
+        fixed = self._terms.orders.fixed(checkpointing.blocks(self._trainee.module))
+        streams = self._terms.orders.stream_weights is not False or not choice.streams
+        return streams and all(getattr(choice, name) == value for name, value in fixed.items())
+
+    def follow(self, plan: Plan) -> tuple[Partition, Found]:
+        """What ``plan`` decided, proved for the budget that there is now."""
+        choice, budget = Choice.of(plan), self._terms.budget_bytes
+        partition = partition_of(self._trainee.module, plan, self._trainee.stay)
+        found = replace(self._rehearsal, partition=partition).predict(choice)
+        if not fits(found.peak_bytes, budget):
+            raise too_small(found.peak_bytes, budget)
+        return partition, Found(rung=-1, choice=choice, prediction=found, planned=True)
+
+    def fastest(self) -> tuple[Partition, Found]:
+        """What the ladder finds, or what the planner does where that is faster.
+
+        What is all in memory, or all that was ordered, is not made faster by any plan.
+        """
+        refused: BudgetError | None = None
+        try:
+            partition, found = self.search(0)
+        except BudgetError as error:
+            refused = error
+        else:
+            if found.rung == 0 or not found.fits:
+                return partition, found
+        limits = self._limits()
+        if limits is None or (planned := self._planned(limits, None if refused else found)) is None:
+            if refused is not None:
+                raise refused
+            return partition, found
+        return self._partition, planned
+
+    def _limits(self) -> Limits | None:
+        """What the planner may do within the orders; None where it cannot keep to them."""
+        terms, orders = self._terms, self._terms.orders
+        if orders.offload_activations:
+            return None  # a number of blocks is no choice for each of them
+        adapters = self._trainee.stay
+        limits = training_limits(
+            self._trainee.module,
+            terms.precision,
+            terms.budget_bytes,
+            clips=terms.clip_norm is not None,
+            adapters=adapters,
+        )
+        fixed: dict[str, object] = {}
+        if orders.micro_batch is not None:
+            fixed["micro_batch"] = orders.micro_batch
+        if orders.offload_optimizer is not None:
+            fixed["states"] = orders.offload_optimizer
+            if orders.offload_optimizer == KEEP:
+                fixed["gradients"] = KEEP
+        kept = {None: limits.activations, "none": (KEEP, OFFLOAD)}
+        activations = kept.get(orders.checkpointing, (str(orders.checkpointing),))
+        if orders.offload_activations == 0:
+            activations = tuple(choice for choice in activations if choice != OFFLOAD)
+        return replace(
+            limits, fixed=fixed, activations=activations, streams=limits.streams and orders.stream_weights is not False
+        )
+
+    def _planned(self, limits: Limits, found: Found | None) -> Found | None:
+        """What the planner offers where it is faster than ``found``, every layer of it proved."""
         terms = self._terms
+        planner = Planner(
+            Case(
+                rehearsal=self._rehearsal,
+                optimizer=terms.optimizer,
+                precision=terms.precision,
+                limits=limits,
+                tokens=terms.seq,
+            )
+        )
+        try:
+            (best,) = planner.search(1)
+        except BudgetError:
+            return None
+        way = None if found is None else planner.way(found.choice)
+        if found is not None:
+            known_s = found.prediction.step_s if way is None else planner.seconds(way)
+            if best.step_s > known_s * (1 - _WORTH_IT):
+                return None
+        proved = self._rehearsal.predict(best.choice)
+        if not fits(proved.peak_bytes, terms.budget_bytes):
+            return None
+        rung = 0 if found is None else found.rung
+        prediction = replace(proved, step_s=best.step_s, bound_s=best.prediction.bound_s, limited_by=best.limited_by)
+        return Found(rung=rung, choice=best.choice, prediction=prediction, planned=True)
+
+    def search(self, start: int) -> tuple[Partition, Found]:
+        """The first rung from ``start`` on that fits."""
+        start, terms = max(0, start), self._terms
         subject = Subject(
             compute=terms.hardware.compute,
             batch=terms.batch,
@@ -147,7 +259,7 @@ class _Search:
             chunkable=_chunkable(self._trainee.module),
             single_pass=terms.clip_norm is None and terms.precision != "fp16-mixed",
             gradients_leave=terms.precision != "fp16-mixed",
-            states_leave=terms.precision not in _OWN_STEPS,
+            states_leave=terms.precision not in OWN_STEPS,
         )
         rungs = ladder(subject, replace(terms.orders, precision=terms.precision))
         if start > len(rungs):  # weight streaming, below the last of them, was in force
@@ -192,7 +304,7 @@ class _Search:
     def _streamed(self, base: Found) -> tuple[Partition, Choice, Prediction]:
         """Weight streaming on top of ``base``: planned, predicted, and tightened until it is proved to fit."""
         terms, compute, rung = self._terms, self._terms.hardware.compute, base.choice
-        program = _program_bytes(terms.start_bytes)
+        program = program_bytes(terms.start_bytes)
         step_bytes = max(0, base.prediction.peak_bytes[compute] - program[compute] - self._partition.bytes)
         for _ in range(_PROOFS):
             need = Need(
@@ -211,14 +323,6 @@ class _Search:
             # Never less: where another tier is full, room that is left here would only be filled with weights.
             step_bytes += max(0, found.peak_bytes[compute] - terms.budget_bytes[compute]) + (1 << 20)
         raise too_small(found.peak_bytes, terms.budget_bytes)
-
-
-def _program_bytes(start_bytes: int) -> dict[str, int]:
-    """What the program has grown by until now, and will need beside tensors, per tier."""
-    heap.trim()
-    return {
-        tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in _BESIDE_BYTES.items()
-    }
 
 
 def _chunkable(model: nn.Module) -> bool:

@@ -11,12 +11,14 @@ from pathlib import Path
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.errors import UsageError
-from brim.run import checkpoint_reading
+from brim.run import checkpoint_reading, plan_file
 from brim.run.architecture import read_config
 from brim.run.data import Batches, open_data
 from brim.run.fitting import budgets, machine
 from brim.run.inference import resident_bytes
 from brim.run.models import prepare, read_tokenizer
+from brim.run.plan_file import PlanFile
+from brim.run.training_plan import with_plan
 from brim.run.training_report import has_tensorboard
 from brim.run.training_request import Request
 from brim.run.training_session import Terms
@@ -25,13 +27,14 @@ from brim.units import parse_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """``folder`` has the model, ``output`` is where everything goes."""
+    """``folder`` has the model, ``output`` is where everything goes, ``plan`` is what was planned before."""
 
     request: Request
     hardware: Hardware
     budget_bytes: Mapping[str, int]
     folder: Path
     output: Path
+    plan: PlanFile | None = None
 
     @property
     def name(self) -> str:
@@ -58,6 +61,7 @@ class Setup:
             disk_folder=request.disk_folder,
             start_bytes=resident_bytes(),
             trust_remote_code=request.trust_remote_code,
+            plan=self.plan,
         )
 
     def batches(self) -> Batches:
@@ -90,8 +94,11 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     """Measure the machine and find (or fetch, or convert) the model. Libraries are imported here.
 
     Raises UsageError for an output folder that cannot be written to, or that holds another training which is not to
-    be resumed.
+    be resumed, or options that a plan contradicts.
     """
+    plan = None if request.plan is None else plan_file.read(request.plan)
+    if plan is not None:
+        request = with_plan(request, plan)
     hardware = machine(request.device)
     budget = budgets(hardware, request.vram, request.ram, request.device)
     if request.disk is not None:
@@ -110,4 +117,6 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     if has_tensorboard():
         importlib.import_module("torch.utils.tensorboard")
     _make_writable(output)
-    return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output)
+    return Setup(
+        request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output, plan=plan
+    )

@@ -13,7 +13,7 @@ from brim.core import Category, Hardware, Tier, Trace
 from brim.core.hardware import RAM
 from brim.estimation.simulation import simulate
 from brim.planner.profile import profile_of
-from brim.planner.training import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE
+from brim.planner.step_profile import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE
 from brim.predict import cost
 from brim.techniques import checkpointing
 from brim.techniques.blocks import find_blocks
@@ -66,10 +66,10 @@ def test_the_profile_has_the_peaks_bytes_and_seconds_of_the_trace(traced: Trace)
     found = profile_of(
         traced, partition, CPU, batch=BATCH, trained_bytes=trained, state_bytes=2 * held, repeated=layers
     )
-    assert max(found.peak_bytes.values()) == simulate(traced).peak_bytes.allocated
+    whole = simulate(traced).peak_bytes.allocated
     assert found.weight_bytes == held
-    assert found.peak_bytes[UPDATE] >= 4 * held
-    assert found.peak_bytes[BACKWARD] >= 3 * held
+    assert 4 * held <= found.peak_bytes[UPDATE] <= whole
+    assert 3 * held <= found.peak_bytes[BACKWARD] <= whole <= max(found.peak_bytes.values()) + held
     by_name = {block.name: block for block in found.blocks}
     assert set(layers) <= set(by_name)
     kept = sum(

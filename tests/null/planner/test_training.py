@@ -7,15 +7,18 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.planner.schedule import COMPUTE, way
-from brim.planner.steps import training_step_s
-from brim.planner.training import (
+from brim.planner.columns import held_bytes, peak_bytes
+from brim.planner.step_profile import (
     BACKWARD,
     FULL,
     KEEP,
+    OFFLOAD,
     SELECTIVE,
     UPDATE,
     BlockProfile,
@@ -23,8 +26,9 @@ from brim.planner.training import (
     Limits,
     StepProfile,
     Way,
-    best,
 )
+from brim.planner.steps import training_step_s
+from brim.planner.training import baselines, best, smallest
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -193,3 +197,86 @@ def test_many_micro_batches_take_as_long_as_they_would_one_by_one(micro_batch: i
     made = replace(plain(step), frame=Frame(micro_batch=micro_batch))
     seconds, _ = training_step_s(step, GPU, made)
     assert seconds == pytest.approx(COUNT * 0.03 + 0.007)
+
+
+def within(limits_: Limits, held: dict[str, int]) -> bool:
+    return all(count <= limits_.budget_bytes.get(tier, count) for tier, count in held.items())
+
+
+def held(step: StepProfile, made: Way, hardware: Hardware = GPU) -> dict[str, int]:
+    return peak_bytes(held_bytes(step, hardware, made))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    vram=st.integers(300, 4000),
+    ram=st.integers(500, 8000),
+    kept=st.integers(1, 300),
+    weights=st.integers(10, 200),
+    batch=st.sampled_from([1, 2, 4]),
+)
+def test_what_is_found_holds_no_more_than_the_budget_and_more_budget_is_never_slower(
+    vram: int, ram: int, kept: int, weights: int, batch: int
+) -> None:
+    step = profile(batch=batch, kept=kept * MIB, weights=weights * MIB)
+    small, large = limits(vram * MIB, ram * MIB), limits(vram * MIB * 5 // 4, ram * MIB * 5 // 4)
+    found = list(best(step, GPU, small))
+    for made in found:
+        assert within(small, held(step, made))
+        assert made.gap <= 0.01
+    bounds = [min((m.bound_s for m in best(step, GPU, one)), default=float("inf")) for one in (small, large)]
+    assert bounds[1] <= bounds[0] * (1 + 1e-3)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    vram=st.integers(1, 1500), ram=st.integers(1, 3000), kept=st.integers(1, 300), weights=st.integers(10, 200)
+)
+def test_the_smallest_budget_is_one_and_little_less_is_none(vram: int, ram: int, kept: int, weights: int) -> None:
+    step = profile(batch=2, kept=kept * MIB, weights=weights * MIB)
+    asked = limits(vram * MIB, ram * MIB)
+    found = smallest(step, GPU, asked)
+    assert found is not None
+    need, made = found
+    assert within(replace(asked, budget_bytes={**asked.budget_bytes, **need}), held(step, made))
+    for tier, count in need.items():
+        assert list(best(step, GPU, replace(asked, budget_bytes={**asked.budget_bytes, **need})))
+        less = {**asked.budget_bytes, **need, tier: count * 9 // 10 - MIB}
+        assert not list(best(step, GPU, replace(asked, budget_bytes=less)))
+
+
+def test_the_simple_ways_are_all_resident_checkpointed_and_streamed_from_where_there_is_room() -> None:
+    step = profile()
+    found = list(baselines(step, GPU, limits(24 * GIB)))
+    assert plain(step).same(found[0])
+    assert {frozenset(made.weights.values()) for made in found} == {
+        frozenset({RESIDENT}), frozenset({FROM_RAM}), frozenset({FROM_DISK})
+    }  # fmt: skip
+    assert {frozenset(made.activations.values()) for made in found} == {frozenset({KEEP}), frozenset({FULL})}
+    ordered = limits(24 * GIB, streams=False, activations=(FULL,), fixed={"micro_batch": 2, "states": KEEP})
+    (only,) = baselines(step, GPU, ordered)
+    assert (only.frame.micro_batch, set(only.activations.values())) == (2, {FULL})
+
+
+def test_a_row_says_what_does_not_grow_with_rows() -> None:
+    """Casts of weights are kept once, however few rows there are."""
+    step = profile(batch=5, kept=100 * MIB)
+    row = profile(batch=1, kept=60 * MIB, seconds=0.004)
+    both = replace(step, row=row)
+    assert both.at(5) is both
+    assert both.at(1).blocks[0].kept_bytes[KEEP] == 60 * MIB
+    assert both.at(3).blocks[0].kept_bytes[KEEP] == 80 * MIB
+    assert both.at(3).blocks[0].forward_s == pytest.approx(0.007)
+    assert step.at(1).blocks[0].kept_bytes[KEEP] == 20 * MIB
+    _, made = fastest(both, GPU, limits(24 * GIB))
+    assert made.frame.micro_batch == 5  # five passes take twice as long
+
+
+def test_offloaded_activations_are_where_they_went() -> None:
+    step = profile()
+    names = [block.name for block in step.blocks]
+    away = replace(plain(step), activations=dict.fromkeys(names, OFFLOAD))
+    kept, gone = held(step, plain(step)), held(step, away)
+    offloaded = COUNT * step.blocks[0].offload_bytes
+    assert gone[RAM] - kept.get(RAM, 0) == offloaded
+    assert kept[VRAM] - gone[VRAM] < offloaded  # two blocks' worth waits for its turn

@@ -1,0 +1,226 @@
+"""What the planner knows of a training step, and what it may choose: nouns, without any search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from brim.core.hardware import DISK, RAM
+
+KEEP, SELECTIVE, FULL, OFFLOAD = "keep", "selective", "full", "offload"
+BACKWARD, UPDATE = "backward", "update"  # the moments
+MOMENTS = (BACKWARD, UPDATE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockProfile:
+    """One block in a plain pass over some rows.
+
+    ``kept_bytes`` is what it saves for backward under ``keep``, ``selective`` and ``full``, ``again_s`` what the
+    latter two compute again. ``offload_bytes`` of what it saves could leave.
+    """
+
+    name: str
+    bytes: int
+    trained_bytes: int
+    forward_s: float
+    backward_s: float
+    kept_bytes: Mapping[str, int]
+    again_s: Mapping[str, float] = field(default_factory=dict)
+    offload_bytes: int = 0
+
+    def kind(self) -> tuple[object, ...]:
+        """Blocks of one kind are alike to the planner."""
+        kept = tuple(sorted(self.kept_bytes.items()))
+        return (self.bytes, self.trained_bytes, kept, self.offload_bytes, round(self.forward_s, 9))
+
+    def saved_bytes(self, kept: str) -> int:
+        """What stays in the compute tier for backward under ``kept``."""
+        if kept == OFFLOAD:
+            return self.kept_bytes[KEEP] - self.offload_bytes
+        return self.kept_bytes[kept]
+
+    def between(self, other: BlockProfile, share: float) -> BlockProfile:
+        """On the line from this one (``share`` 0) to ``other`` (1)."""
+        return replace(
+            self,
+            forward_s=_mix(self.forward_s, other.forward_s, share),
+            backward_s=_mix(self.backward_s, other.backward_s, share),
+            kept_bytes={k: _whole(n, other.kept_bytes.get(k, n), share) for k, n in self.kept_bytes.items()},
+            again_s={k: _mix(s, other.again_s.get(k, s), share) for k, s in self.again_s.items()},
+            offload_bytes=_whole(self.offload_bytes, other.offload_bytes, share),
+        )
+
+    def scaled(self, share: float) -> BlockProfile:
+        """For ``share`` of the rows, everything in proportion."""
+        return replace(
+            self,
+            forward_s=self.forward_s * share,
+            backward_s=self.backward_s * share,
+            kept_bytes={k: int(n * share) for k, n in self.kept_bytes.items()},
+            again_s={k: s * share for k, s in self.again_s.items()},
+            offload_bytes=int(self.offload_bytes * share),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepProfile:
+    """A plain step over ``batch`` rows at once: its blocks in forward order, and what there is beside them.
+
+    ``peak_bytes`` of the compute tier by moment, weights and states included: the first without gradients, the
+    second with all of them; ``early_gradient_bytes`` of those are there at the first moment already. ``spent_bytes``
+    per tier is the program's own. ``outside_s`` are seconds (forward, backward) beside the blocks, ``update_s`` the
+    optimizer's; ``launch_s`` of all seconds go into starting operations, however few rows they work on. Chunked
+    logits save ``head_bytes`` at the first moment and take ``head_s`` more. ``row`` is the same step over one row.
+    """
+
+    batch: int
+    blocks: Sequence[BlockProfile]
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    peak_bytes: Mapping[str, int]
+    early_gradient_bytes: int = 0
+    spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    outside_s: tuple[float, float] = (0.0, 0.0)
+    update_s: float = 0.0
+    launch_s: float = 0.0
+    head_bytes: int = 0
+    head_s: float = 0.0
+    row: StepProfile | None = None
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the rows hold where backward begins."""
+        return max(0, self.peak_bytes[BACKWARD] - self.weight_bytes - self.state_bytes)
+
+    @property
+    def update_bytes(self) -> int:
+        """What the optimizer takes beside weights, gradients and states."""
+        return max(0, self.peak_bytes[UPDATE] - self.weight_bytes - self.gradient_bytes - self.state_bytes)
+
+    def passes(self, micro_batch: int) -> int:
+        return -(-self.batch // micro_batch)
+
+    def at(self, micro_batch: int) -> StepProfile:
+        """One pass over ``micro_batch`` rows, of which a step has ``passes``."""
+        if micro_batch >= self.batch:
+            return self
+        if self.row is None or self.batch == 1:
+            return self._scaled(micro_batch)
+        share = (micro_batch - 1) / (self.batch - 1)
+        row = self.row
+        return replace(
+            self,
+            batch=micro_batch,
+            row=None,
+            blocks=[a.between(b, share) for a, b in zip(row.blocks, self.blocks, strict=True)],
+            peak_bytes={m: _whole(row.peak_bytes[m], n, share) for m, n in self.peak_bytes.items()},
+            outside_s=(
+                _mix(row.outside_s[0], self.outside_s[0], share),
+                _mix(row.outside_s[1], self.outside_s[1], share),
+            ),
+            head_bytes=_whole(row.head_bytes, self.head_bytes, share),
+            head_s=_mix(row.head_s, self.head_s, share),
+        )
+
+    def _scaled(self, micro_batch: int) -> StepProfile:
+        share = micro_batch / self.batch
+        peak = self.weight_bytes + self.state_bytes + int(self.activation_bytes * share)
+        forward_s, backward_s = self.outside_s
+        return replace(
+            self,
+            batch=micro_batch,
+            blocks=[block.scaled(share) for block in self.blocks],
+            peak_bytes={**self.peak_bytes, BACKWARD: peak},
+            outside_s=(forward_s * share, backward_s * share + self.launch_s * (1 - share)),
+            head_bytes=int(self.head_bytes * share),
+            head_s=self.head_s * share,
+        )
+
+
+def _mix(one: float, other: float, share: float) -> float:
+    return max(0.0, one + (other - one) * share)
+
+
+def _whole(one: int, other: int, share: float) -> int:
+    return max(0, int(one + (other - one) * share))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """What is chosen for the whole model; the rest is chosen block by block."""
+
+    micro_batch: int
+    chunked: bool = False
+    in_backward: bool = False
+    states: str = KEEP
+    gradients: str = KEEP
+    slots: int = 2
+
+    def homes(self, compute: str) -> tuple[str, str]:
+        """The tiers in which states and gradients rest."""
+        home = {KEEP: compute, RAM: RAM, DISK: DISK}
+        return home[self.states], home[self.gradients]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to run a step: ``weights`` and ``activations`` have a choice for every block."""
+
+    frame: Frame
+    weights: Mapping[str, str]
+    activations: Mapping[str, str]
+    bound_s: float = 0.0
+    gap: float = 0.0
+
+    def same(self, other: Way) -> bool:
+        """Whether both do the same, however they were found."""
+        return (self.frame, dict(self.weights), dict(self.activations)) == (
+            other.frame,
+            dict(other.weights),
+            dict(other.activations),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """``budget_bytes`` per tier, ``corrections`` per tier: what a proof found beyond the model (may be negative).
+
+    ``single_pass``: nothing needs all gradients at once, and the optimizer can be stepped in parts. ``chunkable``:
+    logits can be made in pieces. ``gradients_leave``, ``states_leave``: they may rest elsewhere. ``fixed``: fields of
+    Frame that were ordered. ``activations``: what may be done with them. ``streams``: weights may come and go.
+    """
+
+    budget_bytes: Mapping[str, int]
+    corrections: Mapping[str, int] = field(default_factory=dict)
+    single_pass: bool = True
+    chunkable: bool = True
+    gradients_leave: bool = True
+    states_leave: bool = True
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    activations: Sequence[str] = (KEEP, SELECTIVE, FULL, OFFLOAD)
+    streams: bool = True
+
+    def allow(self, frame: Frame) -> bool:
+        """Whether ``frame`` is within what was ordered and what is possible."""
+        return (
+            all(getattr(frame, name) == value for name, value in self.fixed.items())
+            and (self.single_pass or not frame.in_backward)
+            and (self.chunkable or not frame.chunked)
+            and (self.states_leave or frame.states == KEEP)
+            and (self.gradients_leave or frame.gradients == KEEP)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a program is made for: the rest of a Frame is among its columns."""
+
+    micro_batch: int
+    slots: int
+    states: str
+
+
+def shape_of(way: Way) -> Shape:
+    return Shape(micro_batch=way.frame.micro_batch, slots=way.frame.slots, states=way.frame.states)

@@ -1,0 +1,383 @@
+"""The fastest ways to train a model within a budget: searched, timed by their schedules, and proved.
+
+A way is proved by tracing the step with the very techniques in force, on fake tensors. Where that takes other bytes
+than the search thought, the search is made again with what was found. What one would do without a planner (all
+resident, checkpointing only, all streamed) is a candidate like any other, so nothing slower is ever offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from brim.core import Hardware, Trace
+from brim.core.hardware import VRAM
+from brim.errors import BudgetError, UnsupportedError
+from brim.planner import training as ways
+from brim.planner.columns import block_bytes, held_bytes, peak_bytes
+from brim.planner.profile import deepened, measured, profile_of
+from brim.planner.schedule import Schedule
+from brim.planner.step_profile import (
+    BACKWARD,
+    FULL,
+    KEEP,
+    OFFLOAD,
+    SELECTIVE,
+    UPDATE,
+    Frame,
+    Limits,
+    StepProfile,
+    Way,
+    shape_of,
+)
+from brim.planner.steps import training_step_s
+from brim.run.training_choice import Choice
+from brim.run.training_depth import Shallow
+from brim.run.training_ladder import CHUNK_TOKENS, fits, too_small
+from brim.run.training_prediction import Prediction, Rehearsal
+from brim.techniques import checkpointing, chunked_loss, optimizers
+from brim.techniques.activation_ways import ToDisk, ToRam
+from brim.techniques.base import Option
+from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.placement import RESIDENT, STAGING_SLOTS
+from brim.techniques.checkpointing import NONE
+from brim.techniques.weight_streaming import RING_SLOTS
+
+_PROOFS = 3  # of one way: as it was found, corrected, and corrected once more
+_LEAST_PROOFS = 4  # of the way that takes least
+_MARGIN_BYTES = 1 << 20
+_ROOM = 0.02  # of a budget: less left over is no reason to search again
+_SURELY = 0.75  # of what the profile says of a simple way: what it takes at least
+_MANY = 12  # ways that are tried for each that is asked for
+
+# Measured (forward, backward) seconds of blocks over so many rows.
+Clock = Callable[[int], Mapping[str, tuple[float, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A way that was proved: its choice as the runtime takes it, what it takes, and its schedule."""
+
+    way: Way
+    choice: Choice
+    prediction: Prediction
+    step_s: float
+    schedule: Schedule
+
+    @property
+    def limited_by(self) -> str:
+        """The lane that the step waits for: the one that is busy longest."""
+        busy = self.schedule.busy_s()
+        return max(busy, key=lambda lane: busy[lane])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed."""
+
+    rehearsal: Rehearsal
+    optimizer: str
+    precision: str
+    limits: Limits
+    tokens: int
+    clock: Clock | None = None
+    exact: bool = False  # every layer is rehearsed for every proof
+
+
+class Planner:
+    """One training, its step traced without any technique over the whole batch and over one row."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._rehearsal = case, case.rehearsal
+        self.limits, self.hardware = case.limits, case.rehearsal.hardware
+        self._shallow = None if case.exact else Shallow.of(case.rehearsal)
+        self.proofs = 0
+        whole = self._profile(self._rehearsal.batch)
+        row = self._profile(1) if self._rehearsal.batch > 1 else None
+        self.profile: StepProfile = replace(whole, row=row)
+
+    # -- the profile
+
+    def _profile(self, batch: int) -> StepProfile:
+        rehearsal = replace(self._rehearsal, batch=batch)
+        if self._shallow is None:
+            found = self._profile_of(rehearsal)
+        else:
+            shallow, deeper = (
+                self._profile_of(replace(self._shallow.few(count), batch=batch)) for count in (1, 2)
+            )
+            trained = trained_bytes(rehearsal.model, rehearsal.partition)
+            blocks = [
+                (b.name, b.bytes, trained[b.name], self._shallow.template(b.name)) for b in rehearsal.partition.blocks
+            ]
+            left = self._shallow.stack.layers - self._shallow.stack.special - 2
+            found = deepened(shallow, deeper, left, blocks)
+        found = replace(found, spent_bytes=dict(rehearsal.spent_bytes()))
+        return found if self._case.clock is None else measured(found, self._case.clock(batch))
+
+    def _profile_of(self, rehearsal: Rehearsal) -> StepProfile:
+        model, case = rehearsal.model, self._case
+        trained = [p for p in model.parameters() if p.requires_grad]
+        made: Trace = rehearsal.trace(Choice(precision=case.precision, micro_batch=rehearsal.batch))
+        return profile_of(
+            made,
+            rehearsal.partition,
+            self.hardware,
+            batch=rehearsal.batch,
+            trained_bytes=trained_bytes(model, rehearsal.partition),
+            gradient_bytes=sum(tensor_bytes(p) for p in trained),
+            state_bytes=sum(optimizers.state_bytes(case.optimizer, trained)),
+            repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
+            head=_head(model, rehearsal.batch * case.tokens, self.hardware),
+        )
+
+    # -- the search
+
+    def search(self, top: int) -> list[Found]:
+        """Up to ``top`` proved ways that differ in more than numbers, the fastest first.
+
+        Raises BudgetError, with the smallest bytes that do, when nothing fits.
+        """
+        found: list[Found] = []
+        for count, (seconds, way, simple) in enumerate(self._in_order()):
+            enough = len(found) >= top and seconds >= found[top - 1].step_s
+            if enough or count >= _MANY * top:
+                break
+            made = self.prove(way, corrects=not simple)
+            if made is not None:
+                found = _with(found, made)
+        return found[:top] if found else [self._least()]
+
+    def _in_order(self) -> Iterator[tuple[float, Way, bool]]:
+        """Ways by the seconds of their schedules, and whether each is one of the simple ones.
+
+        The program's bound says when no later one can be faster.
+        """
+        waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines())]
+        for index, way in enumerate(ways.best(self.profile, self.hardware, self.limits)):
+            for one in sorted(ready for ready in waiting if ready[0] <= way.bound_s):
+                waiting.remove(one)
+                yield one[0], one[2], one[1] < 0
+            if not any(way.same(other) for _, _, other in waiting):
+                waiting.append((self.seconds(way), index, way))
+        for seconds, index, way in sorted(waiting, key=lambda one: one[:2]):
+            yield seconds, way, index < 0
+
+    def baselines(self) -> list[Way]:
+        """The simple ways that may fit."""
+        budget = self.limits.budget_bytes
+        return [
+            way
+            for way in ways.baselines(self.profile, self.hardware, self.limits)
+            if all(_SURELY * count <= budget.get(tier, count) for tier, count in self.held(way).items())
+        ]
+
+    def seconds(self, way: Way) -> float:
+        return training_step_s(self.profile, self.hardware, way)[0]
+
+    def held(self, way: Way) -> dict[str, int]:
+        """Peaks per tier, as far as the profile knows them."""
+        return peak_bytes(held_bytes(self.profile, self.hardware, way))
+
+    # -- proofs
+
+    def prove(self, way: Way, *, corrects: bool = True) -> Found | None:
+        """``way``, or what the search makes of its shape when it knows what that really takes; None: nothing fits.
+
+        Not ``corrects``: that way or none.
+        """
+        limits, best = self.limits, None
+        for _ in range(_PROOFS if corrects else 1):
+            made = self._found(way)
+            if fits(made.prediction.peak_bytes, limits.budget_bytes):
+                best = made if best is None or made.step_s < best.step_s else best
+                if not self._has_room(made, limits):
+                    break
+            elif best is not None:
+                break
+            corrected = replace(limits, corrections=self._corrections(made))
+            again = ways.solve_shape(self.profile, self.hardware, corrected, shape_of(way))
+            if again is None or again.same(way):
+                break
+            way = again
+        return best
+
+    def _found(self, way: Way) -> Found:
+        choice = self.choice(way)
+        peaks = self.peaks(way, choice)
+        seconds, schedule = training_step_s(self.profile, self.hardware, way)
+        busy = schedule.busy_s()
+        prediction = Prediction(
+            peak_bytes=peaks,
+            step_s=seconds,
+            bound_s=min(way.bound_s or seconds, seconds),
+            limited_by=max(busy, key=lambda lane: busy[lane]),
+        )
+        return Found(way=way, choice=choice, prediction=prediction, step_s=seconds, schedule=schedule)
+
+    def peaks(self, way: Way, choice: Choice) -> dict[str, int]:
+        """Peaks per tier from traces of the step with ``choice`` in force, the program's own share included."""
+        self.proofs += 1
+        peaks = None
+        if self._shallow is not None:
+            peaks = self._shallow.predict(choice, self._layer_bytes(way), self._most(way, choice))
+        if peaks is None:
+            peaks = dict(self._rehearsal.rehearse(choice).peak_bytes)
+        return self._rehearsal.in_all(choice, peaks)
+
+    def _has_room(self, made: Found, limits: Limits) -> bool:
+        """Whether a way that gives something up leaves so much room that it may not have to."""
+        plain = made.way.frame.states == KEEP and set(made.way.weights.values()) == {RESIDENT}
+        if plain and set(made.way.activations.values()) == {KEEP} and made.way.frame.micro_batch == self.profile.batch:
+            return False
+        peaks, compute = made.prediction.peak_bytes, self.hardware.compute
+        budget = limits.budget_bytes.get(compute, peaks[compute])
+        return budget - peaks[compute] > _ROOM * budget
+
+    def _corrections(self, made: Found) -> dict[str, int]:
+        """What the proof found beyond the profile, per tier."""
+        thought = self.held(made.way)
+        return {
+            tier: count - thought.get(tier, 0) + _MARGIN_BYTES
+            for tier, count in made.prediction.peak_bytes.items()
+            if tier in self.limits.budget_bytes
+        }
+
+    def _layer_bytes(self, way: Way) -> Callable[[int, str, bool], int]:
+        assert self._shallow is not None
+        compute, stack = self.hardware.compute, self._shallow.stack
+        states, gradients = way.frame.homes(compute)
+        trained = max(1, sum(block.trained_bytes for block in self.profile.blocks))
+        held: dict[int, dict[tuple[str, str], int]] = {}
+        for block in self.profile.at(way.frame.micro_batch).blocks:
+            layer = stack.place(block.name)
+            if layer is None:
+                continue
+            mine = held.setdefault(layer, {})
+            block_bytes(block, way.weights[block.name], way.activations[block.name], compute, mine)
+            for moment in (BACKWARD, UPDATE):
+                share = block.trained_bytes / trained
+                mine[states, moment] = mine.get((states, moment), 0) + int(self.profile.state_bytes * share)
+                mine[gradients, moment] = mine.get((gradients, moment), 0) + block.trained_bytes
+        return lambda layer, tier, early: held.get(layer, {}).get((tier, BACKWARD if early else UPDATE), 0)
+
+    def _most(self, way: Way, choice: Choice) -> dict[str, int]:
+        """Activations wait and come back in a window: the layers that fill it do not add what later ones do."""
+        assert self._shallow is not None
+        window = ToRam.window_bytes if self.hardware.compute == VRAM else ToDisk.window_bytes
+        treatments = self._shallow.treatments(choice)
+        most: dict[str, int] = {}
+        for block in self.profile.at(way.frame.micro_batch).blocks:
+            layer = self._shallow.stack.place(block.name)
+            if layer in treatments and way.activations[block.name] == OFFLOAD:
+                most[treatments[layer]] = 1 + -(-window // max(1, block.offload_bytes))
+        return most
+
+    # -- when nothing fits
+
+    def _least(self) -> Found:
+        """The way that takes least, where it fits after all; else a BudgetError with what it takes."""
+        limits, need, made = self.limits, dict[str, int](), None
+        for _ in range(_LEAST_PROOFS):
+            least = ways.smallest(self.profile, self.hardware, limits)
+            if least is None:
+                break
+            need, made = least[0], self._found(least[1])
+            peaks = made.prediction.peak_bytes
+            if fits(peaks, self.limits.budget_bytes):
+                return made
+            if fits(peaks, {**self.limits.budget_bytes, **need}):
+                break
+            corrections = {t: max(0, n, limits.corrections.get(t, 0)) for t, n in self._corrections(made).items()}
+            limits = replace(limits, corrections=corrections)
+        if made is None:
+            raise BudgetError(
+                "Training was to run within its budget.", "No budget is known with which it would.", "Ask for less."
+            )
+        peaks = made.prediction.peak_bytes
+        short = {tier: max(peaks.get(tier, 0), count) for tier, count in need.items()}
+        raise too_small({**{t: n for t, n in peaks.items() if t not in short}, **short}, self.limits.budget_bytes)
+
+    # -- a way as the runtime takes it
+
+    def choice(self, way: Way) -> Choice:
+        """``way`` as the runtime takes it."""
+        frame, kept = way.frame, way.activations
+        streams = any(choice != RESIDENT for choice in way.weights.values())
+        settings = {RING_SLOTS: frame.slots} if streams else {}
+        if streams and self.hardware.compute == VRAM:
+            settings[STAGING_SLOTS] = 2
+        return Choice(
+            precision=self._case.precision,
+            micro_batch=frame.micro_batch,
+            chunk_tokens=CHUNK_TOKENS if frame.chunked else 0,
+            checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
+            activations=tuple(b for b, c in kept.items() if c == OFFLOAD),
+            in_backward=frame.in_backward,
+            states=frame.states,  # type: ignore[arg-type]  # the same three words
+            gradients=frame.gradients,  # type: ignore[arg-type]
+            streaming=dict(way.weights) if streams else {},
+            streaming_settings=settings,
+        )
+
+    def way(self, choice: Choice) -> Way | None:
+        """``choice`` as the search knows it; None where it speaks of other blocks."""
+        names = [block.name for block in self.profile.blocks]
+        if not {*choice.streaming, *choice.checkpointing, *choice.activations} <= set(names):
+            return None
+        frame = Frame(
+            micro_batch=choice.micro_batch,
+            chunked=bool(choice.chunk_tokens),
+            in_backward=choice.in_backward,
+            states=choice.states,
+            gradients=choice.gradients,
+            slots=choice.streaming_settings.get(RING_SLOTS, 2),
+        )
+        kept = dict.fromkeys(names, KEEP) | {n: c for n, c in choice.checkpointing.items() if c != NONE}
+        return Way(
+            frame=frame,
+            weights={name: choice.streaming.get(name, RESIDENT) for name in names},
+            activations=kept | dict.fromkeys(choice.activations, OFFLOAD),
+        )
+
+
+def _with(found: list[Found], made: Found) -> list[Found]:
+    """``found`` and ``made``, by seconds; of those that differ in numbers only, the fastest."""
+    rest, name = [], _signature(made.way)
+    for one in found:
+        if _signature(one.way) == name:
+            if one.step_s <= made.step_s:
+                return found
+            continue
+        rest.append(one)
+    return sorted([*rest, made], key=lambda one: one.step_s)
+
+
+def _signature(way: Way) -> tuple[Any, ...]:
+    kinds = frozenset((way.weights[name], kept) for name, kept in way.activations.items())
+    return (replace(way.frame, slots=2), kinds)
+
+
+def trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
+    """Of each block, the bytes that the optimizer changes."""
+    parameters = dict(model.named_parameters())
+    return {
+        block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
+        for block in partition.blocks
+    }
+
+
+def _head(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
+    try:
+        layer: Any = model.get_submodule(chunked_loss.find_head(model))
+    except UnsupportedError:
+        return None
+    classes, hidden = layer.weight.shape
+    made = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
+    return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
+
+
+__all__ = ["Clock", "Found", "Planner", "Case", "trained_bytes"]
