@@ -28,7 +28,7 @@ from brim.measure.probe import probe
 from brim.memory.pool import HostSource
 from brim.predict.cost import EAGER, flops_per_s
 from brim.run.block_calls import Call, Calls, Example, calls_of, copied
-from brim.run.experts import reading
+from brim.run.expert_reading import reading
 from brim.run.remembered import Remembered
 from brim.run.step_memory import Inputs
 from brim.techniques.blocks import Partition, tensor_bytes
@@ -82,14 +82,11 @@ def traced_seconds(
     """
     owners, parameters = triggers(partition), dict(model.named_parameters())
     calls, read = calls.of(owners), reading(model, tokens)
-    unread = {
-        block.name: sum((1 - read[n].share) * tensor_bytes(parameters[n]) for n in block.tensors if n in read)
-        for block in partition.blocks
-    }
+    unread = {name: (1 - one.share) * tensor_bytes(parameters[name]) for name, one in read.items()}
     seconds = {block.name: 0.0 for block in partition.blocks}
     for path, kind in calls.made:
-        call = calls.kinds[kind]
-        seconds[owners[path]] += _rated_s(call, hardware, unread[owners[path]])
+        inside = sum(count for name, count in unread.items() if name.startswith(f"{path}."))
+        seconds[owners[path]] += _rated_s(calls.kinds[kind], hardware, inside)
     whole_s = _rated_s(calls.whole, hardware, sum(unread.values()))
     seconds[OUTSIDE] = max(0.0, whole_s - sum(seconds.values()))
     return {name: BlockSeconds(forward_s=value) for name, value in seconds.items()}

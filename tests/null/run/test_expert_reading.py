@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import families
 from brim.errors import UsageError
-from brim.run.experts import expected_experts, reading
+from brim.run.expert_reading import expected_experts, reading
 
 
 def test_one_token_reads_what_it_asks_for_and_many_read_all() -> None:
