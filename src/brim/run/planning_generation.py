@@ -27,8 +27,10 @@ from brim.techniques import kv_cache
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import RING_SLOTS
+from brim.units import format_bytes
 
 _HALF = ("bf16", "fp16")
+_PROOFS = 4  # how often a budget is tightened
 _PRECISION, HOST_COMPUTE = "precision", "host_compute"
 # The simple ways that an answer is measured against, by the placements that each allows.
 BASELINES: Mapping[str, Collection[str]] = {
@@ -114,13 +116,28 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
 def search(subject: Subject) -> Found:
     """The fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
     budget = dict(subject.machine.budget_bytes)
-    while True:
+    for _ in range(_PROOFS):
         choice, need = subject.choose(budget)
         found = _found(subject, choice, need)
-        over = _excess(found)
-        if not over:
-            return found
-        budget = {tier: count - over.get(tier, 0) for tier, count in budget.items()}
+        takes = _taken(found)
+        over = {tier: count - subject.machine.budget_bytes[tier] for tier, count in takes.items()}
+        if max(over.values()) <= 0:
+            return _promising(found, takes)
+        budget = {tier: count - max(0, over.get(tier, 0)) for tier, count in budget.items()}
+    limits = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in budget.items())
+    raise BudgetError(
+        f"{subject.name} was to run with {limits}.",
+        f"Its plans take {', '.join(f'{format_bytes(n)} of {tier.upper()}' for tier, n in takes.items())}.",
+        "Give that much.",
+        smallest_bytes={tier: count for tier, count in takes.items() if over[tier] > 0},
+    )
+
+
+def _promising(found: Found, takes: Mapping[str, int]) -> Found:
+    """With a promise that is not below what was seen."""
+    promise = found.plan.promise
+    peak = {tier: max(count, takes.get(tier, 0)) for tier, count in promise.peak_bytes.items()}
+    return replace(found, plan=replace(found.plan, promise=replace(promise, peak_bytes=peak)))
 
 
 def _found(subject: Subject, choice: Choice, need: Need) -> Found:
@@ -135,11 +152,11 @@ def _in_precision(subject: Subject) -> Decision:
     return Decision(technique=_PRECISION, block="", choice=subject.precision)
 
 
-def _excess(found: Found) -> dict[str, int]:
-    """By how much a run would pass the budget, by tier: the plan is applied to the model, on fake memory."""
+def _taken(found: Found) -> dict[str, int]:
+    """What a run takes per tier: the plan is applied to the model, on fake memory."""
     subject, plan = found.subject, found.plan
-    hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
-    endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, 1 << 60))
+    hardware = subject.machine.hardware
+    endless = replace(plan, budget_bytes={tier: 1 << 60 for tier in plan.budget_bytes})
     handle = predict(subject.module, found.cut.partition, endless, hardware, subject.weights)
     try:
         pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
@@ -147,10 +164,11 @@ def _excess(found: Found) -> dict[str, int]:
     finally:
         handle.remove()
     beside = {hardware.compute: found.job.step_bytes}
-    takes = {tier: n + beside.get(tier, 0) + found.job.overhead_bytes(tier) for tier, n in held.items()}
-    promised = plan.promise.peak_bytes
-    limits = {tier: min(budget[tier], promised[tier]) for tier in takes}
-    return {tier: count - limits[tier] for tier, count in takes.items() if count > limits[tier]}
+    if COMPUTE_RAM in plan.choices(STREAMING).values():
+        beside[RAM] = found.job.cpu_step_bytes + sum(
+            block.cpu_bytes for block in found.job.blocks if plan.choices(STREAMING)[block.name] == COMPUTE_RAM
+        )
+    return {tier: n + beside.get(tier, 0) + found.job.overhead_bytes(tier) for tier, n in held.items()}
 
 
 def gap(found: Found) -> float:
