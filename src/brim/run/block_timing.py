@@ -27,7 +27,7 @@ from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
 from brim.memory.pool import HostSource
 from brim.predict.cost import EAGER, flops_per_s
-from brim.run.block_calls import Call, Calls, Example, calls_of, copied
+from brim.run.block_calls import Call, Calls, Example, calls_of, copied, held_tensors
 from brim.run.expert_reading import reading
 from brim.run.remembered import Remembered
 from brim.run.step_memory import Inputs
@@ -227,9 +227,11 @@ class _Timing:
         """The model itself, with parts that only give back what they are known to."""
         if "" in self._owners:
             return BlockSeconds(forward_s=0.0)
-        outputs: dict[str, list[Any]] = {}
-        for path, kind in calls.made:
-            outputs.setdefault(path, []).append(calls.kinds[kind].output)
+        given_bytes = sum(tensor_bytes(t) for t in held_tensors((calls.whole.args, calls.whole.kwargs)))
+        if given_bytes > free_bytes(self._hardware.compute) * _RAM_SHARE:  # a cache that only a run has room for
+            parts_s = sum(self._roofline_s(calls.kinds[kind]) for _, kind in calls.made)
+            forward_s = max(0.0, self._roofline_s(calls.whole) - parts_s)
+            return BlockSeconds(forward_s=forward_s, backward_s=2 * forward_s * self._training)
         memo: dict[int, Any] = {}
         given = {
             kind: copied(call.output, lambda t: _real(t, self._device, None)) for kind, call in calls.kinds.items()
@@ -238,7 +240,9 @@ class _Timing:
             part = self._model.get_submodule(path)
             memo[id(part)] = _Stub(part, [given[kind] for other, kind in calls.made if other == path])
         model = _made(self._model, self._device, self._training, memo)
-        args, kwargs = copied((calls.whole.args, calls.whole.kwargs), lambda t: _real(t, self._device, frozenset()))
+        args, kwargs = copied(
+            (calls.whole.args, calls.whole.kwargs), lambda t: _real(t, self._device, calls.whole.read)
+        )
 
         def one(index: int) -> BlockSeconds:
             for stub in model.modules():
