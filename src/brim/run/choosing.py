@@ -36,8 +36,8 @@ class Need:
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
     Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
     rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks
-    that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``routers``: what
-    those of a mixture of experts were seen to do.
+    that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``cache_experts``:
+    for inference, whether experts of a mixture may come one by one; ``routers``: what their routers were seen to do.
     """
 
     step_bytes: int
@@ -49,6 +49,7 @@ class Need:
     cpu_seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
     cpu_bytes: int = 0
     cpu_step_bytes: int = 0
+    cache_experts: bool = True
     routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
 
 
@@ -64,7 +65,7 @@ def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, tas
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
     parameters = dict(model.named_parameters())
     ways: list[ExpertWay | None] = [None]
-    if task != "train":
+    if need.cache_experts and task != "train":
         ways += expert_ways(model, hardware, lambda name: _source(name, parameters[name], weights), need.routers)
     known: dict[frozenset[str], list[Partition]] = {}
     for way in ways:
