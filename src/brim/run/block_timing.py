@@ -64,8 +64,8 @@ def block_seconds(
     ``model`` may be on meta. ``inputs`` is an example as the model takes it (its values do not matter), or ``Inputs``
     for the pass of a token with a full cache. Where one pass would take longer than ``limit_s`` in all, fewer tokens
     are timed, and the rest is in proportion to arithmetic and bytes; a block for which there is no RAM is estimated
-    from the machine's rates. A tied block has the seconds of all its uses. The backward pass of the rest is timed from the
-    last block on. ``calls`` are those that ``calls_of`` found in the pass, where they are known. Raises
+    from the machine's rates. A tied block has the seconds of all its uses. The backward pass of the rest is timed
+    from the last block on. ``calls`` are those that ``calls_of`` found in the pass, where they are known. Raises
     UnsupportedError where a pass needs values that only a real run has.
     """
     timing = _Timing(model, partition, training, limit_s, refresh)
