@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json, write_html
-from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
-        click.option("--output", type=OutputFile(), help="Write the best plan, for generate and train --plan."),
+        click.option("--output", type=OutputFile(), help="Write the best plan for --plan; of --regimes, the plot (SVG)."),
         html_option,
         json_option,
     ]
@@ -70,14 +69,17 @@ def plan(
     """
     from rich.console import Console
 
-    with Console(stderr=True).status("Planning"):
+    with Console(stderr=True).status("Loading PyTorch"):
         from brim.run.plan_file import write
         from brim.run.planning import plan as answer_to
         from brim.run.planning_request import Request
+    request = Request(model=model, **options)
+    if regimes:
+        from brim.cli.plan_regimes import show
 
-        request = Request(model=model, **options)
-        if regimes:
-            return _regimes(request, output, html, as_json)
+        show(request, output, html, as_json)
+        return None
+    with Console(stderr=True).status("Planning"):
         answer = answer_to(request)
         if output is not None and answer.proposals:
             write(output, answer)
@@ -88,10 +90,6 @@ def plan(
     else:
         _print(answer, output)
     return None if answer.proposals else INFEASIBLE
-
-
-def _regimes(request: Request, output: Path | None, html: Path | None, as_json: bool) -> None:
-    raise UsageError("--regimes was given.", "This machine's regimes are not compared yet.")
 
 
 def _print(answer: Answer, output: Path | None) -> None:
@@ -131,14 +129,19 @@ def _print_plans(console: Console, answer: Answer) -> None:
     for number, one in enumerate(answer.proposals, 1):
         console.print(f"{number}: {_in_words(one)}", markup=False)
     best = answer.proposals[0]
-    if best.techniques:
-        effects = _table("plan 1 uses", "which", "saves", "costs", left=("which", "saves"))
-        for effect in best.techniques:
-            costs = format_seconds(effect.costs_s) if effect.costs_s else ""
-            effects.add_row(effect.technique, effect.what, _saved(effect), costs)
-        console.print(effects)
+    for title, effects in (("plan 1 uses", best.techniques), ("more room by", best.frees)):
+        if effects:
+            console.print(_effects(title, effects))
     for number, one in enumerate(answer.proposals, 1):
         console.print(f"{number}: {one.command}", markup=False)
+
+
+def _effects(title: str, effects: Sequence[Effect]) -> Table:
+    table = _table(title, "which", "saves", "costs", left=("which", "saves"))
+    for one in effects:
+        costs = format_seconds(one.costs_s) if one.costs_s else "nothing"
+        table.add_row(one.technique, one.what, _saved(one), costs)
+    return table
 
 
 def _in_words(one: Proposal) -> str:
@@ -205,7 +208,9 @@ def _write_html(path: Path, answer: Answer) -> None:
         )
         note = "Peak per tier. Each was proved: a step was traced with it in force."
         tables.append(Table(title="Plans", columns=columns, rows=rows, note=note))
-        tables += [_effects(answer.proposals[0]), _commands(answer)]
+        best = answer.proposals[0]
+        tables += [_page_effects("What plan 1 uses", best.techniques), _page_effects("More room by", best.frees)]
+        tables.append(_commands(answer))
     else:
         changes = tuple((one.change, one.command) for one in answer.nearest)
         tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
@@ -214,6 +219,7 @@ def _write_html(path: Path, answer: Answer) -> None:
     if answer.machine.assumed:
         rows = tuple((text,) for text in answer.machine.assumed)
         tables.append(Table(title="What was assumed", columns=("of the machine",), rows=rows))
+    tables = [table for table in tables if table.rows]
     views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
     notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
     title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
@@ -240,16 +246,16 @@ def _picture(one: Proposal, answer: Answer) -> Timeline:
     return made
 
 
-def _effects(one: Proposal) -> Any:
+def _page_effects(title: str, effects: Sequence[Effect]) -> Any:
     from brim.report.html import Table
 
-    tiers = [tier for tier in _TIERS if any(effect.saves_bytes.get(tier) for effect in one.techniques)]
+    tiers = [tier for tier in _TIERS if any(one.saves_bytes.get(tier) for one in effects)]
     rows = tuple(
-        (effect.technique, effect.what, *(_or_none(effect.saves_bytes, tier) for tier in tiers), effect.costs_s)
-        for effect in one.techniques
+        (one.technique, one.what, *(_or_none(one.saves_bytes, tier) for tier in tiers), one.costs_s)
+        for one in effects
     )
     columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
-    return Table(title="What plan 1 uses", columns=columns, rows=rows, note="Negative is taken, not saved.")
+    return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
 
 
 def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:

@@ -2,55 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from brim.core import Decision, Hardware, Plan, Promise
-from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
+from brim.planner.passes import STAGING, BlockCost, Job, chain_s, pass_s, ways_of
+from brim.planner.placing import placements
+from brim.planner.schedule import COMPUTE, way
+from brim.techniques.placement import COMPUTE_RAM
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
 from brim.units import format_bytes
 
-_CHOICES = (RESIDENT, FROM_RAM, FROM_DISK)
+CHOICES = (RESIDENT, FROM_RAM, FROM_DISK, COMPUTE_RAM)
 # One slot in use and one under way is the least. More even out blocks of unequal size; each takes residents away.
 _RING_SLOTS = (2, 3, 4)
-
-_STAGING_SLOTS = 2  # in RAM, between disk and VRAM: one being read into, one being copied from
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockCost:
-    """A block as the planner sees it. ``uses`` per step; 0: its rows are looked up where it rests.
-
-    ``overhead_s`` is what streaming it costs beside the bytes: hooks and requests.
-    """
-
-    name: str
-    bytes: int  # of its buffer in the compute tier
-    uses: int = 1
-    compute_s: float = 0.0
-    overhead_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What is to be planned: blocks in execution order, and what a step needs beside them.
-
-    ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
-    peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
-    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
-    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time.
-    """
-
-    model: str
-    task: str
-    blocks: Sequence[BlockCost]
-    fixed_bytes: int
-    step_bytes: int
-    fixed_compute_s: float = 0.0
-    spent_bytes: Mapping[str, int] = field(default_factory=dict)
-    bounce_bytes: int = 0
-    passage_bytes: int = 0
+_SIMULATED = 6  # of all placements, by a quicker reckoning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,53 +34,86 @@ class _Placement:
         return self.slot_bytes * self.slots
 
 
-def plan_streaming(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int]) -> Plan:
+def plan_streaming(
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], *, allowed: Collection[str] = CHOICES
+) -> Plan:
     """The fastest placement that fits ``budget_bytes`` (per tier), over slot sizes and ring depths.
 
-    Raises BudgetError with the smallest budget that would do when nothing fits.
+    Only choices in ``allowed`` are made (of blocks that are computed with; tables of rows lie where there is room).
+    Where the processor may compute blocks beside a GPU, how many it gets is decided by ``placing``. Raises
+    BudgetError with the smallest budget that would do when nothing fits.
     """
-    compute = hardware.compute
-    room = budget_bytes[compute] - _overhead(job, compute) - job.fixed_bytes - job.step_bytes
-    found: list[tuple[Promise, _Placement]] = []
-    refusals: list[BudgetError] = []
-    for residents, slot_bytes, slots in _resident_sets(job.blocks, room):
-        try:
-            placement = _place(job, residents, slot_bytes, slots, hardware, budget_bytes)
-        except BudgetError as error:  # too little RAM for this one
-            refusals.append(error)
-            continue
-        found.append((_seconds(job, hardware, placement), placement))
+    found, refusals = _candidates(job, hardware, budget_bytes, allowed)
     if not found:
         least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
-        raise least or _too_small(job, compute, budget_bytes)
+        raise least or _too_small(job, hardware.compute, budget_bytes)
     # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
-    promise, placement = min(found, key=lambda pair: (float(f"{pair[0].step_s:.9g}"), _streamed_bytes(job, pair[1])))
-    settings = {RING_SLOTS: placement.slots}
-    if compute != RAM and FROM_DISK in placement.choices.values():
-        settings[STAGING_SLOTS] = _STAGING_SLOTS
+    found.sort(key=lambda one: (float(f"{_quick_s(job, hardware, one):.9g}"), _streamed_bytes(job, one)))
+    plans = [plan_of(job, hardware, budget_bytes, one.choices, one.slots) for one in found[:_SIMULATED]]
+    return min(plans, key=lambda plan: float(f"{plan.promise.step_s:.9g}"))
+
+
+def plan_of(
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], choices: Mapping[str, str], slots: int
+) -> Plan:
+    """The plan with these ``choices`` (block -> choice) and what it promises, its schedule simulated."""
+    placement = _Placement(choices=choices, slot_bytes=_slot_bytes(job, hardware.compute, choices), slots=slots)
+    lanes = _lanes(job, hardware, placement)
+    limited_by = max(lanes, key=lambda lane: lanes[lane])
+    step_s, _ = pass_s(job, hardware, choices, slots)
+    settings = {RING_SLOTS: slots}
+    if hardware.compute != RAM and FROM_DISK in choices.values():
+        settings[STAGING_SLOTS] = STAGING
     return Plan(
         model=job.model,
         hardware=hardware.name,
         task=job.task,
         budget_bytes=dict(budget_bytes),
         decisions=tuple(
-            Decision(technique=NAME, block=b.name, choice=placement.choices[b.name], bytes=b.bytes)
-            for b in job.blocks
+            Decision(technique=NAME, block=b.name, choice=choices[b.name], bytes=b.bytes) for b in job.blocks
         ),
-        promise=replace(promise, peak_bytes=_peak_bytes(job, compute, placement)),
+        promise=Promise(
+            peak_bytes=_peak_bytes(job, hardware.compute, placement),
+            step_s=max(step_s, lanes[limited_by]),
+            bound_s=lanes[limited_by],
+            limited_by=limited_by,
+        ),
         settings=settings,
     )
+
+
+def _candidates(
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str]
+) -> tuple[list[_Placement], list[BudgetError]]:
+    """Placements that fit, and why others do not."""
+    compute = hardware.compute
+    room = budget_bytes[compute] - job.overhead_bytes(compute) - job.fixed_bytes - job.step_bytes
+    found: list[_Placement] = []
+    refusals: list[BudgetError] = []
+    for residents, slot_bytes, slots in _resident_sets(job.blocks, room, allowed):
+        try:
+            placement = _place(job, residents, slot_bytes, slots, hardware, budget_bytes)
+        except BudgetError as error:  # too little RAM for this one
+            refusals.append(error)
+            continue
+        if all(not block.uses or placement.choices[block.name] in allowed for block in job.blocks):
+            found.append(placement)
+    if compute != RAM and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
+        for placed in placements(job, hardware, budget_bytes, allowed):
+            size = _slot_bytes(job, compute, placed.choices)
+            found.append(_Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots))
+    return found, refusals
+
+
+def _slot_bytes(job: Job, compute: str, choices: Mapping[str, str]) -> int:
+    """How large a slot of the ring must be."""
+    return max((b.bytes for b in job.blocks if b.uses and ways_of(choices[b.name], compute)), default=0)
 
 
 def smallest_budget(job: Job, compute: str) -> int:
     """The least bytes of the compute tier under which any placement exists."""
     held = [min(_RING_SLOTS) * size + _mandatory(job.blocks, size) for size in _slot_sizes(job.blocks)]
-    return _overhead(job, compute) + job.fixed_bytes + job.step_bytes + min(held)
-
-
-def _overhead(job: Job, tier: str) -> int:
-    bounce = job.bounce_bytes if tier == RAM else 0
-    return job.spent_bytes.get(tier, 0) + bounce
+    return job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + min(held)
 
 
 def _slot_sizes(blocks: Sequence[BlockCost]) -> list[int]:
@@ -125,7 +126,9 @@ def _mandatory(blocks: Sequence[BlockCost], slot_bytes: int) -> int:
     return sum(b.bytes for b in blocks if b.uses and b.bytes > slot_bytes)
 
 
-def _resident_sets(blocks: Sequence[BlockCost], room: int) -> Iterator[tuple[set[str], int, int]]:
+def _resident_sets(
+    blocks: Sequence[BlockCost], room: int, allowed: Collection[str]
+) -> Iterator[tuple[set[str], int, int]]:
     """Residents, slot size and number of slots that fit into ``room``: one for each size and number worth trying."""
     used = [b for b in blocks if b.uses]
     for size in _slot_sizes(blocks):
@@ -134,7 +137,8 @@ def _resident_sets(blocks: Sequence[BlockCost], room: int) -> Iterator[tuple[set
             if left < 0:
                 continue
             residents = {b.name for b in used if b.bytes > size}
-            residents |= _spread([b for b in used if b.bytes <= size], left)
+            if RESIDENT in allowed:
+                residents |= _spread([b for b in used if b.bytes <= size], left)
             left = room - slots * size - sum(b.bytes for b in used if b.name in residents)
             residents |= _spread([b for b in blocks if not b.uses], left)
             yield residents, size, slots
@@ -174,15 +178,15 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
     streamed = [b for b in job.blocks if b.name not in residents]
     if hardware.compute == RAM:
         return {b.name: FROM_DISK for b in streamed}
-    room = budget_bytes[RAM] - _overhead(job, RAM)
+    room = budget_bytes[RAM] - job.overhead_bytes(RAM)
     used = [b for b in streamed if b.uses]
-    whole, staging = sum(b.bytes for b in used), _STAGING_SLOTS * max((b.bytes for b in used), default=0)
+    whole, staging = sum(b.bytes for b in used), STAGING * max((b.bytes for b in used), default=0)
     if max(whole, job.passage_bytes) <= room:
         in_ram = {b.name for b in used} | _spread([b for b in streamed if not b.uses], room - whole)
     elif staging + job.passage_bytes <= room:
         in_ram = _spread(used, room - staging)
     else:
-        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + _overhead(job, RAM)
+        smallest = min(max(whole, job.passage_bytes), staging + job.passage_bytes) + job.overhead_bytes(RAM)
         raise BudgetError(
             f"{job.model} was to run with {format_bytes(budget_bytes[RAM])} of RAM.",
             f"It needs {format_bytes(smallest)} at least for blocks on their way to {hardware.compute.upper()}.",
@@ -193,60 +197,60 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
 
 
 def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]:
-    by_choice = {choice: [b.bytes for b in job.blocks if placement.choices[b.name] == choice] for choice in _CHOICES}
-    held = sum(by_choice[RESIDENT]) + placement.ring_bytes
-    peak = {compute: _overhead(job, compute) + job.fixed_bytes + job.step_bytes + held}
+    by_choice = {choice: [b for b in job.blocks if placement.choices[b.name] == choice] for choice in CHOICES}
+    held = sum(b.bytes for b in by_choice[RESIDENT]) + placement.ring_bytes
+    peak = {compute: job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + held}
     if compute != RAM:
-        on_disk = [b.bytes for b in job.blocks if placement.choices[b.name] == FROM_DISK and b.uses]
-        staging = _STAGING_SLOTS * max(on_disk, default=0)
-        peak[RAM] = _overhead(job, RAM) + staging + max(sum(by_choice[FROM_RAM]), job.passage_bytes)
+        on_disk = [b.bytes for b in by_choice[FROM_DISK] if b.uses]
+        staging = STAGING * max(on_disk, default=0)
+        resting = sum(b.bytes for b in by_choice[FROM_RAM])
+        resting += sum(b.bytes + b.cpu_bytes for b in by_choice[COMPUTE_RAM])
+        resting += job.cpu_step_bytes if by_choice[COMPUTE_RAM] else 0
+        peak[RAM] = job.overhead_bytes(RAM) + staging + max(resting, job.passage_bytes)
     return peak
 
 
-def _seconds(job: Job, hardware: Hardware, placement: _Placement) -> Promise:
-    """Steady-state seconds per step, the least that the hardware allows, and what sets it."""
-    compute_s = job.fixed_compute_s + sum(b.compute_s for b in job.blocks)
-    lanes: dict[str, float] = {"compute": compute_s}
-    loads: dict[str, float] = {}
+def _lanes(job: Job, hardware: Hardware, placement: _Placement) -> dict[str, float]:
+    """Seconds that each lane is busy in a step."""
+    choices = placement.choices
+    lanes = {COMPUTE: job.fixed_compute_s}
     for block in job.blocks:
-        loads[block.name] = 0.0
         if not block.uses:
             continue
-        for source, target in _ways(placement.choices[block.name], hardware.compute):
-            took_s = block.bytes / hardware.link(source, target).bytes_per_s
-            lane = f"{source} -> {target}"
-            lanes[lane] = lanes.get(lane, 0.0) + took_s * block.uses
-            loads[block.name] = max(loads[block.name], took_s)
-    limited_by = max(lanes, key=lambda lane: lanes[lane])
-    step_s = job.fixed_compute_s + _pipeline_s(job.blocks, loads, placement.slots)
-    bound_s = lanes[limited_by]
-    return Promise(peak_bytes={}, step_s=max(step_s, bound_s), bound_s=bound_s, limited_by=limited_by)
+        lanes[COMPUTE] += block.cpu_s if choices[block.name] == COMPUTE_RAM else block.compute_s
+        for source, target in ways_of(choices[block.name], hardware.compute):
+            took_s = block.moved_bytes / hardware.link(source, target).bytes_per_s
+            lanes[way(source, target)] = lanes.get(way(source, target), 0.0) + took_s
+    return lanes
 
 
 def _streamed_bytes(job: Job, placement: _Placement) -> int:
-    return sum(b.bytes * b.uses for b in job.blocks if placement.choices[b.name] != RESIDENT)
+    return sum(b.bytes * b.uses for b in job.blocks if placement.choices[b.name] not in (RESIDENT, COMPUTE_RAM))
 
 
-def _ways(choice: str, compute: str) -> list[tuple[str, str]]:
-    if choice == RESIDENT:
-        return []
-    last = [] if compute == RAM else [(RAM, compute)]
-    return [(DISK, RAM), *last] if choice == FROM_DISK else last
+def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
+    """Seconds of one step in the steady state, the links' loads as one: to choose by, not to promise."""
+    loads: dict[str, float] = {}
+    for block in job.blocks:
+        ways = ways_of(placement.choices[block.name], hardware.compute) if block.uses else []
+        loads[block.name] = max((block.moved_bytes / hardware.link(*one).bytes_per_s for one in ways), default=0.0)
+    lanes = _lanes(job, hardware, placement)
+    return max(_pipeline_s(job, placement.choices, loads, placement.slots), *lanes.values())
 
 
-def _pipeline_s(blocks: Sequence[BlockCost], loads: Mapping[str, float], slots: int) -> float:
-    """Seconds of one step in the steady state: cyclic loads into a ring of slots, beside compute."""
+def _pipeline_s(job: Job, choices: Mapping[str, str], loads: Mapping[str, float], slots: int) -> float:
+    """Cyclic loads into a ring of slots, beside compute."""
     link_free = now = first_end = 0.0
     freed = [0.0] * slots  # when each slot was last let go, oldest first
     for step in range(3):
-        for block in blocks:
+        now += job.fixed_compute_s
+        for block in job.blocks:
             load_s = loads[block.name]
             if load_s:
                 link_free = max(link_free, freed.pop(0)) + load_s
                 now = max(now, link_free)
-            now += block.compute_s
+            now += chain_s(block, choices[block.name]) if block.uses else 0.0
             if load_s:
-                now += block.overhead_s
                 freed.append(now)
         if step == 1:
             first_end = now
@@ -257,7 +261,7 @@ def _too_small(job: Job, compute: str, budget_bytes: Mapping[str, int]) -> Budge
     need = smallest_budget(job, compute)
     flag = "--vram" if compute == VRAM else "--ram"
     parts = [
-        f"{format_bytes(_overhead(job, compute))} for the program itself",
+        f"{format_bytes(job.overhead_bytes(compute))} for the program itself",
         f"{format_bytes(job.fixed_bytes)} that always stays",
         f"{format_bytes(job.step_bytes)} of activations",
     ]

@@ -11,20 +11,15 @@ from torch import nn
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.run.fitting import (
-    Device,
-    Need,
-    _partitions,
-    _without_unreadable_lookups,
-    make_plan,
-    put_in_force,
-)
+from brim.run.choosing import Need, cuts, make_plan
+from brim.run.fitting import Device, put_in_force
 from brim.run.generation_memory import Sizes, cache_shape, watch_generation
 from brim.run.inference import by_parameter, materialize, spent, verifier, warm_up
 from brim.run.models import OpenedModel
 from brim.run.step_memory import Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition
+from brim.techniques.experts import NAME as EXPERTS
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import Weights, WeightStreaming
 
@@ -245,11 +240,12 @@ class _Chooser:
         resting = settings.get(kv_cache.RESTING_TOKENS, 0)
         seen = watch_generation(self._module, sizes, self._shape)
         need = Need(step_bytes=0, observation=seen, tokens=batch, stay=self._stay)
-        choices = fixed.choices(STREAMING)
-        for found in _partitions(self._module, need, None):
-            partition = _without_unreadable_lookups(found, self._weights)
-            if [block.name for block in partition.blocks] == list(choices):
-                return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=partition, plan=fixed)
+        choices, experts = fixed.choices(STREAMING), fixed.choices(EXPERTS)
+        for cut in cuts(self._module, self._hardware, need, self._weights, fixed.task):
+            if bool(experts) == (cut.way is not None) and [b.name for b in cut.partition.blocks] == list(choices):
+                return Choice(
+                    sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed
+                )
         raise UsageError(
             f"The plan for {fixed.model} was to be used.",
             f"It speaks of {len(choices)} blocks, and this model cannot be cut into those.",

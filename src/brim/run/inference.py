@@ -25,7 +25,7 @@ from brim.techniques.quantization import Quantization
 from brim.techniques.weight_streaming import Weights
 
 # What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
-_SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
+SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
 _WARM_SIZE, _WARM_ROWS = 2048, 512  # larger products are cut into such pieces by the libraries themselves
 _TOTALS = (1024, 512, 256, 128, 64)  # tokens to make room for when nobody says how many
 
@@ -192,7 +192,7 @@ def spent(start_bytes: int) -> dict[str, int]:
     """What the program has grown by until now, and the slack, per tier."""
     heap.trim()
     grown = max(0, resident_bytes() - start_bytes)
-    return {RAM: grown + _SLACK_BYTES[RAM], VRAM: _SLACK_BYTES[VRAM]}
+    return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}
 
 
 def resident_bytes() -> int:

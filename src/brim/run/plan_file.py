@@ -52,12 +52,12 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     count = len(answer.proposals)
     if not 0 <= index < count:
         raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
-    request = replace(answer.request, model=str(answer.request.model))
+    request, chosen = replace(answer.request, model=str(answer.request.model)), answer.proposals[index]
     made = PlanFile(
         brim=brim.__version__,
         request=request,
-        hardware=answer.machine.hardware,
-        plan=answer.proposals[index].plan,
+        hardware=chosen.hardware or answer.machine.hardware,
+        plan=chosen.plan,
         parameters=fingerprint(described(request.model), request),
     )
     try:

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
+from brim.planner.passes import CPU
+from brim.planner.schedule import way
 from brim.run.planning_generation import plan_generation
 from brim.run.planning_nearest import nearest
 from brim.run.planning_request import LOSSY, Answer, Machine, Proposal, Request, machine_of
@@ -15,6 +18,14 @@ from brim.run.planning_training import plan_training
 _NEAREST_S = 20.0
 _TIGHTENINGS = 4  # until a budget that was called the smallest is one under which a plan is proved
 _LEAST_BYTES = 1  # a budget that nothing fits
+# What people say for a lane that sets the pace. Beside a GPU, the processor updates weights as fast as RAM is read.
+_LIMITS = {
+    way(RAM, VRAM): "link",
+    way(VRAM, RAM): "link",
+    way(DISK, RAM): "disk",
+    way(RAM, DISK): "disk",
+    CPU: "RAM",
+}
 
 
 def plan(request: Request) -> Answer:
@@ -56,7 +67,7 @@ def ranked(request: Request, machine: Machine, found: Sequence[Proposal]) -> lis
     for one in sorted((one for one in found if one.proved), key=keys[request.prefer]):
         same = (one.plan.decisions, one.plan.settings)
         if all(same != (other.plan.decisions, other.plan.settings) for other in kept):
-            kept.append(one)
+            kept.append(replace(one, limited_by=_LIMITS.get(one.limited_by, one.limited_by)))
     return kept[: request.top]
 
 

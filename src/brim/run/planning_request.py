@@ -130,7 +130,8 @@ class Effect:
 class Proposal:
     """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
 
-    ``frees`` is what else would make room in some tier, and what it would cost. ``timeline`` is what its schedule says
+    ``hardware`` is given where it is a part of the machine: its processor alone. ``frees`` is what else would make room
+    in some tier, and what it would cost. ``timeline`` is what its schedule says
     that the machine does, for reports.
     """
 
@@ -141,6 +142,7 @@ class Proposal:
     command: str
     gap: float = 0.0
     proved: bool = True
+    hardware: Hardware | None = None
     frees: Sequence[Effect] = ()
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 

@@ -1,0 +1,239 @@
+"""The grid of planner.py: models, cells, and the plans of each cell with what is predicted of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import _checkpoint as checkpoints
+from brim.core import Plan
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError
+from brim.planner.step_profile import FULL, KEEP, Frame, Way
+from brim.planner.streaming import plan_of
+from brim.run import plan_file
+from brim.run.inference import resident_bytes
+from brim.run.planning import plan
+from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
+from brim.run.planning_subject import open_subject
+from brim.run.planning_training import case_of
+from brim.run.training_search import Planner
+from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.weight_streaming import NAME as STREAMING
+
+FORCED, SIMPLE, CHOSEN = "forced", "simple", "chosen"
+# Deep and thin, few and wide, mostly vocabulary, and with few heads of keys: 340 to 570 MB in float32.
+MODELS = {
+    "deep": checkpoints.Shape(hidden=512, intermediate=1408, layers=24, heads=8, kv_heads=8, vocabulary=8_000),
+    "wide": checkpoints.Shape(hidden=1536, intermediate=4096, layers=4, heads=12, kv_heads=12, vocabulary=8_000),
+    "words": checkpoints.Shape(hidden=512, intermediate=1408, layers=8, heads=8, kv_heads=8, vocabulary=64_000),
+    "grouped": checkpoints.Shape(hidden=1024, intermediate=3584, layers=8, heads=16, kv_heads=4, vocabulary=16_000),
+}
+ON_CUDA = {"large": checkpoints.FULL}
+TINY = {"tiny": checkpoints.TINY}
+SHARES = (0.75, 0.5)  # of what the plain way takes: the budgets that are planned for
+_ROOM = 1.25  # a plan made by hand has so much more than it is thought to take, to show what it does
+_STEPS, _NEW_TOKENS = 4, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model and one task. ``vram_cap`` None: on the processor."""
+
+    model: str
+    shape: checkpoints.Shape
+    task: str
+    batch: int
+    seq: int
+    new_tokens: int
+    vram_cap: int | None
+    shares: Sequence[float]
+    few: bool  # two plans by hand and no more
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.task}"
+
+    def request(self, folder: Path, budget_bytes: Mapping[str, int]) -> Request:
+        amounts: dict[str, Any] = {tier: exact_bytes(count) for tier, count in budget_bytes.items()}
+        precision = "fp32" if self.task == "train" else None
+        return Request(
+            model=str(folder),
+            task=self.task,
+            batch=self.batch,
+            seq=self.seq,
+            new_tokens=self.new_tokens,
+            precision=precision,
+            lossless=True,
+            top=1,
+            **{tier: amounts[tier] for tier in (VRAM, RAM) if tier in amounts},
+        )
+
+    def arguments(self, folder: Path, file: Path, scratch: Path) -> list[str]:
+        """What follows ``brim`` to run the plan in ``file``."""
+        device = ["--device", "cpu" if self.vram_cap is None else "cuda"]
+        if self.task == "generate":
+            prompt = " ".join(["a"] * self.seq)
+            words = ["generate", str(folder), "--prompt", prompt, "--no-chat"]
+            return [*words, "--max-new-tokens", str(self.new_tokens), "--plan", str(file), *device]
+        data = scratch / "data.txt"
+        data.write_text(" ".join(random.Random(0).choices("abc", k=(_STEPS + 1) * self.batch * self.seq)) + "\n")
+        words = ["train", str(folder), "--data", str(data), "--output", str(scratch / "trained")]
+        return [*words, "--steps", str(_STEPS), "--disk", str(scratch), "--plan", str(file), *device]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One plan. ``kind``: made by hand, one of the simple ones, or the planner's choice in its budget."""
+
+    label: str
+    kind: str
+    plan: Plan
+    machine: Machine
+
+    @property
+    def budget_bytes(self) -> dict[str, int]:
+        return {tier: count for tier, count in self.plan.budget_bytes.items() if tier in (VRAM, RAM)}
+
+
+def cells(*, tiny: bool, vram_cap: int | None) -> Iterator[Cell]:
+    models = TINY if tiny else MODELS | (ON_CUDA if vram_cap else {})
+    for name, shape in models.items():
+        for task, batch, seq in (("generate", 1, 64), ("train", 4, 64)):
+            yield Cell(
+                model=name,
+                shape=shape,
+                task=task,
+                batch=batch,
+                seq=16 if tiny else seq,
+                new_tokens=6 if tiny else _NEW_TOKENS,
+                vram_cap=vram_cap,
+                shares=SHARES[:1] if tiny else SHARES,
+                few=tiny,
+            )
+
+
+def checkpoint(cell: Cell, directory: Path) -> Path:
+    """The model's folder, written where it is not there yet."""
+    folder = directory / f"planner-{cell.model}"
+    checkpoints.write_checkpoint(folder, cell.shape)
+    return folder
+
+
+def write(path: Path, cell: Cell, point: Point) -> None:
+    """The plan as ``brim plan --output`` writes one."""
+    model = path.parent.parent / f"planner-{cell.model}"
+    proposal = Proposal(
+        plan=point.plan, step_s=point.plan.promise.step_s, limited_by="", techniques=(), command="", proved=False
+    )
+    request = cell.request(model, point.budget_bytes)
+    plan_file.write(path, Answer(request=request, machine=point.machine, proposals=(proposal,)))
+
+
+def make(cell: Cell, directory: Path) -> Iterator[Point]:
+    """The plans of a cell: those made by hand, then the planner's choice for shares of what the plain one takes."""
+    folder = checkpoint(cell, directory)
+    largest = _largest(cell, folder)
+    by_hand = list((_generations if cell.task == "generate" else _trainings)(cell, folder, largest))
+    yield from by_hand[:: len(by_hand) - 1] if cell.few else by_hand
+    compute = largest.hardware.compute
+    plain = max(point.plan.promise.peak_bytes[compute] for point in by_hand)
+    for share in cell.shares:
+        budget = {**largest.budget_bytes, compute: min(int(share * plain), largest.budget_bytes[compute])}
+        request = cell.request(folder, budget)
+        answer = plan(request)
+        if answer.proposals:
+            chosen = answer.proposals[0].plan
+            yield Point(label=f"chosen in {share:.0%}", kind=CHOSEN, plan=chosen, machine=answer.machine)
+
+
+def _largest(cell: Cell, folder: Path) -> Machine:
+    """This machine with all that may be used of it."""
+    budget = {} if cell.vram_cap is None else {VRAM: cell.vram_cap}
+    return machine_of(cell.request(folder, budget))
+
+
+def _in(machine: Machine, made: Plan) -> Plan:
+    """``made`` with room for what it may really take."""
+    budget = {tier: int(_ROOM * made.promise.peak_bytes.get(tier, 0)) + (64 << 20) for tier in machine.budget_bytes}
+    return replace(made, budget_bytes={t: min(n, machine.budget_bytes[t]) for t, n in budget.items()})
+
+
+# -- generation
+
+
+def _generations(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
+    """Shares of the blocks resident, through rings of several depths."""
+    subject = open_subject(cell.request(folder, machine.budget_bytes), machine)
+    choice, need = subject.choose(machine.budget_bytes)
+    job = subject.job(subject.partitions[0], need)
+    blocks = [block.name for block in job.blocks]
+    home = FROM_DISK if machine.hardware.compute == RAM else FROM_RAM
+    for share, slots in ((1.0, 2), (0.75, 2), (0.5, 2), (0.5, 4), (0.25, 2), (0.25, 3), (0.0, 2)):
+        kept = _spread(blocks, share)
+        choices = {name: RESIDENT if name in kept else home for name in blocks}
+        placed = plan_of(job, machine.hardware, machine.budget_bytes, choices, slots)
+        others = [one for one in choice.plan.decisions if one.technique != STREAMING]
+        made = replace(
+            choice.plan,
+            decisions=(*placed.decisions, *others),
+            promise=placed.promise,
+            settings={**choice.plan.settings, **placed.settings},
+        )
+        kind = SIMPLE if share in (0.0, 1.0) else FORCED
+        yield Point(
+            label=f"{share:.0%} resident, {slots} slots", kind=kind, plan=_in(machine, made), machine=machine
+        )
+
+
+def _spread(names: Sequence[str], share: float) -> set[str]:
+    count = round(share * len(names))
+    return {names[index * len(names) // count] for index in range(count)}
+
+
+# -- training
+
+
+def _trainings(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
+    """Ways as people set them up by hand, and mixes of them."""
+    case = case_of(cell.request(folder, machine.budget_bytes), machine, resident_bytes())
+    planner = Planner(case)
+    hardware, blocks = machine.hardware, planner.profile.blocks
+    away = "disk" if hardware.compute == RAM else "ram"
+    home = FROM_DISK if hardware.compute == RAM else FROM_RAM
+    names = [block.name for block in blocks]
+    keep: dict[str, str] = dict.fromkeys(names, KEEP)
+    full = {block.name: FULL if FULL in block.kept_bytes else KEEP for block in blocks}
+    whole, half = Frame(micro_batch=cell.batch), Frame(micro_batch=cell.batch // 2)
+    moved = Frame(micro_batch=cell.batch, states=away)
+    fused = Frame(micro_batch=cell.batch, states=away, in_backward=True)
+    for label, kind, frame, share, activations in (
+        ("plain", SIMPLE, whole, 1.0, keep),
+        ("checkpointing", SIMPLE, whole, 1.0, full),
+        ("half micro-batches", FORCED, half, 1.0, keep),
+        ("logits in pieces", FORCED, replace(whole, chunked=True), 1.0, keep),
+        ("updated in backward", FORCED, replace(whole, in_backward=True), 1.0, keep),
+        (f"states in {away}", FORCED, moved, 1.0, keep),
+        (f"states in {away}, updated in backward", FORCED, fused, 1.0, full),
+        (f"half streamed, states in {away}", FORCED, fused, 0.5, keep),
+        (f"all streamed, states in {away}", SIMPLE, fused, 0.0, full),
+    ):
+        kept = _spread(names, share)
+        weights = {name: RESIDENT if name in kept else home for name in names}
+        way = Way(frame=frame, weights=weights, activations=activations)
+        try:
+            found = planner.prove(way, corrects=False)
+        except BudgetError:
+            continue
+        if found is None:  # more than this machine has
+            continue
+        made = found.choice.plan(
+            model=folder.name,
+            hardware=hardware.name,
+            budget_bytes=machine.budget_bytes,
+            promise=found.prediction.promise(),
+        )
+        yield Point(label=label, kind=kind, plan=_in(machine, made), machine=machine)

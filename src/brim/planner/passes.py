@@ -1,0 +1,178 @@
+"""One pass over a model whose blocks lie in several tiers: what it is made of, and how long it takes.
+
+Compute goes from block to block, be it on the device or, for blocks that the processor computes where they rest, in
+RAM. Beside it a link (and a disk) fills the slots of a ring, as far ahead as there are free ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from brim.core import Hardware
+from brim.core.hardware import DISK, RAM
+from brim.planner.schedule import COMPUTE, Contention, Schedule, Task, simulate, way
+from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+
+CPU = "cpu"  # the lane of what the processor computes beside a GPU
+STAGING = 2  # slots in RAM between disk and VRAM: one being read into, one being copied from
+_PASSES = 3  # the first fills the pipeline, the last is looked at
+# A reader takes cycles and memory bandwidth from products. In a 6.6 GB model of which half is read each step, on two
+# cores and into huge pages, they kept this share of their speed (bench/streaming.py, its row beside_reads).
+_BESIDE_READS = 0.95
+# Of what the bus of RAM carries, a processor's kernels reach about this much: of two channels of DDR4-3200, which are
+# 51.2 GB/s (JEDEC JESD79-4), 40 are usual. The rest is there for a copy engine beside them.
+_KERNEL_SHARE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCost:
+    """A block as the planner sees it. ``uses`` per step; 0: its rows are looked up where it rests.
+
+    ``overhead_s`` is what streaming it costs beside the bytes: hooks and requests. ``cpu_s`` is what it takes when
+    the processor beside a GPU computes it where it rests in RAM, the way of its inputs and outputs included, and
+    ``cpu_bytes`` what it then holds in RAM beside its weights; 0 seconds: it cannot. ``likely`` is the share of steps
+    that need the block at all: an expert is not asked in each.
+    """
+
+    name: str
+    bytes: int  # of its buffer in the compute tier
+    uses: int = 1
+    compute_s: float = 0.0
+    overhead_s: float = 0.0
+    cpu_s: float = 0.0
+    cpu_bytes: int = 0
+    likely: float = 1.0
+
+    @property
+    def moved_bytes(self) -> float:
+        """What streaming it moves in a step, on average."""
+        return self.bytes * self.uses * self.likely
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is to be planned: blocks in execution order, and what a step needs beside them.
+
+    ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
+    peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
+    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
+    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of RAM are
+    what a processor beside a GPU takes for activations while it computes a block.
+    """
+
+    model: str
+    task: str
+    blocks: Sequence[BlockCost]
+    fixed_bytes: int
+    step_bytes: int
+    fixed_compute_s: float = 0.0
+    spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    bounce_bytes: int = 0
+    passage_bytes: int = 0
+    cpu_step_bytes: int = 0
+
+    def overhead_bytes(self, tier: str) -> int:
+        """What a tier holds whatever is chosen, beside tensors."""
+        return self.spent_bytes.get(tier, 0) + (self.bounce_bytes if tier == RAM else 0)
+
+
+def ways_of(choice: str, compute: str) -> list[tuple[str, str]]:
+    """The links over which a block comes under ``choice``."""
+    if choice in (RESIDENT, COMPUTE_RAM):
+        return []
+    last = [] if compute == RAM else [(RAM, compute)]
+    return [(DISK, RAM), *last] if choice == FROM_DISK else last
+
+
+def bus_bytes_per_s(hardware: Hardware) -> float:
+    """What RAM gives to all that read it at once."""
+    return hardware.tier(RAM).bytes_per_s / _KERNEL_SHARE
+
+
+def contention(hardware: Hardware) -> Contention:
+    """What lanes that work beside each other leave of their speeds."""
+    if hardware.compute == RAM:
+        return {(COMPUTE, way(DISK, RAM)): _BESIDE_READS}
+    link, ram = hardware.link(RAM, hardware.compute).bytes_per_s, hardware.tier(RAM).bytes_per_s
+    # Processor and copy engine read the same RAM; together they get what its bus has.
+    share = min(1.0, bus_bytes_per_s(hardware) / (ram + link)) if ram and link else 1.0
+    lane = way(RAM, hardware.compute)
+    return {(CPU, lane): share, (lane, CPU): share}
+
+
+def chain_s(block: BlockCost, choice: str) -> float:
+    """Seconds of a block in the chain of computation under ``choice``."""
+    if choice == COMPUTE_RAM:
+        return block.cpu_s
+    return block.compute_s + (block.overhead_s if choice != RESIDENT and block.uses else 0.0)
+
+
+def pass_s(
+    job: Job, hardware: Hardware, choices: Mapping[str, str], slots: int, beside: Contention | None = None
+) -> tuple[float, Schedule]:
+    """Seconds of a pass in the steady state, and the schedule of the passes that they were taken from.
+
+    ``choices``: block -> where it is. The last block of a pass is followed by loads for the first of the next.
+    """
+    maker = _Maker(job, hardware, choices, slots)
+    ends = []
+    for _ in range(_PASSES):
+        maker.one()
+        ends.append(maker.last)
+    schedule = simulate(maker.tasks, contention(hardware) if beside is None else beside)
+    done = [schedule.end_s[end] for end in ends]
+    return done[-1] - done[-2], schedule
+
+
+class _Maker:
+    """Writes tasks in the order in which the runtime asks for them."""
+
+    def __init__(self, job: Job, hardware: Hardware, choices: Mapping[str, str], slots: int) -> None:
+        self.tasks: list[Task] = []
+        self.last = -1  # of the chain of computation
+        self._job, self._hardware, self._choices = job, hardware, choices
+        self._free: deque[list[int]] = deque([[]] * slots)  # who let each slot of the ring go
+        self._staging: deque[list[int]] = deque([[]] * STAGING)
+
+    def one(self) -> None:
+        compute_s = self._job.fixed_compute_s
+        self._compute("outside of blocks", COMPUTE, compute_s, [])
+        for block in self._job.blocks:
+            if not block.uses:
+                continue
+            choice = self._choices[block.name]
+            ready = self._load(block, choice)
+            lane = CPU if choice == COMPUTE_RAM else COMPUTE
+            self._compute(block.name, lane, chain_s(block, choice), ready)
+            if ways_of(choice, self._hardware.compute):
+                self._free.append([self.last])
+
+    def _task(self, name: str, lane: str, seconds: float, after: Sequence[int], bytes: int = 0) -> int:
+        self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
+        return len(self.tasks) - 1
+
+    def _compute(self, name: str, lane: str, seconds: float, ready: Sequence[int]) -> None:
+        after = [*ready, *([self.last] if self.last >= 0 else [])]
+        self.last = self._task(name, lane, seconds, after)
+
+    def _load(self, block: BlockCost, choice: str) -> list[int]:
+        ways = ways_of(choice, self._hardware.compute)
+        if not ways:
+            return []
+        free = self._free.popleft()
+        if len(ways) == 1:
+            return [self._copy(block, *ways[0], free)]
+        read = self._copy(block, *ways[0], self._staging.popleft())
+        moved = self._copy(block, *ways[1], [read, *free])
+        self._staging.append([moved])
+        return [moved]
+
+    def _copy(self, block: BlockCost, source: str, target: str, after: Sequence[int]) -> int:
+        seconds = block.moved_bytes / self._hardware.link(source, target).bytes_per_s
+        return self._task(block.name, way(source, target), seconds, after, block.bytes)
+
+
+__all__ = ["CPU", "STAGING", "BlockCost", "Job", "chain_s", "contention", "pass_s", "ways_of"]
+__all__ += ["FROM_DISK", "FROM_RAM"]

@@ -1,0 +1,125 @@
+"""int8 or 16 bits? Of each kind of block, what moving it and computing it take in either form.
+
+A block that comes over a link or from disk is there when it has been moved and the one before it is computed; so the
+longer of the two counts, and fewer bytes win until making them wide again takes longer than they save. Where a block
+stays, only what it takes to compute counts. Seconds are measured on this machine, and by rates for another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from brim.core.hardware import RAM
+from brim.planner.passes import BlockCost, ways_of
+from brim.run.planning_request import Machine, Request
+from brim.run.planning_subject import Subject, open_subject
+from brim.techniques.placement import FROM_DISK, FROM_RAM
+from brim.units import format_bytes, format_seconds
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A kind of block in one precision, per token's pass."""
+
+    bytes: int
+    move_s: float
+    compute_s: float
+
+    @property
+    def streamed_s(self) -> float:
+        """In the steady state, moves beside computing."""
+        return max(self.move_s, self.compute_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """``count`` blocks like ``kind``, in each precision. ``streamed`` and ``resident`` name the better one."""
+
+    kind: str
+    count: int
+    forms: Mapping[str, Form]
+
+    @property
+    def streamed(self) -> str:
+        return min(self.forms, key=lambda name: self.forms[name].streamed_s)
+
+    @property
+    def resident(self) -> str:
+        return min(self.forms, key=lambda name: self.forms[name].compute_s)
+
+    def to_json(self) -> dict[str, Any]:
+        forms = {
+            name: {"bytes": form.bytes, "move_s": form.move_s, "compute_s": form.compute_s}
+            for name, form in self.forms.items()
+        }
+        return {
+            "kind": self.kind,
+            "count": self.count,
+            "forms": forms,
+            "streamed": self.streamed,
+            "resident": self.resident,
+        }
+
+
+def precision_table(request: Request, machine: Machine, precisions: Sequence[str] = ("fp16", "int8")) -> list[Row]:
+    """A row for each kind of block, in the order of the model. Blocks that are only looked up in are left out.
+
+    Raises UnsupportedError where the model cannot be had in one of ``precisions``.
+    """
+    costs = {name: _costs(open_subject(request, machine, name)) for name in precisions}
+    rows = []
+    for kind in next(iter(costs.values())):
+        forms = {}
+        for name, found in costs.items():
+            blocks = found[kind]
+            forms[name] = _form(blocks[0], machine)
+        rows.append(Row(kind=kind, count=len(next(iter(costs.values()))[kind]), forms=forms))
+    return rows
+
+
+def _costs(subject: Subject) -> dict[str, list[BlockCost]]:
+    """Blocks of the coarsest partition by their kind, named by the path with its numbers left out."""
+    endless = dict.fromkeys(subject.machine.budget_bytes, 1 << 60)
+    _, need = subject.choose(endless)
+    found: dict[str, list[BlockCost]] = {}
+    for block in subject.job(subject.cuts[0], need).blocks:
+        if block.uses:
+            found.setdefault(_NUMBER.sub(".*", block.name), []).append(block)
+    return found
+
+
+def _form(block: BlockCost, machine: Machine) -> Form:
+    hardware = machine.hardware
+    choice = FROM_DISK if hardware.compute == RAM else FROM_RAM
+    rates = [hardware.link(*one).bytes_per_s for one in ways_of(choice, hardware.compute)]
+    return Form(
+        bytes=block.bytes, move_s=block.moved_bytes / min(rates), compute_s=block.compute_s + block.overhead_s
+    )
+
+
+def shown(rows: Sequence[Row]) -> Table:
+    """The rows for people."""
+    names = list(rows[0].forms) if rows else []
+    table = Table(title=f"{' or '.join(names)}?", title_justify="left")
+    table.add_column("block")
+    table.add_column("count", justify="right")
+    for name in names:
+        table.add_column(f"{name}:\nbytes", justify="right")
+        table.add_column("move", justify="right")
+        table.add_column("compute", justify="right")
+    table.add_column("better when\nstreamed")
+    table.add_column("better when\nresident")
+    for row in rows:
+        cells = [row.kind, str(row.count)]
+        for name in names:
+            form = row.forms[name]
+            cells += [format_bytes(form.bytes), format_seconds(form.move_s), format_seconds(form.compute_s)]
+        table.add_row(*cells, row.streamed, row.resident)
+    return table

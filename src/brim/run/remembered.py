@@ -1,0 +1,56 @@
+"""Figures that were measured once, in a file of the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from brim.run.cache import cache_folder
+
+
+class Remembered:
+    """Lists of numbers by name. ``facts`` are what they depend on: under other ones nothing is known.
+
+    A file that is damaged or cannot be written is warned about and does not stop anything.
+    """
+
+    def __init__(self, what: str, facts: Sequence[object]) -> None:
+        digest = hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:16]
+        self._path = cache_folder() / f"{what}-{digest}.json"
+        self._known = self._read()
+
+    def get(self, name: str) -> list[float] | None:
+        return self._known.get(name)
+
+    def keep(self, found: Mapping[str, list[float]]) -> None:
+        """Add ``found`` to the file. It is moved into place, so that no other process reads half of it."""
+        self._known = self._read() | dict(found)  # another process may have added its own
+        temporary = ""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
+                temporary = file.name
+                json.dump(self._known, file)
+            Path(temporary).replace(self._path)
+        except OSError as error:
+            if temporary:
+                Path(temporary).unlink(missing_ok=True)
+            warnings.warn(
+                f"What was measured could not be kept in {self._path.parent} ({error.strerror}), so the next run "
+                "measures again. Set XDG_CACHE_HOME to a folder that can be written.",
+                stacklevel=3,
+            )
+
+    def _read(self) -> dict[str, list[float]]:
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+            return {str(name): [float(number) for number in numbers] for name, numbers in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            warnings.warn(f"{self._path} is damaged, so it is measured again: {error}", stacklevel=3)
+            return {}
