@@ -40,8 +40,8 @@ _INT8_STEP = 16  # inputs that its int8 kernel takes at once, without a remainde
 _FUSED_ROWS = 8  # beyond so many rows int8 is made wide once instead of once per four rows
 _ALIGNMENT_BYTES = 64
 _PIECE_BYTES = 8 << 20  # of a weight that is being quantized, in float32
-# What is made wide at once: on a CPU it stays in the cache; on a GPU it fills the machine and is small beside a model.
-_WIDE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
+# What is made wide at once: on a CPU it stays in the cache; on a GPU it fills it and is little beside a model.
+_WIDE_CPU_BYTES, _WIDE_BYTES = 2 << 20, 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,8 @@ def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tenso
     groups = wide.view(len(wide), len(scale), -1)  # (rows, in / group, group)
     low, high = groups.aminmax(dim=-1)
     step = ((high - low) / 15).to(scale.dtype)
-    step = torch.where(step > 0, step, 1)
     zero = (low + 8 * step.float()).to(scale.dtype)
+    step = torch.where(step > 0, step, 1)  # a group of one value: code 8
     scale[..., 0], scale[..., 1] = step.t(), zero.t()
     codes = (groups - zero.float()[..., None]).div_(step.float()[..., None]).round_().add_(8).clamp_(0, 15)
     tiles = codes.to(torch.uint8).view(-1, block, wide.shape[1]).transpose(1, 2)
@@ -177,9 +177,7 @@ def _outputs(codes: torch.Tensor, scale: torch.Tensor) -> int:
 
 
 @torch.library.custom_op("brim::quantized_mm", mutates_args=("scratch",))
-def quantized_mm(
-    rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor
-) -> torch.Tensor:
+def quantized_mm(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """(rows, out): the product of ``rows`` (rows, in) and the weight, but for the scales of whole rows.
 
     The weight is made wide in ``scratch``, a part at a time, in the type of ``rows``; PyTorch's own kernels for the
@@ -279,8 +277,9 @@ class QuantizedLinear(nn.Linear):
         if rows.device.type == "cpu" and self._is_fused(rows.shape[0]):
             return torch.bfloat16, 0
         # A CPU without bfloat16 of its own computes in float32, and faster so.
-        dtype = torch.float32 if rows.device.type == "cpu" else rows.dtype
-        wide = _WIDE_BYTES.get(rows.device.type, _WIDE_BYTES["cuda"]) // dtype.itemsize
+        on_cpu = rows.device.type == "cpu"
+        dtype = torch.float32 if on_cpu else rows.dtype
+        wide = (_WIDE_CPU_BYTES if on_cpu else _WIDE_BYTES) // dtype.itemsize
         unit = self.in_features * (2 * self.codes.shape[-1] if self.codes.dtype == torch.uint8 else 1)
         return dtype, min(max(wide // unit, 1) * unit, self.in_features * self.out_features)
 

@@ -49,8 +49,7 @@ CASES = [
     for scheme, (out, inside) in itertools.product(SCHEMES, SIDES)
     if form(Quantization(scheme=scheme), out, inside) is not None
 ]
-# An input that is rounded to bfloat16 and so is the output: 2**-9 of each, in a sum of independent terms.
-TOLERANCE = 2**-7
+TOLERANCE = 2**-8  # half of it for an input that is rounded to bfloat16, half for such an output
 
 
 def weight_of(out: int, inside: int) -> torch.Tensor:
@@ -133,7 +132,7 @@ def test_fp8_keeps_four_bits_of_each_weight() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("value", [0.0, -0.25])
+@pytest.mark.parametrize("value", [0.0, -0.3])
 def test_rows_of_one_value_come_back(scheme: str, value: float) -> None:
     weight = torch.full((64, 64), value)
     found = expand(*quantize(Quantization(scheme=scheme), weight), torch.float32)
@@ -190,7 +189,8 @@ def test_a_product_is_that_with_the_wide_weight(scheme: str, out: int, inside: i
             wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
             found = model(x)
         assert (found.dtype, found.shape) == (dtype, (rows, out))
-        assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+        size = x.double().norm(dim=1, keepdim=True) * layer.weight.double().norm(dim=1) + layer.bias.double().abs()
+        assert ((found - wanted).abs() <= TOLERANCE * size).all()
 
 
 @pytest.mark.parametrize("wide_bytes", [1, 20_000])
@@ -204,7 +204,7 @@ def test_a_weight_that_is_made_wide_in_parts_gives_the_same(
     apply(model, scheme)
     x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
     layer: Any = model[0]
-    monkeypatch.setattr("brim.techniques.quantized_linear._WIDE_BYTES", {"cpu": wide_bytes})
+    monkeypatch.setattr("brim.techniques.quantized_linear._WIDE_CPU_BYTES", wide_bytes)
     with torch.no_grad():
         wanted = nn.functional.linear(x, layer.weight, layer.bias)
         assert torch.allclose(model(x), wanted, rtol=1e-5, atol=1e-5)
@@ -230,9 +230,11 @@ def test_codes_that_lie_anywhere_in_memory_give_the_same(scheme: str) -> None:
     with torch.no_grad():
         wanted = model(x)
         apart = torch.empty(layer.codes.nbytes + 1, dtype=torch.uint8)[1:]
-        layer.codes.data = apart.copy_(layer.codes.data.view(torch.uint8).reshape(-1)).view(
-            layer.codes.dtype
-        ).view(layer.codes.shape)
+        layer.codes.data = (
+            apart.copy_(layer.codes.data.view(torch.uint8).reshape(-1))
+            .view(layer.codes.dtype)
+            .view(layer.codes.shape)
+        )
         assert torch.equal(model(x), wanted)
 
 
@@ -296,9 +298,7 @@ def test_a_users_hook_stays() -> None:
 
 @pytest.mark.parametrize("make", [llama, gpt2, lambda: llama(tied=True)])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_model_without_values_gets_the_parameters_of_a_real_one(
-    make: Callable[[], nn.Module], scheme: str
-) -> None:
+def test_a_model_without_values_gets_the_parameters_of_a_real_one(make: Callable[[], nn.Module], scheme: str) -> None:
     real = make()
     apply(real, scheme)
     with torch.device("meta"):
@@ -386,7 +386,7 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes(scheme: str
     model = llama()
     weight = model.get_submodule("model.layers.1.mlp.up_proj").weight
     weight.data[3, 5] = float("nan")
-    with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj.weight was to be quantized"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight was to be quantized"):
         apply(model, scheme)
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     weight.data[3, 5] = 0
