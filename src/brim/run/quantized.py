@@ -117,7 +117,8 @@ class _Work:
     def _quantized(self, name: str, weight: FileTensor) -> Iterator[tuple[str, torch.Tensor]]:
         path, turned = self.paths[name], self.transposed[name]
         out, inside = reversed(weight.shape) if turned else weight.shape
-        whole = weight.materialize().t() if turned or weight.extents is None else None
+        whole = weight.materialize() if turned or weight.extents is None else None
+        whole = whole.t() if turned and whole is not None else whole
         try:
             codes, scale = quantize_rows(self._asked, out, inside, partial(_rows, weight, whole))
         except ValueError as error:

@@ -37,7 +37,7 @@ _FLOAT8_MULTIPLE = 16  # of both sides of a float8 product (aten/src/ATen/native
 _BLOCK = 32
 _BLOCKS = {"AVX2": 32, "AVX512": 64}  # outputs that PyTorch's int4 kernel takes at once, by the CPU's capability
 _INT8_STEP = 16  # inputs that its int8 kernel takes at once, without a remainder
-_FUSED_ROWS = 8  # beyond so many rows int8 is made wide once instead of once per four rows
+_FUSED_ROWS = 16  # beyond so many rows int8 is made wide once, not once per four rows: as fast there, faster beyond
 _ALIGNMENT_BYTES = 64
 _PIECE_BYTES = 8 << 20  # of a weight that is being quantized, in float32
 # What is made wide at once: on a CPU it stays in the cache; on a GPU it fills it and is little beside a model.
@@ -156,10 +156,23 @@ def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tenso
 def expand(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight (out, in), as the codes say it."""
     if codes.dtype != torch.uint8:
-        return (codes.float() * (scale[:, None] if scale.dim() == 1 else scale)).to(dtype)
+        wide = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        _widen_bytes(codes, wide)
+        return wide.mul_(scale[:, None] if scale.dim() == 1 else scale).to(dtype)
     tiles = torch.empty(*codes.shape[:2], 2 * codes.shape[2], dtype=torch.float32, device=codes.device)
     _widen_int4(codes, scale, 0, tiles)
     return tiles.transpose(1, 2).reshape(-1, codes.shape[1]).to(dtype)
+
+
+def _widen_bytes(codes: torch.Tensor, wide: torch.Tensor) -> None:
+    """Fill ``wide`` with the values of codes of a byte each."""
+    if codes.dtype != _E4M3 or codes.device.type != "cpu":
+        wide.copy_(codes)
+        return
+    # PyTorch converts float8 one by one (50 million a second). Moved by a bit, the seven bits of a magnitude are those
+    # of a float16 that is 2**8 times smaller, subnormal numbers included: the exponents' biases are 7 and 15.
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+    wide.copy_(bits.view(torch.float16)).mul_(256)
 
 
 def _widen_int4(codes: torch.Tensor, scale: torch.Tensor, first: int, tiles: torch.Tensor) -> None:
@@ -216,7 +229,8 @@ def _by_rows(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scrat
     product, step = rows.new_empty(rows.shape[0], out), scratch.numel() // inside
     for start in range(0, out, step):
         part = codes[start : start + step]
-        wide = scratch[: part.numel()].view(part.shape).copy_(part)
+        wide = scratch[: part.numel()].view(part.shape)
+        _widen_bytes(part, wide)
         torch.mm(rows, wide.t(), out=product[:, start : start + step])
     return product
 
