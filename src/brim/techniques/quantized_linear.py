@@ -169,8 +169,8 @@ def _widen_bytes(codes: torch.Tensor, wide: torch.Tensor) -> None:
     if codes.dtype != _E4M3 or codes.device.type != "cpu":
         wide.copy_(codes)
         return
-    # PyTorch converts float8 one by one (50 million a second). Moved by a bit, the seven bits of a magnitude are those
-    # of a float16 that is 2**8 times smaller, subnormal numbers included: the exponents' biases are 7 and 15.
+    # PyTorch converts float8 one by one (50 million a second). Its seven bits of magnitude, put where float16 has its
+    # first, are a number 2**8 times smaller, subnormal ones included: the exponents' biases are 7 and 15.
     bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     wide.copy_(bits.view(torch.float16)).mul_(256)
 
