@@ -104,7 +104,7 @@ def _kept(model: Any) -> tuple[str, list[str]]:
         return "", []
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    output = model.get_output_embeddings()
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     head = next((path for path, module in model.named_modules() if module is output), "")
     return head, get_keys_to_not_convert(model)
 
