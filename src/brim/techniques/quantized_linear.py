@@ -9,10 +9,10 @@
 Two codes of ``int4`` share a byte: of B = 32 outputs (64 where the CPU has AVX-512) the first half has the low bits.
 That, and scale beside zero, is what PyTorch's kernel for the CPU reads (aten/src/ATen/native/cpu/int4mm_kernel.cpp).
 
-The numerics are round-to-nearest, a few lines each, and are those of torchao's primitives
-(torchao/quantization/quant_primitives.py: symmetric per row; tinygemm's per group). torchao itself is not needed: it
-keeps weights in tensor subclasses, which a ring of flat buffers cannot hold, and its primitives' names have changed
-from version to version.
+The numerics are round-to-nearest, a few lines each: those of torchao's primitives for int8
+(torchao/quantization/quant_primitives.py, symmetric per row), and for int4 its tinygemm form with a better fit of the
+groups. torchao itself is not needed: it keeps weights in tensor subclasses, which a ring of flat buffers cannot hold,
+and its primitives' names have changed from version to version.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _BLOCKS = {"AVX2": 32, "AVX512": 64}  # outputs that PyTorch's int4 kernel takes
 _INT8_STEP = 16  # inputs that its int8 kernel takes at once, without a remainder
 _FUSED_ROWS = 16  # beyond so many rows int8 is made wide once, not once per four rows: as fast there, faster beyond
 _ALIGNMENT_BYTES = 64
+_FITS = 4
 _PIECE_BYTES = 8 << 20  # of a weight that is being quantized, in float32
 # What is made wide at once: on a CPU it stays in the cache; on a GPU it fills it and is little beside a model.
 _WIDE_CPU_BYTES, _WIDE_BYTES = 2 << 20, 32 << 20
@@ -140,14 +141,33 @@ def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tenso
     """Codes of some rows; fills their ``scale`` (in / group, rows, 2): the step, and the value of code 8."""
     _largest(wide)
     groups = wide.view(len(wide), len(scale), -1)  # (rows, in / group, group)
-    low, high = groups.aminmax(dim=-1)
-    step = ((high - low) / 15).to(scale.dtype)
-    zero = (low + 8 * step.float()).to(scale.dtype)
-    step = torch.where(step > 0, step, 1)  # a group of one value: code 8
-    scale[..., 0], scale[..., 1] = step.t(), zero.t()
-    codes = (groups - zero.float()[..., None]).div_(step.float()[..., None]).round_().add_(8).clamp_(0, 15)
+    step, zero = (fitted.to(scale.dtype) for fitted in _fitted(groups))
+    scale[..., 0], scale[..., 1] = step.squeeze(-1).t(), zero.squeeze(-1).t()
+    codes = _nearest(groups, step.float(), zero.float()).add_(8)
     tiles = codes.to(torch.uint8).view(-1, block, wide.shape[1]).transpose(1, 2)
     return tiles[..., : block // 2] | tiles[..., block // 2 :] << 4
+
+
+def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step and zero of each group (rows, in / group, 1): from its least to its largest value, then a few rounds of
+    least squares over the codes found, which cuts off what lies far out (error: a tenth less than without)."""
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = torch.where(high > low, (high - low) / 15, 1.0)
+    zero = torch.where(high > low, low + 8 * step, low)
+    mean = groups.mean(-1, keepdim=True)
+    for _ in range(_FITS):
+        codes = _nearest(groups, step, zero)
+        center = codes.mean(-1, keepdim=True)
+        codes -= center
+        slope = (codes * (groups - mean)).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True)
+        better = slope > 0  # not where all codes are the same, which gives no number
+        step = torch.where(better, slope, step)
+        zero = torch.where(better, mean - slope * center, zero)
+    return step, zero
+
+
+def _nearest(groups: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return (groups - zero).div_(step).round_().clamp_(-8, 7)
 
 
 # -- from codes -----------------------------------------------------------------------------------------------------
