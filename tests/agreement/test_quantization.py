@@ -185,7 +185,8 @@ def ratio(model: Any, asked: Quantization, ids: torch.Tensor, before: float) -> 
 
 @pytest.mark.timeout(300)
 def test_int8_keeps_the_perplexity_of_a_real_model_within_a_hundredth(smollm2: Path, ids: torch.Tensor) -> None:
-    model, ids = AutoModelForCausalLM.from_pretrained(smollm2).eval(), ids[:, :513]
+    """On the whole text: its parts alone say between half a hundredth and a whole one."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
     assert abs(ratio(model, Quantization(scheme="int8"), ids, perplexity(model, ids)) - 1) < 0.01
 
 
