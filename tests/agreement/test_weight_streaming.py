@@ -11,51 +11,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from brim.core import EventKind, Plan, Timeline
+from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
-from brim.memory.tiers import Memory
 from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
 from brim.run.inference import by_parameter, materialize
 from brim.run.models import open_model
 from brim.techniques.blocks import Partition
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, Weights
+from recorded import lanes, peaks, settled
 
 STEPS = 3
 STEP_BYTES = 1000
-Events = dict[str, list[tuple[str, str, int, str]]]
 
 
 def size_of(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def lanes(timeline: Timeline) -> Events:
-    """Events by lane: allocations of each tier in order, copies of each way in order.
-
-    Lanes run beside one another, so there is no order between them. The bounce buffer is made by the lane that reads.
-    """
-    found: Events = {}
-    for e in timeline:
-        if e.kind is EventKind.IDLE:
-            continue  # how long compute waited differs from run to run
-        lane = f"{e.source} -> {e.tier}" if e.kind is EventKind.COPY else f"{e.tier} pool"
-        if e.label == "bounce buffer":
-            lane += ", bounce"
-        found.setdefault(lane, []).append((e.kind.name, e.tier, e.bytes, e.label))
-    return found
-
-
-def settled(memory: Memory) -> None:
-    """Wait for everything that was asked of the lanes."""
-    for lane in (memory.engine._disk, memory.engine._copy):  # type: ignore[attr-defined]
-        lane.submit(lambda: None).wait()
-
-
-def peaks(memory: Memory) -> dict[str, int]:
-    for pool in (memory.compute, memory.ram):
-        assert pool.peak_bytes <= pool.limit_bytes
-    return {pool.tier: pool.peak_bytes for pool in (memory.compute, memory.ram)}
 
 
 def run(model: torch.nn.Module, ids: torch.Tensor, plan: Plan, partition: Partition, device: str) -> tuple[Any, ...]:

@@ -17,6 +17,9 @@ from brim.memory.recorder import Recorder
 from brim.memory.transfer import Settled, ThreadEngine, Ticket, Waitable, _Lane
 from brim.units import format_bytes
 
+# A copy engine does one copy after another: between pieces of a block, activations of other streams can go.
+_PIECE_BYTES = 32 << 20
+
 
 class PinnedSource(HostSource):
     """Page-locked host memory by ``cudaHostRegister`` on our own mapping.
@@ -120,8 +123,15 @@ class CudaEngine:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for condition in after:
                 condition.wait()
-            target.tensor[: source.numel()].copy_(source, non_blocking=True)
+            for begin in range(0, source.numel(), _PIECE_BYTES):
+                piece = source[begin : begin + _PIECE_BYTES]
+                target.tensor[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
             event.record(stream)
+        self.recorder.copied(*way, source.numel(), begin_s, label)
+
+    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
+        begin_s = self.recorder.now_s()
+        target.copy_(source, non_blocking=True)  # on the current stream: after what makes it, before what needs it
         self.recorder.copied(*way, source.numel(), begin_s, label)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:

@@ -97,6 +97,12 @@ class Engine(Protocol):
     ) -> Waitable:
         """``source`` (uint8) -> the head of ``target``, once all of ``after`` is done; ``way`` names the tiers."""
 
+    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
+        """``source`` -> ``target`` (both uint8, of one length) in the order of compute, past what is queued.
+
+        ``finish(mark())`` makes the host wait for it.
+        """
+
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Waitable:
         """The head of ``source`` (uint8 in RAM, page-aligned, whole pages long) -> ``extent`` of a file.
 
@@ -219,6 +225,11 @@ class ThreadEngine:
 
         return (self._back if way[1] == RAM else self._copy).submit(job)
 
+    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
+        begin_s = self.recorder.now_s()
+        target.copy_(source)
+        self.recorder.copied(*way, source.numel(), begin_s, label)
+
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Ticket:
         def job() -> None:
             for condition in after:
@@ -289,6 +300,9 @@ class NullEngine:
     ) -> Done:
         self.recorder.copied(*way, source.numel(), self.recorder.now_s(), label)
         return Done()
+
+    def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
+        self.recorder.copied(*way, source.numel(), self.recorder.now_s(), label)
 
     def write(self, source: torch.Tensor, extent: Extent, label: str, after: Sequence[Waitable]) -> Done:
         self.recorder.copied(RAM, DISK, extent.bytes, self.recorder.now_s(), label)

@@ -88,19 +88,19 @@ class Fitted:
 
     def _apply(self, partition: Partition, weights: Weights, example: Any) -> None:
         choice, model, memory = self.choice, self.model, self.memory
-        self.precision = self._hold(precision.apply(model, self.optimizer, choice.precision))
+        self.precision = self.hold(precision.apply(model, self.optimizer, choice.precision))
         if choice.checkpointing:
-            self._hold(checkpointing.apply(model, choice.checkpointing))
+            self.hold(checkpointing.apply(model, choice.checkpointing))
         if choice.chunk_tokens:
-            self._hold(chunked_loss.apply(model, choice.chunk_tokens))
+            self.hold(chunked_loss.apply(model, choice.chunk_tokens))
         if choice.in_place:
-            self._hold(inplace_activations.apply(model, example))
+            self.hold(inplace_activations.apply(model, example))
         self.streaming = weight_streaming.apply(model, partition, self.plan, memory, weights, training=True)
-        self._hold(self.streaming)
+        self.hold(self.streaming)
         if weights.sources and not memory.fake:  # until now parameters held nothing
             self.precision.take_weights(self.streaming.value)
         if choice.activations:
-            self._hold(activation_offload.apply(model, choice.activations, memory))
+            self.hold(activation_offload.apply(model, choice.activations, memory))
         if choice.offloads_optimizer or self._streams_trained(partition):
             self.offload = optimizer_offload.apply(
                 model,
@@ -111,7 +111,7 @@ class Fitted:
                 streaming=self.streaming if choice.streams else None,
                 block_bytes=update_bytes(model),
             )
-            self._hold(self.offload)
+            self.hold(self.offload)
 
     def _streams_trained(self, partition: Partition) -> bool:
         """Whether blocks that come and go are trained: then they are updated one by one, each in its slot."""
@@ -119,7 +119,8 @@ class Fitted:
         moving = [b for b in partition.blocks if self.choice.streaming.get(b.name, RESIDENT) != RESIDENT]
         return any(not trained.isdisjoint(block.tensors) for block in moving)
 
-    def _hold(self, handle: Any) -> Any:
+    def hold(self, handle: Any) -> Any:
+        """Remove ``handle`` with this one, before those that were held earlier."""
         self._handles.append(handle)
         return handle
 

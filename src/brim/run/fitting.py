@@ -19,8 +19,10 @@ from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.tiers import Memory, cpu_memory, cuda_memory, emulated_memory, fake_memory
 from brim.planner import BlockCost, Job, plan_streaming
+from brim.run.expert_plans import ExpertWay, expert_ways
 from brim.run.step_memory import Observation, watch_example
 from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
+from brim.techniques.router_statistics import RouterStatistics
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
@@ -34,7 +36,8 @@ class Need:
     """What a step takes beside the blocks, and how much it computes.
 
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
-    Parameters in ``stay`` are not streamed.
+    Parameters in ``stay`` are not streamed. ``cache_experts``: for inference, whether the experts of a mixture may
+    come one by one; ``routers``: what their routers were seen to do.
     """
 
     step_bytes: int
@@ -42,6 +45,8 @@ class Need:
     tokens: int = 1
     stay: frozenset[str] = frozenset()
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    cache_experts: bool = True
+    routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
 
 
 def forward_need(
@@ -118,34 +123,57 @@ def make_plan(
     """The fastest plan over partitions from coarse to fine, and the partition it speaks of.
 
     Finer blocks need smaller slots, so more of the model stays; each has its cost in hooks, which is counted.
-    Raises BudgetError when no partition fits.
+    Experts of a mixture are moved with their layer, or cached one by one. Raises BudgetError when nothing fits.
     """
     best: tuple[Partition, Plan] | None = None
     refusal: BudgetError | None = None
-    for found in _partitions(model, need):
-        partition = _without_unreadable_lookups(found, weights)
-        try:
-            plan = plan_streaming(make_job(model, partition, hardware, need, weights, task), hardware, budget)
-        except BudgetError as error:
-            refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
-            continue
-        if best is None or plan.promise.step_s < best[1].promise.step_s:
-            best = partition, plan
+    for way in _expert_ways(model, hardware, need, weights, task):
+        for found in _partitions(model, need, way):
+            partition = _without_unreadable_lookups(found, weights)
+            try:
+                job = make_job(model, partition, hardware, need, weights, task)
+                plan = _plan(job, hardware, budget, way, need.tokens, _rate(model, hardware))
+            except BudgetError as error:
+                refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
+                continue
+            if best is None or plan.promise.step_s < best[1].promise.step_s:
+                best = partition, plan
     if best is None:
         assert refusal is not None
         raise refusal
     return best
 
 
+def _expert_ways(
+    model: nn.Module, hardware: Hardware, need: Need, weights: Weights, task: str
+) -> Iterator[ExpertWay | None]:
+    """None: experts are moved with their layer."""
+    yield None
+    if need.cache_experts and task != "train":
+        parameters = dict(model.named_parameters())
+        yield from expert_ways(model, hardware, lambda name: _source(name, parameters[name], weights), need.routers)
+
+
+def _plan(
+    job: Job, hardware: Hardware, budget: Mapping[str, int], way: ExpertWay | None, tokens: int, rate: float
+) -> Plan:
+    if way is None:
+        return plan_streaming(job, hardware, budget)
+    rest = plan_streaming(way.job(job, hardware, tokens, rate), hardware, budget)
+    return way.plan(rest, hardware, tokens)
+
+
 def _need(error: BudgetError) -> int:
     return sum(error.smallest_bytes.values())
 
 
-def _partitions(model: nn.Module, need: Need) -> Iterator[Partition]:
+def _partitions(model: nn.Module, need: Need, way: ExpertWay | None) -> Iterator[Partition]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
+    if way is not None:
+        need = replace(need, stay=need.stay | way.names)
     partition: Partition | None = find_blocks(model, stay=need.stay)
     while partition is not None:
-        yield partition
+        yield partition if way is None else way.partition(partition)
         partition = _finer(model, partition, need)
 
 
@@ -174,9 +202,7 @@ def make_job(
 ) -> Job:
     in_ram = hardware.compute == RAM
     parameters = dict(model.named_parameters())
-    rate = hardware.flops_per_s.get(str(_dtype(model)).removeprefix("torch."), 0.0) or min(
-        hardware.flops_per_s.values()
-    )
+    rate = _rate(model, hardware)
     blocks, bounce = [], 0
     for block in partition.blocks:
         sources = [_source(name, parameters[name], weights) for name in block.tensors]
@@ -209,6 +235,12 @@ def make_job(
         bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
         passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
     )
+
+
+def _rate(model: nn.Module, hardware: Hardware) -> float:
+    """Flops per second in the dtype of the model."""
+    name = str(_dtype(model)).removeprefix("torch.")
+    return hardware.flops_per_s.get(name, 0.0) or min(hardware.flops_per_s.values())
 
 
 def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from brim.core import Hardware, Timeline
+from brim.core.hardware import RAM
 from brim.errors import UsageError
+from brim.memory import heap
+from brim.memory.kept_heap import KeptHeap, kept_limits
 from brim.run.fitted import Fitted, apply_choice, update_bytes
 from brim.run.fitting import Device, Need, make_memory, make_plan
+from brim.run.inference import resident_bytes
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
@@ -42,6 +47,7 @@ def fit_training(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"brim.fit was given a {type(optimizer).__name__} as the optimizer.", "It takes torch's.")
     refuse_second(model)
+    start_bytes = resident_bytes() - _tensor_bytes(model, optimizer)
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8
     search = _Search(model, optimizer, hardware, budget_bytes, device, example, reserve)
     partition, found = search.run()
@@ -53,8 +59,32 @@ def fit_training(
     )
     memory = make_memory(plan, hardware, device, Timeline(f"{plan.model} train", measured=True))
     fitted = apply_choice(model, optimizer, plan, memory, partition, Weights(), example)
+    if hardware.compute == RAM:
+        _hold_heap(fitted, found.prediction.peak_bytes[RAM], budget_bytes[RAM], start_bytes)
     vars(model)[HANDLE_ATTRIBUTE] = vars(optimizer)[HANDLE_ATTRIBUTE] = fitted
     return fitted
+
+
+def _tensor_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What model and optimizer hold in RAM now."""
+    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    held += [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t.device.type == "cpu"}
+    return sum(storages.values())
+
+
+def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_bytes: int) -> None:
+    """Keep the resident set to the budget too: what is freed leaves it, at once where the budget is tight.
+
+    ``start_bytes`` is the resident set without model and optimizer.
+    """
+    limits = kept_limits(promised_bytes, budget_bytes)
+    if limits is None:
+        heap.return_freed_memory()
+        return
+    kept = KeptHeap(start_bytes + budget_bytes - (limits.promised_bytes - limits.return_above_bytes))
+    weakref.finalize(fitted, kept.close)
+    fitted.hold(kept)
 
 
 class _Search:

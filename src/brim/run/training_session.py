@@ -14,6 +14,7 @@ from brim.core import Hardware, Plan, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError
 from brim.memory import heap
+from brim.memory.kept_heap import HeapLimits, KeptHeap, kept_limits
 from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.inference import resident_bytes, warm_up
@@ -66,8 +67,13 @@ class Terms:
 class Session:
     """A model in training. ``rung`` is where on the ladder its plan stands."""
 
-    def __init__(self, terms: Terms, trainee: Trainee, fitted: Fitted, rung: int) -> None:
+    def __init__(
+        self, terms: Terms, trainee: Trainee, fitted: Fitted, rung: int, heap_limits: HeapLimits | None = None
+    ) -> None:
         self.terms, self.trainee, self.fitted, self.rung = terms, trainee, fitted, rung
+        self._kept_heap: KeptHeap | None = None
+        if heap_limits is not None:
+            self._kept_heap = KeptHeap(terms.start_bytes + heap_limits.return_above_bytes)
 
     @classmethod
     def open(cls, terms: Terms, folder: Path, *, name: str, rung: int = 0) -> Session:
@@ -85,14 +91,14 @@ class Session:
         warm_up(trainee.module, terms.hardware, terms.seq)
         search = _Search(terms, trainee)
         partition, found = search.search(rung)
+        promise, limits = found.prediction.promise(), _heap_limits(terms, found.prediction, rung)
+        if limits is not None:
+            promise = replace(promise, peak_bytes={**promise.peak_bytes, RAM: limits.promised_bytes})
         plan = found.choice.plan(
-            model=name,
-            hardware=terms.hardware.name,
-            budget_bytes=terms.budget_bytes,
-            promise=found.prediction.promise(),
+            model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
         )
         fitted = _place(terms, trainee, plan, partition, search.inputs(1))
-        return cls(terms, trainee, fitted, found.rung)
+        return cls(terms, trainee, fitted, found.rung, limits)
 
     @property
     def plan(self) -> Plan:
@@ -102,7 +108,21 @@ class Session:
         """Let everything go without bringing it back into memory."""
         self.fitted.close()
         del self.trainee, self.fitted
+        if self._kept_heap is not None:
+            self._kept_heap.close()
         heap.trim()
+
+
+def _heap_limits(terms: Terms, found: Prediction, rung: int) -> HeapLimits | None:
+    """Where tensors are in the heap and the budget has room, what is freed is kept: fresh pages are dear.
+
+    A heap that was kept on a rung above has holes that only watching gives back.
+    """
+    if terms.hardware.compute != RAM:
+        return None
+    promised = found.peak_bytes[RAM]
+    watched = HeapLimits(promised_bytes=promised, return_above_bytes=promised) if rung else None
+    return kept_limits(promised, terms.budget_bytes[RAM]) or watched
 
 
 def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition, example: Any) -> Fitted:

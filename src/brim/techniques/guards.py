@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from brim.techniques.streamed import Streamed
     from brim.techniques.weight_streaming import WeightStreaming
 
+_NOTHING = object()
+
 
 class Guards:
     """Changes to the module's surface while it is fitted, all undone by ``remove``."""
 
     def __init__(self, handle: WeightStreaming) -> None:
         self._handle = handle
-        self._marked: list[tuple[nn.Module, str]] = []
+        self._marked: list[tuple[nn.Module, str, Any]] = []  # and what the module had of its own before
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._moved: list[tuple[nn.Parameter, torch.device]] = []
         self._moved_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -54,10 +56,13 @@ class Guards:
         """Remember where a parameter was before it is copied to the compute tier."""
         self._moved.append((parameter, parameter.device))
 
-    def move_buffers(self) -> None:
-        """Buffers follow compute to its device; what is written to them there comes back in the end."""
-        device = self._handle.memory.device
+    def move_buffers(self, on_host: Collection[int]) -> None:
+        """Buffers follow compute to its device; what is written to them there comes back in the end.
+
+        ``on_host``: the modules (by ``id``) that the CPU computes.
+        """
         for module in self._handle.model.modules():
+            device = torch.device("cpu") if id(module) in on_host else self._handle.memory.device
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != device.type:
                     self._moved_buffers.append((module, name, buffer))
@@ -81,8 +86,10 @@ class Guards:
         self.replace(module, "forward", torch.compiler.disable(forward))
 
     def remove(self) -> None:
-        for module, name in self._marked:
+        for module, name, before in reversed(self._marked):
             vars(module).pop(name, None)
+            if before is not _NOTHING:
+                vars(module)[name] = before
         for hook in self._hooks:
             hook.remove()
         for parameter, device in self._moved:
@@ -94,8 +101,8 @@ class Guards:
 
     def replace(self, module: nn.Module, name: str, value: object) -> None:
         """Let the module have ``value`` of its own, beside what its class says."""
+        self._marked.append((module, name, vars(module).get(name, _NOTHING)))
         vars(module)[name] = value
-        self._marked.append((module, name))
 
     def _after_load(self) -> None:
         for streamed in self._handle._streamed:

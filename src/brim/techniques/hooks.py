@@ -101,6 +101,18 @@ class Recover:
         self._handle._begin_step()
 
 
+def watch_lookup(handle: WeightStreaming, table: nn.Module, streamed: Streamed) -> None:
+    """Have rows of ``table`` picked where it rests."""
+    if handle.memory.fake:
+        return
+    if handle.memory.device.type != "cpu":
+        handle._guards.look_up(table, streamed.home, handle.memory.device)
+    if isinstance(streamed.home, DiskHome):
+        handle._hooks.append(check_rows(table, streamed.home, streamed))
+    elif handle._recall is not None:
+        handle._hooks.append(settle_first(table, streamed.home))
+
+
 def check_rows(table: nn.Module, home: DiskHome, streamed: Streamed) -> torch.utils.hooks.RemovableHandle:
     """Before rows of ``table``, an embedding, are looked up in its file: make sure that they can be read."""
     assert isinstance(table, nn.Embedding)

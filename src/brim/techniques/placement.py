@@ -13,7 +13,7 @@ from brim.core import Plan
 from brim.core.hardware import DISK, RAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.homes import DiskHome, Home, RamHome
-from brim.memory.layout import file_layout, packed_layout
+from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, Staging
 from brim.techniques.base import Option
@@ -22,6 +22,7 @@ from brim.techniques.guards import Guards
 
 NAME = "weight_streaming"
 RESIDENT, FROM_RAM, FROM_DISK = "resident", "stream:ram", "stream:disk"
+COMPUTE_RAM = "compute:ram"  # it rests in RAM, and the CPU computes it there
 STAGING_SLOTS = "staging_slots"
 
 
@@ -41,16 +42,41 @@ def loads_for(block: Block) -> list[str]:
     return [trigger for trigger in block.triggers if trigger not in block.lookups]
 
 
+def computable(partition: Partition) -> frozenset[str]:
+    """The blocks that the CPU can compute where they rest: their modules need no parameters but theirs."""
+    users: dict[str, int] = {}
+    for trigger in [trigger for block in partition.blocks for trigger in loads_for(block)]:
+        users[trigger] = users.get(trigger, 0) + 1
+    return frozenset(
+        block.name
+        for block in partition.blocks
+        if loads_for(block) and all(users[t] == 1 and t not in partition.mixed for t in loads_for(block))
+    )
+
+
+def host_modules(model: nn.Module, plan: Plan, partition: Partition) -> frozenset[int]:
+    """``id`` of every module that the CPU computes under ``plan``: their buffers belong in RAM."""
+    choices = plan.choices(NAME)
+    computed = [block for block in partition.blocks if choices[block.name] == COMPUTE_RAM]
+    triggers = {trigger for block in computed for trigger in loads_for(block)}
+    return frozenset(id(part) for trigger in triggers for part in model.get_submodule(trigger).modules())
+
+
 def options(partition: Partition, compute: str, *, trained: Collection[str] | None = None) -> list[Option]:
     """What can be done to each block: stay in the tier ``compute``, or come through the ring from RAM or disk.
+
+    For inference the CPU can compute it in RAM too: that moves activations only, and takes the seconds in which the
+    CPU reads its bytes (``host_compute.split`` says how many blocks are worth it).
 
     ``trained``: the names of the parameters that an optimizer changes (none: all are frozen); None: for inference,
     which needs each block once a step. Training needs it twice, and what was changed goes back.
     """
+    able = computable(partition) if compute != RAM and trained is None else frozenset()
+    ways = [RESIDENT, FROM_DISK] if compute == RAM else [RESIDENT, FROM_RAM, FROM_DISK]
     return [
         _option(block, choice, compute, trained)
         for block in partition.blocks
-        for choice in ([RESIDENT, FROM_DISK] if compute == RAM else [RESIDENT, FROM_RAM, FROM_DISK])
+        for choice in [*ways, *([COMPUTE_RAM] if block.name in able else [])]
     ]
 
 
@@ -58,6 +84,9 @@ def _option(block: Block, choice: str, compute: str, trained: Collection[str] | 
     changed = trained is not None and not set(trained).isdisjoint(block.tensors)
     if choice == RESIDENT:
         return Option(technique=NAME, block=block.name, choice=choice)
+    if choice == COMPUTE_RAM:
+        saves = {compute: block.bytes, RAM: -block.bytes}
+        return Option(technique=NAME, block=block.name, choice=choice, saves_bytes=saves)
     loads = len(loads_for(block)) * (1 if trained is None else 2) * block.bytes
     home = RAM if choice == FROM_RAM else DISK
     way = [home, compute] if compute == RAM or home == RAM else [home, RAM, compute]
@@ -78,18 +107,23 @@ class Placement:
         self._pending: list[Callable[[], None]] = []
         self.buffers: list[Buffer] = []
 
-    def make_staging(self, blocks: Sequence[Block]) -> Staging | None:
-        """RAM slots between disk and VRAM for ``blocks``; none where RAM itself is the compute tier."""
+    def make_staging(self, blocks: Sequence[Block], others: Sequence[Sequence[TensorSource]] = ()) -> Staging | None:
+        """RAM slots between disk and VRAM for ``blocks``; none where RAM itself is the compute tier.
+
+        ``others`` pass through them too, each as one.
+        """
         host = self._memory.host
-        if host is None or not blocks:
+        passing = [*others, *([self.source(name) for name in block.tensors] for block in blocks)]
+        if host is None or not passing:
             return None
-        size = max(packed_layout([self._source(name) for name in block.tensors]).bytes for block in blocks)
+        size = max(packed_layout(sources).bytes for sources in passing)
         slots = [host.allocate(size, f"staging {i}") for i in range(self._plan.settings.get(STAGING_SLOTS, 2))]
         self.buffers += slots
         self._memory.staging = Staging(slots)
         return self._memory.staging
 
-    def _source(self, name: str) -> TensorSource:
+    def source(self, name: str) -> TensorSource:
+        """Where a parameter's values are; without extents: in the module."""
         return self._weights.sources.get(name) or self._in_module(name)
 
     def _in_module(self, name: str) -> TensorSource:
@@ -107,7 +141,7 @@ class Placement:
         buffers = sum(tensor_bytes(buffer) for buffer in self._model.buffers())
         if buffers:
             self.buffers.append(self._memory.compute.account(buffers, "buffers"))
-        self._guards.move_buffers()
+        self._guards.move_buffers(host_modules(self._model, self._plan, partition))
 
     def keep(self, block: Block) -> None:
         """Start bringing a block to the compute tier for good."""
@@ -182,15 +216,27 @@ class Placement:
 
     def home(self, block: Block, choice: str) -> Home:
         """Bring a block to where it rests."""
-        sources = [self._source(name) for name in block.tensors]
+        sources = [self.source(name) for name in block.tensors]
         values = [self._parameters[name].data for name in block.tensors]
-        if choice == FROM_RAM:
-            home = RamHome(self._memory, sources, block.name)
+        return self.home_of(block.name, sources, values, RAM if choice in (FROM_RAM, COMPUTE_RAM) else DISK)
+
+    def home_of(
+        self,
+        label: str,
+        sources: Sequence[TensorSource],
+        values: Sequence[torch.Tensor],
+        tier: str,
+        layout: BlockLayout | None = None,
+    ) -> RamHome | DiskHome:
+        """Bring tensors to where they rest as one: from their files, or where they have none, their ``values``."""
+        if tier == RAM:
+            home = RamHome(self._memory, sources, label)
             if self._weights.sources:
-                home.fill_from_files(block.name).wait()
+                home.fill_from_files(label).wait()
             else:
                 home.write_back(values)
             return home
         if not self._weights.sources:
             sources = list(self._memory.scratch().store(sources, values))
-        return DiskHome(self._memory, sources, block.name)
+            layout = None  # it lies there as it lies in a slot
+        return DiskHome(self._memory, sources, label, layout)

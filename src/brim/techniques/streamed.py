@@ -78,7 +78,8 @@ class Streamed:
     def value(self, index: int) -> torch.Tensor:
         """One of the block's tensors as it is now, on the CPU, in memory of its own."""
         self.home.settle()
-        if self.is_hollow(index):
+        # Pages of a mapping that are read stay in the resident set, so what rests in a file is read from the file.
+        if self.is_hollow(index) or (not self.uses and not self.fake and self.untouched()[index]):
             return self.home.value(index)
         return self.parameters[index].detach().to("cpu", copy=True)
 

@@ -1,0 +1,216 @@
+"""Activations that hop from the compute tier to RAM and back, around a call that the CPU computes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from brim.core.hardware import RAM
+from brim.memory.layout import PACKED_ALIGNMENT_BYTES
+from brim.memory.pool import PAGE_BYTES, Buffer, round_up
+from brim.memory.tiers import Memory
+
+_CPU = torch.device("cpu")
+_CHANGEABLE = (list, dict, OrderedDict, defaultdict)
+
+
+class Hop:
+    """The way of activations between the tiers: through one buffer of page-locked RAM.
+
+    What arrives is memory of its own, with the strides it had: who keeps a tensor keeps it. The buffer begins with
+    ``bytes`` and grows where a call needs more; then BudgetError is raised where the pool has no room.
+
+    Copies go in the order of compute. In the queue that prefetches blocks they would wait for whole blocks.
+    """
+
+    def __init__(self, memory: Memory, bytes: int) -> None:
+        self.memory = memory
+        self._buffer: Buffer | None = None
+        self._make_room(bytes)
+
+    def free(self) -> None:
+        if self._buffer is not None:
+            self._buffer.free()
+            self._buffer = None
+
+    def call(self, function: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function`` in RAM: its arguments are there, and what it returns or changes in place comes back."""
+        visit = _Visit(self, label, args, kwargs)
+        return visit.come_back(function(*visit.args, **visit.kwargs))
+
+    def there(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+        """Copies in RAM, once all compute that makes them is done."""
+        engine, tier = self.memory.engine, self.memory.compute.tier
+        # In-place changes must show in the versions of what arrives, so it is not made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            dense = [_dense(tensor) for tensor in tensors]
+            parts = self._parts(dense)
+            for source, part in zip(dense, parts, strict=True):
+                engine.cross(_bytes(source), _bytes(part), label, (tier, RAM))
+            engine.finish(engine.mark())
+            return [_like(tensor, part) for tensor, part in zip(tensors, parts, strict=True)]
+
+    def back(self, tensors: Sequence[torch.Tensor], label: str) -> list[torch.Tensor]:
+        """Copies in the compute tier, for compute that is asked for from now on."""
+        memory, made = self.memory, []
+        dense = [_dense(tensor) for tensor in tensors]
+        for tensor, source, part in zip(tensors, dense, self._parts(dense), strict=True):
+            part.copy_(source)
+            arrived = torch.empty(part.shape, dtype=part.dtype, device=memory.device)
+            memory.engine.cross(_bytes(part), _bytes(arrived), label, (RAM, memory.compute.tier))
+            same = (arrived.shape, arrived.stride()) == (tensor.shape, tensor.stride())
+            made.append(arrived if same else _like(tensor, arrived))
+        return made
+
+    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A place in the buffer for each, of its shape."""
+        begins, end = [], 0
+        for tensor in tensors:
+            begins.append(end)
+            end = round_up(end + tensor.numel() * tensor.element_size(), PACKED_ALIGNMENT_BYTES)
+        self._make_room(end)
+        if self._buffer is None:  # they are all empty
+            return [torch.empty_like(tensor, device=_CPU) for tensor in tensors]
+        whole = self._buffer.tensor
+        return [
+            whole[begin : begin + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+            for begin, t in zip(begins, tensors, strict=True)
+        ]
+
+    def _make_room(self, bytes: int) -> None:
+        if bytes > (0 if self._buffer is None else self._buffer.bytes):
+            self.free()
+            self._buffer = self.memory.ram.allocate(round_up(bytes, PAGE_BYTES), "hop buffer")
+
+
+class _Visit:
+    """One call: its arguments in RAM, and what is to become of them."""
+
+    def __init__(self, hop: Hop, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hop, self._label = hop, label
+        given = _tensors([args, kwargs])
+        self._originals = [t for t in given if t.device.type == hop.memory.device.type]
+        self._copies = hop.there(self._originals, label)
+        self._versions = [copied._version for copied in self._copies]
+        moved = {id(o): c for o, c in zip(self._originals, self._copies, strict=True)}
+        self._stay = [t for t in given if id(t) not in moved]  # on the CPU anyway
+        mapping = _Mapping(lambda t: moved.get(id(t), t))
+        self.args, self.kwargs = tuple(mapping(value) for value in args), {k: mapping(v) for k, v in kwargs.items()}
+        self._containers = [pair for pair in mapping.met.values() if type(pair[0]) in _CHANGEABLE]
+
+    def come_back(self, made: Any) -> Any:
+        """``made`` with its tensors in the compute tier; arguments that were changed in place are changed there."""
+        home = {id(c): o for o, c in zip(self._originals, self._copies, strict=True)} | {id(t): t for t in self._stay}
+        given = zip(self._copies, self._versions, strict=True)
+        changed = [copied for copied, version in given if copied._version != version]
+        everything = [made, *(inside for _, inside in self._containers)]
+        new = [t for t in _tensors(everything) if id(t) not in home and t.device.type == _CPU.type]
+        arrived = self._hop.back([*changed, *new], self._label)
+        for copied, value in zip(changed, arrived, strict=False):
+            home[id(copied)].copy_(value)
+        home |= {id(t): value for t, value in zip(new, arrived[len(changed) :], strict=True)}
+        mapping = _Mapping(lambda t: home.get(id(t), t))
+        for outside, inside in self._containers:
+            mapping.met[id(inside)] = inside, outside
+        for outside, inside in self._containers:
+            _refill(outside, mapping.children(inside))
+        return mapping(made)
+
+
+class _Mapping:
+    """Copies nested containers with other tensors in them. One that has no other tensors is itself.
+
+    A container that was met before is what it became then. What is no plain container (a cache) stays as it is.
+    """
+
+    def __init__(self, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._new = new
+        self.met: dict[int, tuple[Any, Any]] = {}  # id -> the container, what it became
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._new(value) if value.layout is torch.strided else value
+        if id(value) in self.met:
+            return self.met[id(value)][1]
+        if isinstance(value, (list, tuple, dict)):
+            self.met[id(value)] = value, value  # for one that pytree does not know
+            self.met[id(value)] = value, self.children(value)
+            return self.met[id(value)][1]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value)
+        return value
+
+    def children(self, value: Any) -> Any:
+        """A container's children mapped, it itself in any case."""
+        mapped = pytree.tree_map(self, value, is_leaf=lambda part: part is not value)
+        same = pytree.tree_leaves(mapped, is_leaf=lambda part: part is not mapped)
+        were = pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
+        return value if all(one is other for one, other in zip(same, were, strict=True)) else mapped
+
+    def _dataclass(self, value: Any) -> Any:
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        mapped = {name: self(part) for name, part in parts.items()}
+        if all(part is parts[name] for name, part in mapped.items()):
+            return value
+        made = copy.copy(value)
+        for name, part in mapped.items():
+            object.__setattr__(made, name, part)
+        return made
+
+
+def _refill(container: Any, values: Any) -> None:
+    """Make the list or dict ``container`` hold what ``values`` does."""
+    if values is container:
+        return
+    if isinstance(container, list):
+        container[:] = values
+    else:
+        held = dict(values)
+        container.clear()
+        container.update(held)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Every tensor in nested containers, once."""
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found[id(tensor)] = tensor
+        return tensor
+
+    mapping = _Mapping(note)
+    for value in values:
+        mapping(value)
+    return list(found.values())
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values without repetition (expanded dimensions have a size of one), contiguous."""
+    return _narrowed(tensor.detach()).resolve_conj().resolve_neg().contiguous()
+
+
+def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _like(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own where ``dense`` is, with its values, and the shape and the strides of ``tensor``.
+
+    Kernels are chosen by strides: other strides can give other bits.
+    """
+    narrow = _narrowed(tensor)
+    made = torch.empty_strided(narrow.shape, narrow.stride(), dtype=tensor.dtype, device=dense.device)
+    return made.copy_(dense).expand(tensor.shape)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

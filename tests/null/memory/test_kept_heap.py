@@ -1,0 +1,73 @@
+"""A heap that keeps freed memory takes no page twice, and gives its holes back where the resident set would pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from brim.memory.kept_heap import kept_limits
+
+GIB = 1 << 30
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only glibc's heap can be told what to keep")
+
+
+def test_a_wide_budget_promises_the_holes_and_a_narrow_one_nothing() -> None:
+    wide, some = kept_limits(2 * GIB, 4 * GIB), kept_limits(2 * GIB, int(2.3 * GIB))
+    assert wide is not None
+    assert some is not None
+    assert 2 * GIB < some.promised_bytes < wide.promised_bytes < 2.3 * GIB
+    assert kept_limits(2 * GIB, int(2.05 * GIB)) is None
+    assert kept_limits(60 << 20, 100 << 20) is None  # what comes between two looks would be too much of it
+
+
+@pytest.mark.parametrize("room", [0.02, 0.05, 0.09, 0.2, 0.3, 2.0])
+@pytest.mark.parametrize("in_use", [100 << 20, GIB, 20 * GIB])
+def test_nothing_beyond_the_budget_is_promised_or_kept(in_use: int, room: float) -> None:
+    budget = int(in_use * (1 + room))
+    limits = kept_limits(in_use, budget)
+    if limits is not None:
+        assert in_use < limits.promised_bytes <= budget
+        assert limits.return_above_bytes < limits.promised_bytes
+
+
+_CHURN = textwrap.dedent("""
+    import resource, time, torch
+    from brim.memory import heap
+    from brim.memory.kept_heap import KeptHeap
+
+    torch.set_num_threads(1)
+    MIB = 1 << 20
+    warm = torch.zeros(64).add_(1)
+    def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
+    def churn():
+        for size in (3, 5, 4, 6) * 8:
+            torch.zeros(size * MIB // 4)
+    heap.return_freed_memory()
+    churn()
+    before = faults(); churn(); returned = faults() - before
+    start = resident()
+    kept = KeptHeap(start + 40 * MIB)
+    churn()
+    before = faults(); churn(); held = faults() - before
+    assert held * 20 < returned, (held, returned)
+    everything = [torch.zeros(MIB // 4) for _ in range(120)]
+    pins = everything[::10]
+    del everything
+    deadline = time.monotonic() + 10
+    while resident() > start + 40 * MIB and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert resident() <= start + 40 * MIB, (resident() - start) // MIB
+    kept.close()
+    kept.close()
+    assert resident() < start + 20 * MIB
+""")
+
+
+def test_pages_are_used_again_until_too_many_are_held() -> None:
+    done = subprocess.run([sys.executable, "-c", _CHURN], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
