@@ -32,7 +32,7 @@ from rich.table import Table
 import _checkpoint as checkpoints
 import _harness as harness
 import brim
-from brim.run.models import open_model
+from brim.run.models import open_model, prepare
 from brim.run.quality import bundled_text, perplexity
 from brim.run.quantized import PRECISIONS, open_as
 from brim.run.step_memory import Inputs
@@ -218,6 +218,7 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
     from brim.run.inference import load_opened, resident_bytes
 
     hardware = machine("cpu")
+    prepare(request["folder"])  # the model's code is no part of what is measured
     inputs = Inputs(prompt=request["prompt"], total=request["prompt"] + request["count"] + 1)
     with Monitor() as monitor, torch.inference_mode(False), torch.no_grad():
         start_bytes = resident_bytes()
