@@ -83,9 +83,7 @@ def open_model(
     )
 
 
-def build(
-    model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool
-) -> tuple[Path, str, BuiltModule]:
+def build(model: str | Path, *, dtype: torch.dtype | None, trust_remote_code: bool) -> tuple[Path, str, BuiltModule]:
     """The folder that MODEL means, its name, and the module without weights. Raises as ``open_model``."""
     path = locate(model, trust_remote_code=trust_remote_code)
     name = path.stem if path.is_file() else path.resolve().name if Path(model).exists() else str(model)
@@ -176,9 +174,7 @@ def _fetch(repo: str, trust_remote_code: bool) -> Path:
         ) from error
 
 
-def sources_of(
-    directory: Path, tensors: dict[str, FileTensor]
-) -> tuple[dict[str, TensorSource], dict[str, int]]:
+def sources_of(directory: Path, tensors: dict[str, FileTensor]) -> tuple[dict[str, TensorSource], dict[str, int]]:
     """Where each of the tensors is on disk as the module wants it, converted now where it is not; known checksums."""
     manifest = read_manifest(directory) or {}
     sources, checksums, rest = {}, {}, {}

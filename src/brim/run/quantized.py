@@ -22,6 +22,7 @@ from brim.run.cache import build_once, cache_folder, fingerprint
 from brim.run.converted import transformers_version
 from brim.run.file_tensor import FileTensor
 from brim.run.models import OpenedModel, build, open_model, sources_of
+from brim.techniques.blocks import tensor_bytes
 from brim.techniques.quantization import SCHEMES, Quantization, chosen, quantize_meta
 from brim.techniques.quantized_linear import is_transposed, quantize_rows
 
@@ -61,12 +62,12 @@ def open_quantized(
     folder = _written(directory, work, asked)
     stored, manifest = read_checkpoint(folder), read_manifest(folder)
     _check(folder, work.layout(), stored, manifest)
-    wide, checksums = sources_of(directory, {n: t for n, t in built.tensors.items() if work.stays(n)})
+    wide, checksums = sources_of(directory, work.staying())
     held = {**wide, **stored}
     return OpenedModel(
         module=built.module,
         sources={n: held[n] for n in built.module.state_dict() if n in held},
-        tied={alias: n for alias, n in built.tied.items() if alias not in work.weights},
+        tied={alias: n for alias, n in built.tied.items() if alias not in work.weights and n in held},
         path=directory,
         name=f"{name} ({asked})",
         checksums={**checksums, **(manifest or {})},
@@ -84,12 +85,15 @@ class _Work:
         # By its own name or, where it is tied to a table that stays, by the table's.
         self.weights = {name: built.tensors[built.tied.get(name, name)] for name in self.paths}
 
-    def stays(self, name: str) -> bool:
-        """Whether the tensor is read from where it is."""
-        return name not in self.weights and not self._is_small(name)
+    def staying(self) -> dict[str, FileTensor]:
+        """What is read from where it is; also tables whose values another layer, which is quantized, named first."""
+        tensors, tied = self._built.tensors, self._built.tied
+        found = {n: t for n, t in tensors.items() if n not in self.weights and not self._is_small(n)}
+        left = {alias: n for alias, n in tied.items() if n in self.weights and alias not in self.weights}
+        return found | {alias: tensors[n] for alias, n in left.items()}
 
     def _is_small(self, name: str) -> bool:
-        return name in self._built.tensors and self._built.tensors[name].nbytes <= _SMALL_BYTES
+        return name in self._built.tensors and tensor_bytes(self._built.tensors[name]) <= _SMALL_BYTES
 
     def layout(self) -> list[Layout]:
         """In the module's order, once it has been made one of quantized layers."""
@@ -99,7 +103,7 @@ class _Work:
 
     def files(self) -> list[Path]:
         """What all of it is made of."""
-        tensors = [*self.weights.values(), *(t for n, t in self._built.tensors.items() if not self.stays(n))]
+        tensors = [*self.weights.values(), *(t for n, t in self._built.tensors.items() if self._is_small(n))]
         return sorted({Path(e.path) for t in tensors for origin in t.origins for e in origin.extents})
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -113,11 +117,14 @@ class _Work:
     def _quantized(self, name: str, weight: FileTensor) -> Iterator[tuple[str, torch.Tensor]]:
         path, turned = self.paths[name], self.transposed[name]
         out, inside = reversed(weight.shape) if turned else weight.shape
-        whole = weight.materialize().t() if turned or weight.extents is None else None
+        whole = weight.materialize() if turned or weight.extents is None else None
+        whole = whole.t() if turned and whole is not None else whole
         try:
             codes, scale = quantize_rows(self._asked, out, inside, partial(_rows, weight, whole))
         except ValueError as error:
-            raise ModelError(f"{name} was to be quantized.", f"But {error}.", "Fetch the checkpoint again.") from error
+            raise ModelError(
+                f"{name} was to be quantized.", f"But {error}.", "Fetch the checkpoint again."
+            ) from error
         yield f"{path}.codes", codes
         yield f"{path}.scale", scale
 

@@ -1,4 +1,4 @@
-"""Quantization of weights: linear layers kept in int8, int4 or float8, moved as they are stored, made wide to multiply.
+"""Quantization of weights: linear layers in int8, int4 or float8, moved as they are stored, made wide to multiply.
 
 A quarter to an eighth of float32's bytes to hold and to move, for some arithmetic and some quality: it is never
 lossless. Inputs stay as they are (weight-only). Embeddings and the output layer ("head") are left by default: a table
@@ -32,7 +32,7 @@ from brim.techniques.quantized_linear import (
     sides,
 )
 
-__all__ = ["GROUPS", "NAME", "SCHEMES", "Quantization", "QuantizationHandle", "QuantizedLinear", "Quantized"]
+__all__ = ["GROUPS", "NAME", "SCHEMES", "Quantization", "QuantizationHandle", "Quantized", "QuantizedLinear"]
 __all__ += ["apply", "chosen", "expand", "options", "quantize", "quantize_meta", "stored_bytes"]
 
 NAME = "quantization"
@@ -104,7 +104,7 @@ def _kept(model: Any) -> tuple[str, list[str]]:
         return "", []
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    output = model.get_output_embeddings()
+    output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     head = next((path for path, module in model.named_modules() if module is output), "")
     return head, get_keys_to_not_convert(model)
 
@@ -195,12 +195,12 @@ def options(model: nn.Module, partition: Partition, hardware: Hardware) -> list[
     Never lossless. Made wide in a GPU's memory, a weight is written and read once more; the CPU's kernels do it in
     registers.
     """
-    return [option for scheme in SCHEMES for option in _of_scheme(model, partition, hardware, Quantization.of(scheme))]
+    return [
+        option for scheme in SCHEMES for option in _of_scheme(model, partition, hardware, Quantization.of(scheme))
+    ]
 
 
-def _of_scheme(
-    model: nn.Module, partition: Partition, hardware: Hardware, asked: Quantization
-) -> Iterator[Option]:
+def _of_scheme(model: nn.Module, partition: Partition, hardware: Hardware, asked: Quantization) -> Iterator[Option]:
     try:
         layers = {f"{path}.weight": module for path, module in chosen(model, asked).items()}
     except UnsupportedError:

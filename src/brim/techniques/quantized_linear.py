@@ -9,10 +9,10 @@
 Two codes of ``int4`` share a byte: of B = 32 outputs (64 where the CPU has AVX-512) the first half has the low bits.
 That, and scale beside zero, is what PyTorch's kernel for the CPU reads (aten/src/ATen/native/cpu/int4mm_kernel.cpp).
 
-The numerics are round-to-nearest, a few lines each, and are those of torchao's primitives
-(torchao/quantization/quant_primitives.py: symmetric per row; tinygemm's per group). torchao itself is not needed: it
-keeps weights in tensor subclasses, which a ring of flat buffers cannot hold, and its primitives' names have changed
-from version to version.
+The numerics are round-to-nearest, a few lines each: those of torchao's primitives for int8
+(torchao/quantization/quant_primitives.py, symmetric per row), and for int4 its tinygemm form with a better fit of the
+groups. torchao itself is not needed: it keeps weights in tensor subclasses, which a ring of flat buffers cannot hold,
+and its primitives' names have changed from version to version.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _FLOAT8_MULTIPLE = 16  # of both sides of a float8 product (aten/src/ATen/native
 _BLOCK = 32
 _BLOCKS = {"AVX2": 32, "AVX512": 64}  # outputs that PyTorch's int4 kernel takes at once, by the CPU's capability
 _INT8_STEP = 16  # inputs that its int8 kernel takes at once, without a remainder
-_FUSED_ROWS = 8  # beyond so many rows int8 is made wide once instead of once per four rows
+_FUSED_ROWS = 16  # beyond so many rows int8 is made wide once, not once per four rows: as fast there, faster beyond
 _ALIGNMENT_BYTES = 64
+_FITS = 4
 _PIECE_BYTES = 8 << 20  # of a weight that is being quantized, in float32
-# What is made wide at once: on a CPU it stays in the cache; on a GPU it fills the machine and is small beside a model.
-_WIDE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
+# What is made wide at once: on a CPU it stays in the cache; on a GPU it fills it and is little beside a model.
+_WIDE_CPU_BYTES, _WIDE_BYTES = 2 << 20, 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +141,33 @@ def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tenso
     """Codes of some rows; fills their ``scale`` (in / group, rows, 2): the step, and the value of code 8."""
     _largest(wide)
     groups = wide.view(len(wide), len(scale), -1)  # (rows, in / group, group)
-    low, high = groups.aminmax(dim=-1)
-    step = ((high - low) / 15).to(scale.dtype)
-    step = torch.where(step > 0, step, 1)
-    zero = (low + 8 * step.float()).to(scale.dtype)
-    scale[..., 0], scale[..., 1] = step.t(), zero.t()
-    codes = (groups - zero.float()[..., None]).div_(step.float()[..., None]).round_().add_(8).clamp_(0, 15)
+    step, zero = (fitted.to(scale.dtype) for fitted in _fitted(groups))
+    scale[..., 0], scale[..., 1] = step.squeeze(-1).t(), zero.squeeze(-1).t()
+    codes = _nearest(groups, step.float(), zero.float()).add_(8)
     tiles = codes.to(torch.uint8).view(-1, block, wide.shape[1]).transpose(1, 2)
     return tiles[..., : block // 2] | tiles[..., block // 2 :] << 4
+
+
+def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Step and zero of each group (rows, in / group, 1): from its least to its largest value, then a few rounds of
+    least squares over the codes found, which cuts off what lies far out (error: a tenth less than without)."""
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = torch.where(high > low, (high - low) / 15, 1.0)
+    zero = torch.where(high > low, low + 8 * step, low)
+    mean = groups.mean(-1, keepdim=True)
+    for _ in range(_FITS):
+        codes = _nearest(groups, step, zero)
+        center = codes.mean(-1, keepdim=True)
+        codes -= center
+        slope = (codes * (groups - mean)).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True)
+        better = slope > 0  # not where all codes are the same, which gives no number
+        step = torch.where(better, slope, step)
+        zero = torch.where(better, mean - slope * center, zero)
+    return step, zero
+
+
+def _nearest(groups: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return (groups - zero).div_(step).round_().clamp_(-8, 7)
 
 
 # -- from codes -----------------------------------------------------------------------------------------------------
@@ -156,10 +176,23 @@ def _to_int4(wide: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tenso
 def expand(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight (out, in), as the codes say it."""
     if codes.dtype != torch.uint8:
-        return (codes.float() * (scale[:, None] if scale.dim() == 1 else scale)).to(dtype)
+        wide = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        _widen_bytes(codes, wide)
+        return wide.mul_(scale[:, None] if scale.dim() == 1 else scale).to(dtype)
     tiles = torch.empty(*codes.shape[:2], 2 * codes.shape[2], dtype=torch.float32, device=codes.device)
     _widen_int4(codes, scale, 0, tiles)
     return tiles.transpose(1, 2).reshape(-1, codes.shape[1]).to(dtype)
+
+
+def _widen_bytes(codes: torch.Tensor, wide: torch.Tensor) -> None:
+    """Fill ``wide`` with the values of codes of a byte each."""
+    if codes.dtype != _E4M3 or codes.device.type != "cpu":
+        wide.copy_(codes)
+        return
+    # PyTorch converts float8 one by one (50 million a second). Its seven bits of magnitude, put where float16 has its
+    # first, are a number 2**8 times smaller, subnormal ones included: the exponents' biases are 7 and 15.
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+    wide.copy_(bits.view(torch.float16)).mul_(256)
 
 
 def _widen_int4(codes: torch.Tensor, scale: torch.Tensor, first: int, tiles: torch.Tensor) -> None:
@@ -177,9 +210,7 @@ def _outputs(codes: torch.Tensor, scale: torch.Tensor) -> int:
 
 
 @torch.library.custom_op("brim::quantized_mm", mutates_args=("scratch",))
-def quantized_mm(
-    rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor
-) -> torch.Tensor:
+def quantized_mm(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """(rows, out): the product of ``rows`` (rows, in) and the weight, but for the scales of whole rows.
 
     The weight is made wide in ``scratch``, a part at a time, in the type of ``rows``; PyTorch's own kernels for the
@@ -218,7 +249,8 @@ def _by_rows(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scrat
     product, step = rows.new_empty(rows.shape[0], out), scratch.numel() // inside
     for start in range(0, out, step):
         part = codes[start : start + step]
-        wide = scratch[: part.numel()].view(part.shape).copy_(part)
+        wide = scratch[: part.numel()].view(part.shape)
+        _widen_bytes(part, wide)
         torch.mm(rows, wide.t(), out=product[:, start : start + step])
     return product
 
@@ -279,8 +311,9 @@ class QuantizedLinear(nn.Linear):
         if rows.device.type == "cpu" and self._is_fused(rows.shape[0]):
             return torch.bfloat16, 0
         # A CPU without bfloat16 of its own computes in float32, and faster so.
-        dtype = torch.float32 if rows.device.type == "cpu" else rows.dtype
-        wide = _WIDE_BYTES.get(rows.device.type, _WIDE_BYTES["cuda"]) // dtype.itemsize
+        on_cpu = rows.device.type == "cpu"
+        dtype = torch.float32 if on_cpu else rows.dtype
+        wide = (_WIDE_CPU_BYTES if on_cpu else _WIDE_BYTES) // dtype.itemsize
         unit = self.in_features * (2 * self.codes.shape[-1] if self.codes.dtype == torch.uint8 else 1)
         return dtype, min(max(wide // unit, 1) * unit, self.in_features * self.out_features)
 

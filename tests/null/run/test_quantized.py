@@ -25,16 +25,18 @@ from brim.errors import UnsupportedError, UsageError
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.run.models import open_model
 from brim.run.quantized import PRECISIONS, open_as, open_quantized
+from brim.run.step_memory import Inputs
 from brim.techniques.quantization import SCHEMES, Quantization, QuantizedLinear, apply
 
 IDS = torch.arange(1, 9).view(1, 8)
+INPUTS = Inputs(prompt=8, total=8)
 
 
 def llama(*, tied: bool = False, words: int = 96) -> PreTrainedModel:
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=words,
@@ -44,7 +46,7 @@ def llama(*, tied: bool = False, words: int = 96) -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=96))
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96))
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -89,7 +91,7 @@ def test_loaded_quantized_is_quantized_in_memory(name: str, scheme: str, tmp_pat
     files = {path: path.read_bytes() for path in folder.iterdir()}
     twin = AutoModelForCausalLM.from_pretrained(folder).eval()
     apply(twin, scheme)
-    module = brim.load(folder, quantization=scheme)
+    module = brim.load(folder, quantization=scheme, inputs=INPUTS)
     assert torch.equal(logits(module), logits(twin))
     module.brim.remove()  # type: ignore[operator, union-attr]
     assert torch.equal(logits(module), logits(twin))
@@ -134,7 +136,7 @@ def test_tables_that_stay_wide_are_read_from_where_they_are(tmp_path: Path, home
     assert opened.name == "llama (int8)"
     twin = AutoModelForCausalLM.from_pretrained(folder).eval()
     apply(twin, "int8")
-    assert torch.equal(logits(brim.load(folder, quantization="int8")), logits(twin))
+    assert torch.equal(logits(brim.load(folder, quantization="int8", inputs=INPUTS)), logits(twin))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -143,14 +145,14 @@ def test_the_head_too(tied: bool, tmp_path: Path, home: Path) -> None:
     folder = saved(lambda: llama(tied=tied), tmp_path / "llama")
     twin = AutoModelForCausalLM.from_pretrained(folder).eval()
     apply(twin, asked)
-    module = brim.load(folder, quantization=asked)
+    module = brim.load(folder, quantization=asked, inputs=INPUTS)
     assert isinstance(module.lm_head, QuantizedLinear)
     assert torch.equal(logits(module), logits(twin))
 
 
 def test_what_stays_wide_takes_the_type_that_is_asked_for(tmp_path: Path, home: Path) -> None:
     folder = saved(llama, tmp_path / "llama")
-    module = brim.load(folder, quantization="int8", dtype=torch.bfloat16)
+    module = brim.load(folder, quantization="int8", dtype=torch.bfloat16, inputs=INPUTS)
     assert logits(module).dtype == torch.bfloat16
     twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     apply(twin, "int8")

@@ -43,14 +43,13 @@ from brim.techniques.quantization import (
 from brim.techniques.quantized_linear import form
 
 SIDES = [(64, 128), (96, 64), (160, 192), (48, 40), (33, 17), (1, 64)]
-ROWS = [1, 3, 8, 9, 70]
+ROWS = [1, 3, 16, 17, 70]
 CASES = [
     (scheme, out, inside)
     for scheme, (out, inside) in itertools.product(SCHEMES, SIDES)
     if form(Quantization(scheme=scheme), out, inside) is not None
 ]
-# An input that is rounded to bfloat16 and so is the output: 2**-9 of each, in a sum of independent terms.
-TOLERANCE = 2**-7
+TOLERANCE = 2**-8  # half of it for an input that is rounded to bfloat16, half for such an output
 
 
 def weight_of(out: int, inside: int) -> torch.Tensor:
@@ -112,15 +111,25 @@ def test_int8_is_off_by_half_a_step_at_most(out: int, inside: int) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_int4_is_off_by_half_a_step_of_its_group_at_most(group: int) -> None:
+def test_int4_is_off_by_half_a_step_but_far_out_and_better_than_from_least_to_largest(group: int) -> None:
     weight = weight_of(96, 256)
     codes, scale = quantize(Quantization(scheme="int4", group=group), weight)
     assert tuple(scale.shape) == (256 // group, 96, 2)
-    error = (expand(codes, scale, torch.float32) - weight).abs().view(96, -1, group)
-    step = scale[..., 0].float().t()[..., None]
-    # Steps and zeros have 8 bits, so that the ends of a group may be cut off by 15 roundings of a step.
-    assert (error <= step * (0.5 + 15 * 2**-9 + 8 * 2**-8)).all()
-    assert (error.mean() / step.mean()) < 0.27  # a quarter, were values evenly spread over a step
+    found = expand(codes, scale, torch.float32)
+    error, step = (found - weight).view(96, -1, group), scale[..., 0].float().t()[..., None]
+    assert (error.abs() <= step * 0.501).float().mean() > 0.95
+    groups = weight.view(96, -1, group)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    plain = low + ((groups - low) / (high - low) * 15).round() * (high - low) / 15
+    assert error.square().mean() < 0.92 * (plain - groups).square().mean()
+
+
+def test_int4_keeps_what_lies_on_a_grid() -> None:
+    codes = torch.randint(0, 16, (64, 128), generator=torch.Generator().manual_seed(0))
+    codes[:, 0::64], codes[:, 1::64] = 0, 15  # each group has both ends
+    weight = codes * 0.25 - 1.5
+    found = expand(*quantize(Quantization(scheme="int4"), weight), torch.float32)
+    assert torch.allclose(found, weight, atol=0.25 * 8 * 2**-8)
 
 
 def test_fp8_keeps_four_bits_of_each_weight() -> None:
@@ -133,7 +142,7 @@ def test_fp8_keeps_four_bits_of_each_weight() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("value", [0.0, -0.25])
+@pytest.mark.parametrize("value", [0.0, -0.3])
 def test_rows_of_one_value_come_back(scheme: str, value: float) -> None:
     weight = torch.full((64, 64), value)
     found = expand(*quantize(Quantization(scheme=scheme), weight), torch.float32)
@@ -190,7 +199,8 @@ def test_a_product_is_that_with_the_wide_weight(scheme: str, out: int, inside: i
             wanted = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
             found = model(x)
         assert (found.dtype, found.shape) == (dtype, (rows, out))
-        assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+        size = x.double().norm(dim=1, keepdim=True) * layer.weight.double().norm(dim=1) + layer.bias.double().abs()
+        assert ((found - wanted).abs() <= TOLERANCE * size).all()
 
 
 @pytest.mark.parametrize("wide_bytes", [1, 20_000])
@@ -204,7 +214,7 @@ def test_a_weight_that_is_made_wide_in_parts_gives_the_same(
     apply(model, scheme)
     x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
     layer: Any = model[0]
-    monkeypatch.setattr("brim.techniques.quantized_linear._WIDE_BYTES", {"cpu": wide_bytes})
+    monkeypatch.setattr("brim.techniques.quantized_linear._WIDE_CPU_BYTES", wide_bytes)
     with torch.no_grad():
         wanted = nn.functional.linear(x, layer.weight, layer.bias)
         assert torch.allclose(model(x), wanted, rtol=1e-5, atol=1e-5)
@@ -230,9 +240,11 @@ def test_codes_that_lie_anywhere_in_memory_give_the_same(scheme: str) -> None:
     with torch.no_grad():
         wanted = model(x)
         apart = torch.empty(layer.codes.nbytes + 1, dtype=torch.uint8)[1:]
-        layer.codes.data = apart.copy_(layer.codes.data.view(torch.uint8).reshape(-1)).view(
-            layer.codes.dtype
-        ).view(layer.codes.shape)
+        layer.codes.data = (
+            apart.copy_(layer.codes.data.view(torch.uint8).reshape(-1))
+            .view(layer.codes.dtype)
+            .view(layer.codes.shape)
+        )
         assert torch.equal(model(x), wanted)
 
 
@@ -296,9 +308,7 @@ def test_a_users_hook_stays() -> None:
 
 @pytest.mark.parametrize("make", [llama, gpt2, lambda: llama(tied=True)])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_model_without_values_gets_the_parameters_of_a_real_one(
-    make: Callable[[], nn.Module], scheme: str
-) -> None:
+def test_a_model_without_values_gets_the_parameters_of_a_real_one(make: Callable[[], nn.Module], scheme: str) -> None:
     real = make()
     apply(real, scheme)
     with torch.device("meta"):
@@ -386,7 +396,7 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes(scheme: str
     model = llama()
     weight = model.get_submodule("model.layers.1.mlp.up_proj").weight
     weight.data[3, 5] = float("nan")
-    with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj.weight was to be quantized"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight was to be quantized"):
         apply(model, scheme)
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     weight.data[3, 5] = 0
