@@ -94,7 +94,7 @@ class Planner:
         self._case, self._rehearsal = case, case.rehearsal
         self.limits, self.hardware = case.limits, case.rehearsal.hardware
         self._shallow = None if case.exact else Shallow.of(case.rehearsal)
-        self.proofs = 0
+        self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
         whole = self._profile(self._rehearsal.batch)
         row = self._profile(1) if self._rehearsal.batch > 1 else None
         self.profile: StepProfile = replace(whole, row=row)
@@ -220,13 +220,13 @@ class Planner:
 
     def peaks(self, way: Way, choice: Choice) -> dict[str, int]:
         """Peaks per tier from traces of the step with ``choice`` in force, the program's own share included."""
-        self.proofs += 1
-        peaks = None
-        if self._shallow is not None:
-            peaks = self._shallow.predict(choice, self._layer_bytes(way), self._most(way, choice))
-        if peaks is None:
-            peaks = dict(self._rehearsal.rehearse(choice).peak_bytes)
-        return self._rehearsal.in_all(choice, peaks)
+        key = repr(choice)
+        if key not in self._known:
+            peaks = None
+            if self._shallow is not None:
+                peaks = self._shallow.predict(choice, self._layer_bytes(way), self._most(way, choice))
+            self._known[key] = dict(self._rehearsal.rehearse(choice).peak_bytes) if peaks is None else peaks
+        return self._rehearsal.in_all(choice, self._known[key])
 
     def _has_room(self, made: Found, limits: Limits) -> bool:
         """Whether a way that gives something up leaves so much room that it may not have to."""
