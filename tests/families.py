@@ -34,6 +34,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-tied": ("Llama", "LlamaForCausalLM", {**_DECODER, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", "MixtralForCausalLM", {**_DECODER, **_MIXTRAL}),
     "qwen3-moe": ("Qwen3Moe", "Qwen3MoeForCausalLM", {**_DECODER, **_QWEN3_MOE}),
+    "gpt-oss": (
+        "GptOss",
+        "GptOssForCausalLM",
+        {**_DECODER, **_MIXTRAL, "head_dim": 16, "layer_types": None, "sliding_window": 8},
+    ),
     "gpt2": ("GPT2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": WORDS}),
     "t5": ("T5", "T5ForConditionalGeneration", _T5),
     "vit": (

@@ -53,7 +53,8 @@ _AUTO_OR = _AutoOr()
 @click.option("--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: 90 % of what is free.")
 @click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free.")
 @device_option
-@click.option("--precision", help="fp32, bf16 or fp16; converted once where stored otherwise. Default: as stored.")
+@click.option("--precision", help="fp32, bf16, fp16, int8, int4 or fp8; converted once. Default: as stored.")
+@click.option("--plan", type=click.Path(path_type=Path), help="Run exactly the plan in this file of brim plan.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")
 @click.option("--verify", is_flag=True, help="First compare a hub download with its SHA-256: reads all of it.")
@@ -118,7 +119,12 @@ def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dic
     progress = Console(stderr=True)
     with progress.status("starting", spinner="dots") as status:
 
+        def on_stage(stage: str) -> None:
+            status.update(stage)
+            status.start()
+
         def on_answer(answer: Answer) -> None:
+            status.stop()  # what is printed now is not to be mixed with it
             if as_json:
                 line = json.dumps(answer.to_json())
             else:
@@ -126,7 +132,7 @@ def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dic
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
-        result = generate_many(request, on_stage=status.update, on_answer=on_answer)
+        result = generate_many(request, on_stage=on_stage, on_answer=on_answer)
     if html is not None:
         _write_html(html, result)
     if as_json:

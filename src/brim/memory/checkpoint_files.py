@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -70,6 +70,25 @@ class TensorSource:
     def is_mappable(self) -> bool:
         """Whether the file seen as memory holds the tensor as it is: in one piece, aligned as its type wants."""
         return len(self.extents) == 1 and self.extents[0].offset % self.dtype.itemsize == 0
+
+
+def leading_slices(source: TensorSource) -> list[TensorSource]:
+    """What ``tensor[0]``, ``tensor[1]``, ... of a source with one dimension or more are made of."""
+    count = source.shape[0]
+    each = source.bytes // max(1, count)
+    slices, extents = [], list(reversed(source.extents))  # the next one last
+    for index in range(count):
+        parts, missing = [], each if source.extents else 0
+        while missing:
+            extent = extents.pop()
+            taken = min(missing, extent.bytes)
+            parts.append(replace(extent, bytes=taken))
+            missing -= taken
+            if taken < extent.bytes:
+                extents.append(replace(extent, offset=extent.offset + taken, bytes=extent.bytes - taken))
+        name = f"{source.name}[{index}]"
+        slices.append(replace(source, name=name, shape=source.shape[1:], extents=tuple(parts)))
+    return slices
 
 
 def merge_extents(extents: Iterable[Extent]) -> tuple[Extent, ...]:

@@ -66,17 +66,20 @@ class DiskHome:
     """A block that stays in files: the checkpoint itself, or once it was changed, the scratch file.
 
     There it lies as it lies in its slot, on pages of its own, so that it is written as one.
+    ``layout`` is its form there where that is not for it to choose.
     """
 
     tier = DISK
 
-    def __init__(self, memory: Memory, sources: Sequence[TensorSource], label: str) -> None:
+    def __init__(
+        self, memory: Memory, sources: Sequence[TensorSource], label: str, layout: BlockLayout | None = None
+    ) -> None:
         self._memory, self._sources, self._label = memory, tuple(sources), label
         self._staged: tuple[Buffer, Waitable] | None = None
         self._resting: list[torch.Tensor | None] | None = None
         self._saved: Waitable = Done()
         # In RAM a block takes the form that it has in the file; VRAM wants the alignment that kernels expect.
-        self.layout = (file_layout if memory.host is None else packed_layout)(self._sources)
+        self.layout = layout or (file_layout if memory.host is None else packed_layout)(self._sources)
 
     @property
     def _in_scratch(self) -> bool:

@@ -104,6 +104,18 @@ def packed_layout(sources: Sequence[TensorSource], start: int = 0) -> BlockLayou
     return _finish(sources, offsets, runs, round_up(cursor, PAGE_BYTES))
 
 
+def equal_layouts(blocks: Sequence[Sequence[TensorSource]], *, in_files: bool) -> list[BlockLayout]:
+    """The layouts of blocks of the same shapes whose slots are to be one tensor: the same offsets in all of them.
+
+    As in their files where that is so (``in_files``: where it would be of use), else packed.
+    """
+    if in_files:
+        found = [file_layout(block) for block in blocks]
+        if len({tuple(t.offset for t in layout.tensors) for layout in found}) == 1:
+            return found
+    return [packed_layout(block) for block in blocks]
+
+
 def _finish(
     sources: Sequence[TensorSource], offsets: dict[str, int], runs: Iterable[ReadRun], total: int
 ) -> BlockLayout:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.modeling_outputs import BaseModelOutput
 
 from brim.predict.flops import op_bytes, op_flops
 from brim.predict.lowering.fakes import FAKES
@@ -93,15 +95,19 @@ def _arguments(model: Any, call: Callable[..., Any], example: Example) -> tuple[
         return (), dict(example)
     if not isinstance(example, Inputs):
         return tuple(example), {}
-    last: dict[str, Any] = {"input_ids": torch.zeros(example.batch, 1, dtype=torch.long)}
+    one = torch.zeros(example.batch, 1, dtype=torch.long)
     if model.config.is_encoder_decoder:
-        last["decoder_input_ids"] = last["input_ids"]
-        return (), last
-    last |= {"use_cache": True, "logits_to_keep": 1}
+        prompt = torch.zeros(example.batch, example.prompt, dtype=torch.long)
+        encoded = call(input_ids=prompt, decoder_input_ids=one).encoder_last_hidden_state
+        return (), {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": one}
+    takes = inspect.signature(model.forward).parameters
+    last = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
+    past: dict[str, Any] = {}
     if example.total > 1:
         ids = torch.zeros(example.batch, example.total - 1, dtype=torch.long)
-        last["past_key_values"] = _roomy(call(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values)
-    return (), last
+        name = "cache_params" if "cache_params" in takes else "past_key_values"  # of recurrent states
+        past[name] = _roomy(getattr(call(input_ids=ids, **last), name))
+    return (), {"input_ids": one, **last, **past}
 
 
 def _roomy(cache: Any) -> Any:

@@ -28,7 +28,7 @@ from brim.measure.probe import probe
 from brim.memory.pool import HostSource
 from brim.predict.cost import EAGER, flops_per_s
 from brim.run.block_calls import Call, Calls, Example, calls_of, copied
-from brim.run.experts import reading
+from brim.run.expert_reading import reading
 from brim.run.remembered import Remembered
 from brim.run.step_memory import Inputs
 from brim.techniques.blocks import Partition, tensor_bytes
@@ -82,14 +82,11 @@ def traced_seconds(
     """
     owners, parameters = triggers(partition), dict(model.named_parameters())
     calls, read = calls.of(owners), reading(model, tokens)
-    unread = {
-        block.name: sum((1 - read[n].share) * tensor_bytes(parameters[n]) for n in block.tensors if n in read)
-        for block in partition.blocks
-    }
+    unread = {name: (1 - one.share) * tensor_bytes(parameters[name]) for name, one in read.items()}
     seconds = {block.name: 0.0 for block in partition.blocks}
     for path, kind in calls.made:
-        call = calls.kinds[kind]
-        seconds[owners[path]] += _rated_s(call, hardware, unread[owners[path]])
+        inside = sum(count for name, count in unread.items() if name.startswith(f"{path}."))
+        seconds[owners[path]] += _rated_s(calls.kinds[kind], hardware, inside)
     whole_s = _rated_s(calls.whole, hardware, sum(unread.values()))
     seconds[OUTSIDE] = max(0.0, whole_s - sum(seconds.values()))
     return {name: BlockSeconds(forward_s=value) for name, value in seconds.items()}
@@ -127,7 +124,7 @@ class _Timing:
         seconds = {kind: found for kind in calls.kinds if (found := self._known(kind)) is not None}
         rest = self._known(_whole_kind(calls))
         if len(seconds) < len(calls.kinds) or rest is None:
-            seconds, rest = self._measure(calls, inputs)
+            seconds, rest = self._measure(calls, inputs, seconds)
             kept = seconds | {_whole_kind(calls): rest}
             self._memory.keep({self._key(kind): [t.forward_s, t.backward_s] for kind, t in kept.items()})
         found = {block.name: BlockSeconds(forward_s=0.0) for block in self._partition.blocks}
@@ -143,7 +140,9 @@ class _Timing:
         value = None if self._refresh else self._memory.get(self._key(kind))
         return None if value is None else BlockSeconds(forward_s=value[0], backward_s=value[1])
 
-    def _measure(self, calls: Calls, inputs: Example) -> tuple[dict[str, BlockSeconds], BlockSeconds]:
+    def _measure(
+        self, calls: Calls, inputs: Example, known: Mapping[str, BlockSeconds]
+    ) -> tuple[dict[str, BlockSeconds], BlockSeconds]:
         """By kind of call, and the rest. Of a large step, a smaller one is timed."""
         small = calls
         while self._estimate_s(small) > self._limit_s:
@@ -153,11 +152,14 @@ class _Timing:
             if inputs is None or self._estimate_s(smaller) >= self._estimate_s(small):
                 break
             small = smaller
-        owners = dict(reversed(pair) for pair in small.made)  # kind -> the path of one that is called so
+        owners = {kind: path for path, kind in small.made}  # of each kind, one that is called so
         budget_s = self._limit_s / max(1, len(small.kinds))
-        timed = {kind: self._time(owners[kind], call, budget_s) for kind, call in small.kinds.items()}
-        seconds = {}
+        seconds, timed = dict(known), {}
         for (_, kind), (_, like) in zip(calls.made, small.made, strict=True):
+            if kind in seconds:
+                continue
+            if like not in timed:
+                timed[like] = self._time(owners[like], small.kinds[like], budget_s)
             share = self._roofline_s(calls.kinds[kind]) / max(1e-12, self._roofline_s(small.kinds[like]))
             seconds[kind] = _scaled(timed[like], share if kind != like else 1.0)
         full_s = sum(self._roofline_s(call) for call in calls.kinds.values())

@@ -1,9 +1,9 @@
-"""From a module and a budget to a plan in force: machine, budgets, jobs, pools."""
+"""From a module and a budget to a plan in force: machine, budgets, pools."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,47 +11,21 @@ from torch import nn
 
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.errors import BudgetError, UsageError
+from brim.errors import UsageError
 from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
-from brim.memory.checkpoint_files import TensorSource
-from brim.memory.direct_io import bounce_bytes
-from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.tiers import Memory, cpu_memory, cuda_memory, emulated_memory, fake_memory
-from brim.planner import BlockCost, Job, plan_streaming
-from brim.planner.streaming import CHOICES
-from brim.run.block_timing import OUTSIDE, BlockSeconds
-from brim.run.experts import reading
-from brim.run.step_memory import Observation, watch_example
-from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
-from brim.techniques.placement import computable
+from brim.run.choosing import Need, make_job, make_plan, partitions
+from brim.run.step_memory import watch_example
+from brim.techniques.blocks import Partition
 from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
 from brim.units import format_bytes, parse_bytes
 
+__all__ = ["Device", "Need", "budgets", "emulated_hardware", "forward_need", "machine", "make_job", "make_memory"]
+__all__ += ["make_plan", "partitions", "predict", "put_in_force"]
+
 Device = Literal["auto", "cuda", "cpu", "emulated"]
-_HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
 _FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
-
-
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """What a step takes beside the blocks, and how much it computes.
-
-    Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
-    Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
-    rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks that
-    rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes.
-    """
-
-    step_bytes: int
-    observation: Observation | None = None
-    tokens: int = 1
-    stay: frozenset[str] = frozenset()
-    spent_bytes: Mapping[str, int] = field(default_factory=dict)
-    seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
-    cpu_seconds: Callable[[Partition], Mapping[str, BlockSeconds]] | None = None
-    cpu_bytes: int = 0
-    cpu_step_bytes: int = 0
 
 
 def forward_need(
@@ -122,163 +96,6 @@ def budgets(
     return budget
 
 
-def make_plan(
-    model: nn.Module,
-    hardware: Hardware,
-    budget: Mapping[str, int],
-    need: Need,
-    weights: Weights,
-    *,
-    task: str,
-    allowed: Collection[str] = CHOICES,
-) -> tuple[Partition, Plan]:
-    """The fastest plan over partitions from coarse to fine, and the partition it speaks of.
-
-    Finer blocks need smaller slots, so more of the model stays; each has its cost in hooks, which is counted. Only
-    placements in ``allowed`` are made. Raises BudgetError when no partition fits.
-    """
-    jobs = (
-        (partition, make_job(model, partition, hardware, need, weights, task))
-        for partition in partitions(model, need, weights)
-    )
-    return best_plan(jobs, hardware, budget, allowed)
-
-
-def best_plan(
-    jobs: Iterable[tuple[Partition, Job]],
-    hardware: Hardware,
-    budget: Mapping[str, int],
-    allowed: Collection[str] = CHOICES,
-) -> tuple[Partition, Plan]:
-    """The fastest plan over partitions whose jobs are known. Raises BudgetError when none fits."""
-    best: tuple[Partition, Plan] | None = None
-    refusal: BudgetError | None = None
-    for partition, job in jobs:
-        try:
-            plan = plan_streaming(job, hardware, budget, allowed=allowed)
-        except BudgetError as error:
-            refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
-            continue
-        if best is None or plan.promise.step_s < best[1].promise.step_s:
-            best = partition, plan
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    return best
-
-
-def _need(error: BudgetError) -> int:
-    return sum(error.smallest_bytes.values())
-
-
-def partitions(model: nn.Module, need: Need, weights: Weights | None = None) -> Iterator[Partition]:
-    """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
-    partition: Partition | None = find_blocks(model, stay=need.stay)
-    while partition is not None:
-        yield _without_unreadable_lookups(partition, weights or Weights())
-        partition = _finer(model, partition, need)
-
-
-def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Partition:
-    """Rows can be picked from a file only where the file seen as memory is the table; else the block is loaded."""
-
-    def checked(block: Block) -> Block:
-        stored = [weights.sources[name] for name in block.tensors if name in weights.sources]
-        return block if all(source.is_mappable for source in stored) else replace(block, lookups=())
-
-    return replace(partition, blocks=tuple(checked(block) for block in partition.blocks))
-
-
-def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
-    """The next finer partition: the largest blocks that can be cut at all, cut."""
-    for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
-        cut_parts = need.observation is not None
-        finer = find_blocks(model, largest_bytes=size - 1, cut_parts=cut_parts, stay=need.stay)
-        if len(finer.blocks) > len(partition.blocks):
-            return finer if need.observation is None or need.observation.allows(finer) else None
-    return None
-
-
-def make_job(
-    model: nn.Module, partition: Partition, hardware: Hardware, need: Need, weights: Weights, task: str
-) -> Job:
-    """What the planner is to place: the blocks of ``partition`` with their seconds, and what there is beside them."""
-    in_ram = hardware.compute == RAM
-    parameters = dict(model.named_parameters())
-    measured = {} if need.seconds is None else need.seconds(partition)
-    on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
-    works, able = _Work(model, hardware, need), computable(partition)
-    blocks, bounce = [], 0
-    for block in partition.blocks:
-        sources = [_source(name, parameters[name], weights) for name in block.tensors]
-        layout = (file_layout if in_ram and weights.sources else packed_layout)(sources)
-        bounce = max(bounce, bounce_bytes(layout.runs))
-        uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
-        seconds = measured[block.name].forward_s if measured else works.seconds(block) * bool(uses)
-        blocks.append(
-            BlockCost(
-                name=block.name,
-                bytes=layout.bytes,
-                uses=uses,
-                compute_s=seconds,
-                overhead_s=_HOOKS_S * uses,
-                cpu_s=on_cpu[block.name].forward_s if on_cpu and block.name in able else 0.0,
-                cpu_bytes=need.cpu_bytes,
-                likely=works.likely(block),
-            )
-        )
-    fixed = _fixed_layouts([_source(name, parameters[name], weights) for name in partition.loose], in_ram)
-    buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
-    passes = weights.sources and not in_ram  # residents go through RAM, one at a time
-    return Job(
-        model=type(model).__name__,
-        task=task,
-        blocks=blocks,
-        fixed_bytes=sum(layout.bytes for layout in fixed) + buffers,
-        step_bytes=need.step_bytes,
-        fixed_compute_s=measured[OUTSIDE].forward_s if measured else 0.0,
-        spent_bytes=need.spent_bytes,
-        bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
-        passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
-        cpu_step_bytes=need.cpu_step_bytes,
-    )
-
-
-class _Work:
-    """Seconds of blocks by the machine's rates: the longer of their arithmetic and of reading their weights."""
-
-    def __init__(self, model: nn.Module, hardware: Hardware, need: Need) -> None:
-        self._parameters, self._tokens = dict(model.named_parameters()), need.tokens
-        self._read = reading(model, need.tokens)
-        self._bytes_per_s = hardware.tier(hardware.compute).bytes_per_s
-        name = str(_dtype(model)).removeprefix("torch.")
-        self._flops_per_s = hardware.flops_per_s.get(name, 0.0) or min(hardware.flops_per_s.values())
-
-    def seconds(self, block: Block) -> float:
-        flops = read_bytes = 0.0
-        for name in block.tensors:
-            parameter, known = self._parameters[name], self._read.get(name)
-            flops += 2 * self._tokens * parameter.numel() * (known.per_token if known else 1.0)
-            read_bytes += tensor_bytes(parameter) * (known.share if known else 1.0)
-        return max(flops / self._flops_per_s, read_bytes / self._bytes_per_s)
-
-    def likely(self, block: Block) -> float:
-        """An expert that is a module of its own is not called in every step."""
-        known = [self._read.get(name) for name in block.tensors]
-        alone = {one.expert for one in known if one is not None}
-        if len(alone) != 1 or None in known or None in alone:
-            return 1.0
-        return max(one.share for one in known if one is not None)
-
-
-def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLayout]:
-    """The form that loose parameters take in the compute tier: those in files, and those in the module already."""
-    stored = [source for source in loose if source.extents]
-    present = [source for source in loose if not source.extents]
-    layouts = [(file_layout if in_ram else packed_layout)(stored)] if stored else []
-    return layouts + ([packed_layout(present)] if present else [])
-
-
 def put_in_force(
     model: nn.Module,
     partition: Partition,
@@ -324,19 +141,6 @@ def predict(
         ram_bytes=plan.budget_bytes[RAM],
     )
     return apply(model, partition, plan, memory, weights, training=training)
-
-
-def _source(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
-    if name in weights.sources:
-        return weights.sources[name]
-    return TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=())
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    # What is stored in a byte or less is made wide to be multiplied.
-    wide = [p for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1]
-    largest = max(wide, key=lambda p: p.numel(), default=None)
-    return torch.float32 if largest is None else largest.dtype
 
 
 def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:

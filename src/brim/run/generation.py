@@ -16,14 +16,13 @@ from brim.core import Plan, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor, Usage
+from brim.run import plan_file
 from brim.run.fitting import Device, budgets, machine
 from brim.run.generation_inputs import Batch, batches, check, encode
 from brim.run.generation_loop import Clock, Printer, check_padding, pad_token, run_batch
 from brim.run.generation_plan import Loaded, Wanted, load_for_generation
-from brim.run.models import OpenedModel, open_model, open_tokenizer, prepare, verify_files
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
+from brim.run.models import OpenedModel, open_tokenizer, prepare, verify_files
+from brim.run.quantized import PRECISIONS, open_as
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -31,7 +30,8 @@ class Request:
 
     ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files. ``batch``: how many
     prompts go through the model together; "auto" is as many as fit. ``prefill_chunk``: how many tokens of a prompt
-    do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored.
+    do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored. ``plan``:
+    a file of ``brim plan``, which says all of that, and the budget.
     """
 
     model: str | Path
@@ -44,6 +44,7 @@ class Request:
     batch: int | Literal["auto"] = "auto"
     prefill_chunk: int | Literal["auto"] = "auto"
     precision: str | None = None
+    plan: str | Path | None = None
     trust_remote_code: bool = False
     verify: bool = False
 
@@ -54,8 +55,13 @@ class Request:
         for option, value in (("--batch", self.batch), ("--prefill-chunk", self.prefill_chunk)):
             if value != "auto" and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{option} {value} was given.", "It is auto, or a number from 1 on.")
-        if self.precision is not None and self.precision not in _DTYPES:
-            raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(_DTYPES)}.")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(PRECISIONS)}.")
+        settled = {"--vram": self.vram, "--ram": self.ram, "--precision": self.precision}
+        settled |= {"--batch": self.batch, "--prefill-chunk": self.prefill_chunk}
+        given = [option for option, value in settled.items() if value not in (None, "auto")]
+        if self.plan is not None and given:
+            raise UsageError(f"A plan and {', '.join(given)} were given.", "The plan says that.", "Leave one out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +180,7 @@ def generate_many(
             for offset, ids in enumerate(rows):
                 index, text = batch.first + offset, run.tokenizer.decode(ids, skip_special_tokens=True)
                 on_answer(Answer(index=index, prompt=prompts[index], text=text, token_ids=ids))
-                tokens += len(ids)
+                tokens += len(ids) - run.encodes
     steps_s = [clock.s_per_step() for clock in clocks]
     step_s = next((took_s for took_s in steps_s if took_s is not None), None)
     batch_size = run.loaded.choice.sizes.batch
@@ -194,6 +200,12 @@ class _Run:
         assert self._loaded is not None
         return self._loaded
 
+    @property
+    def encodes(self) -> bool:
+        """Whether what it gives begins with a token that nobody generated."""
+        module: Any = self._opened.module
+        return bool(module.config.is_encoder_decoder)
+
     def wanted(self) -> Wanted:
         batch, chunk = self._request.batch, self._request.prefill_chunk
         return Wanted(
@@ -204,9 +216,8 @@ class _Run:
         )
 
     def batches(self) -> Iterator[Batch]:
-        module: Any = self._opened.module
-        pad_left = not module.config.is_encoder_decoder
-        return batches(self._rows, self.loaded.choice.sizes.batch, pad=pad_token(module), pad_left=pad_left)
+        size, pad = self.loaded.choice.sizes.batch, pad_token(self._opened.module)
+        return batches(self._rows, size, pad=pad, pad_left=not self.encodes)
 
     def compare(self, batch: Batch) -> Any:
         return check_padding(self.loaded, batch, self._request.max_new_tokens, self._opened.name)
@@ -230,27 +241,33 @@ class _Run:
 def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], None]) -> Iterator[_Run]:
     """The model in force while within; what it took is known afterwards."""
     request.check()
+    file = None if request.plan is None else plan_file.read(request.plan)
+    precision = request.precision if file is None else file.request.precision
     on_stage("measuring this machine (once)")
     hardware = machine(request.device)
-    budget = budgets(hardware, request.vram, request.ram, request.device)
+    budget = file.plan.budget_bytes if file else budgets(hardware, request.vram, request.ram, request.device)
     on_stage("opening the model")
     directory = prepare(request.model, trust_remote_code=request.trust_remote_code)
     if request.verify:
         on_stage("comparing the weights with their checksums")
         verify_files(directory)
-    if request.precision is not None:
+    if precision is not None:
         on_stage("converting the weights (once)")
-        _open(request, directory)
+        _open(request, directory, precision)
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
-        opened = _open(request, directory)
+        opened = _open(request, directory, precision)
         _refuse_others(opened)
+        if file is not None:
+            plan_file.check(file, model=opened.module, hardware=hardware, task="generate")
         tokenizer = open_tokenizer(opened)
         rows = [encode(tokenizer, prompt, request.chat) for prompt in prompts]
         check(opened.module, opened.name, rows, request.max_new_tokens)
         run = _Run(request, opened, rows, tokenizer)
         on_stage("loading weights")
-        run._loaded = load_for_generation(opened, hardware, budget, run.wanted(), start_bytes, request.device)
+        fixed = file.plan if file else None
+        wanted, device = run.wanted(), request.device
+        run._loaded = load_for_generation(opened, hardware, budget, wanted, start_bytes, device, fixed=fixed)
         try:
             on_stage("generating")
             yield run
@@ -259,11 +276,8 @@ def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], 
         run.usage = monitor.usage()
 
 
-def _open(request: Request, directory: Path) -> OpenedModel:
-    if request.precision is None:
-        return open_model(directory, trust_remote_code=request.trust_remote_code)
-    dtype = _DTYPES[request.precision]
-    return open_model(directory, dtype=dtype, trust_remote_code=request.trust_remote_code, convert=True)
+def _open(request: Request, directory: Path, precision: str | None) -> OpenedModel:
+    return open_as(directory, precision, trust_remote_code=request.trust_remote_code)
 
 
 def _refuse_others(opened: OpenedModel) -> None:

@@ -101,9 +101,10 @@ def run_batch(
             **options,
             **state,
         )
-    first = 0 if module.config.is_encoder_decoder else longest
     ends = _ends(module)
-    return [_until_end([int(token) for token in row[first:]], ends) for row in out]
+    if module.config.is_encoder_decoder:  # what begins the output may be what ends it
+        return [[int(row[0]), *_until_end(row[1:].tolist(), ends)] for row in out]
+    return [_until_end(row[longest:].tolist(), ends) for row in out]
 
 
 @contextmanager

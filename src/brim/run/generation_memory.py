@@ -18,6 +18,7 @@ from brim.run.step_memory import Observation, _Watch, watch_step
 from brim.techniques import kv_cache
 
 _NO_LIMIT_BYTES = 1 << 60
+_CACHES = ("past_key_values", "cache_params", "state")  # what models call their cache, as input and as output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +55,22 @@ class Sizes:
 
 
 def cache_shape(module: nn.Module) -> kv_cache.CacheShape | None:
-    """The KV cache that a decoder makes; None for one whose cache stays as the model makes it."""
-    found: list[kv_cache.CacheShape | None] = [None]
-    config: Any = module.config
+    """The KV cache of a decoder; None where its cache stays as the model makes it."""
+    model: Any = module
+    takes = inspect.signature(model.forward).parameters
+    plain = "past_key_values" in takes and model._supports_default_dynamic_cache()
+    cache = kv_cache.own_cache(module) if plain and not model.config.is_encoder_decoder else None
+    filled: list[object] = [None]
 
     def run(call: Callable[..., Any], watch: _Watch) -> None:
-        made = call(input_ids=torch.zeros(1, 1, dtype=torch.long), **_decoder_start(config, 1), use_cache=True)
-        found[0] = kv_cache.shape_of(getattr(made, "past_key_values", None))
+        ids = torch.zeros(1, 1, dtype=torch.long)
+        inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+        state = {"past_key_values": cache, "use_cache": True} if cache is not None else {}
+        made = call(input_ids=ids, **inputs, **state)
+        filled[0] = made.past_key_values if cache is not None else None
 
     watch_step(module, run)
-    return found[0]
-
-
-def _decoder_start(config: Any, batch: int) -> dict[str, torch.Tensor]:
-    return {"decoder_input_ids": torch.zeros(batch, 1, dtype=torch.long)} if config.is_encoder_decoder else {}
+    return kv_cache.shape_of(filled[0])
 
 
 def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape | None) -> Observation:
@@ -79,20 +82,22 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
     if config.is_encoder_decoder:
         return watch_step(module, lambda call, watch: _encode_and_decode(call, watch, sizes))
     takes = set(inspect.signature(module.forward).parameters)
+    name = next((name for name in _CACHES if name in takes), None)
+    passes = list(sizes.passes()) if name else [(sizes.cached, True)]  # without one, all is computed for each token
 
     def run(call: Callable[..., Any], watch: _Watch) -> None:
         state: dict[str, Any] = {}
         if shape is not None:
             state = {"past_key_values": _pretended(module, shape, sizes, watch)}
         begin = peak_bytes = 0
-        for tokens, counted in sizes.passes():
+        for tokens, counted in passes:
             watch.peak_bytes = watch.live_bytes
             made = call(**_inputs(sizes, begin, tokens, takes), **state, use_cache=True)
             begin += tokens
             if counted:
                 peak_bytes = max(peak_bytes, watch.peak_bytes)
-            name = "cache_params" if "cache_params" in takes else "past_key_values"
-            state = state if shape is not None else {name: getattr(made, name)}
+            if shape is None and name:
+                state = {name: getattr(made, name)}
             del made
         watch.peak_bytes = peak_bytes + _scores_bytes(module, sizes.batch)
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import RAM
-from brim.errors import BudgetError, UnsupportedError
-from brim.run.fitting import Device, Need, make_plan, put_in_force
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.run.choosing import Need, cuts, make_plan
+from brim.run.fitting import Device, put_in_force
 from brim.run.generation_memory import Sizes, cache_shape, watch_generation
 from brim.run.inference import by_parameter, materialize, spent, verifier, warm_up
 from brim.run.models import OpenedModel
 from brim.run.step_memory import Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition
+from brim.techniques.experts import NAME as EXPERTS
+from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import Weights, WeightStreaming
 from brim.units import format_bytes
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
 _CHUNK_STEPS = 16  # the largest chunk that fits is found to a sixteenth of the prompt
+_WORTH_TOKENS = 256  # prompts are not cut into less than this for the sake of a larger batch: each chunk is a pass
 T = TypeVar("T")
 
 
@@ -126,33 +130,42 @@ class _Chooser:
     def choose(self) -> Choice:
         """The largest batch that fits where none was given. Raises BudgetError."""
         wanted = self._wanted
-        if wanted.batch is not None:
-            return self._with_batch(min(wanted.batch, len(wanted.lengths)))
-        return _largest(len(wanted.lengths), 1, self._with_batch)
+        batch = wanted.batch or _largest(len(wanted.lengths), 1, self._with_short_chunks).sizes.batch
+        return self._with_batch(min(batch, len(wanted.lengths)), self._with_chunks)
 
-    def _with_batch(self, batch: int) -> Choice:
-        """All of the cache in the compute tier, if any prompt chunk lets it; else as little as needed in RAM."""
+    def _with_short_chunks(self, batch: int) -> Choice:
+        least = min(self._prompt, max(_WORTH_TOKENS, self._prompt // _CHUNK_STEPS))
+        if batch == 1 or self._wanted.chunk is not None or not self._divisible:
+            return self._with_batch(batch, self._with_chunks)
+        return self._with_batch(batch, lambda _, resting: self._plan(self._sizes(batch, least), resting))
+
+    @property
+    def _divisible(self) -> bool:
+        return self._shape is not None and self._shape.only_attention
+
+    def _with_batch(self, batch: int, attempt: Callable[[int, int], Choice]) -> Choice:
+        """All of the cache in the compute tier, if ``attempt`` lets it; else as little as needed in RAM."""
         restings = [0]
         if self._hardware.compute != RAM and self._shape is not None:
             restings += kv_cache.restings(self._shape, self._sizes(batch, self._prompt).cached)
         refusals = []
         for resting in restings:
             try:
-                return self._with_resting(batch, resting)
+                return attempt(batch, resting)
             except BudgetError as error:
                 refusals.append(error)
         raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
 
-    def _with_resting(self, batch: int, resting: int) -> Choice:
+    def _with_chunks(self, batch: int, resting: int) -> Choice:
+        """As much of a prompt at once as was asked for, or as fits."""
         prompt, asked = self._prompt, self._wanted.chunk
-        divisible = self._shape is not None and self._shape.only_attention
-        if asked is not None and asked < prompt and not divisible:
+        if asked is not None and asked < prompt and not self._divisible:
             raise UnsupportedError(
                 f"The prompt was to go through {self._opened.name} in chunks of {asked} tokens.",
                 "Its cache is not one of attention alone, and cannot be gone on from in the middle of a prompt.",
                 "Leave out --prefill-chunk.",
             )
-        if asked is not None or not divisible:
+        if asked is not None or not self._divisible:
             return self._plan(self._sizes(batch, min(asked or prompt, prompt)), resting)
         return _largest(prompt, max(1, prompt // _CHUNK_STEPS), lambda n: self._plan(self._sizes(batch, n), resting))
 
@@ -227,8 +240,32 @@ class _Chooser:
         return replace(plan, decisions=(*plan.decisions, decision), promise=promise, settings=settings)
 
     def follow(self, fixed: Plan) -> Choice:
-        """Exactly ``fixed``, which was made for this model. Raises BudgetError where it does not fit any more."""
-        raise NotImplementedError
+        """Exactly ``fixed``, which was made for this model. Raises UsageError where it has no room for the prompts."""
+        settings, wanted = fixed.settings, self._wanted
+        batch, prompt = settings.get(BATCH, 1), settings.get(PROMPT_TOKENS, self._prompt)
+        total = settings.get(TOTAL_TOKENS, prompt + wanted.new_tokens)
+        if self._prompt > prompt or self._prompt + wanted.new_tokens > total:
+            raise UsageError(
+                f"{self._prompt} prompt tokens and {wanted.new_tokens} new ones were asked of a plan.",
+                f"It has room for a prompt of {prompt} tokens, and {total} in all.",
+                f"Make one for this: brim plan --seq {self._prompt} --new-tokens {wanted.new_tokens}.",
+            )
+        chunk, padded = settings.get(CHUNK_TOKENS, prompt), wanted.padded(batch)
+        sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded)
+        resting = settings.get(kv_cache.RESTING_TOKENS, 0)
+        seen = watch_generation(self._module, sizes, self._shape)
+        need = Need(step_bytes=0, observation=seen, tokens=batch, stay=self._stay)
+        choices, experts = fixed.choices(STREAMING), fixed.choices(EXPERTS)
+        for cut in cuts(self._module, self._hardware, need, self._weights, fixed.task):
+            if bool(experts) == (cut.way is not None) and [b.name for b in cut.partition.blocks] == list(choices):
+                return Choice(
+                    sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed
+                )
+        raise UsageError(
+            f"The plan for {fixed.model} was to be used.",
+            f"It speaks of {len(choices)} blocks, and this model cannot be cut into those.",
+            "Make it again: brim plan MODEL ... --output FILE.",
+        )
 
 
 def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:
@@ -254,4 +291,3 @@ def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:
 
 
 __all__ = ["Choice", "Loaded", "Wanted", "load_for_generation"]
-_ = (Any, Iterator)

@@ -18,12 +18,12 @@ from brim.planner.passes import CPU, pass_s
 from brim.planner.placing import placements
 from brim.planner.schedule import COMPUTE, Schedule, way
 from brim.planner.streaming import CHOICES
-from brim.run.fitting import Need, best_plan, predict
+from brim.run.choosing import Cut, Need, best_plan
+from brim.run.fitting import predict
 from brim.run.generation_plan import Choice
 from brim.run.planning_request import LOSSY, Effect, Machine, Proposal, Request, exact_bytes
 from brim.run.planning_subject import DTYPES, Subject, open_subject, processor_of
 from brim.techniques import kv_cache
-from brim.techniques.blocks import Partition
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import RING_SLOTS
@@ -45,7 +45,7 @@ class Found:
     subject: Subject
     choice: Choice
     plan: Plan
-    partition: Partition
+    cut: Cut
     need: Need
     job: Job
     schedule: Schedule
@@ -124,13 +124,11 @@ def search(subject: Subject) -> Found:
 
 
 def _found(subject: Subject, choice: Choice, need: Need) -> Found:
-    hardware, plan, partition = subject.machine.hardware, choice.plan, choice.partition
-    job = subject.job(partition, need)
+    hardware, plan, cut = subject.machine.hardware, choice.plan, subject.cut(choice)
+    job = subject.job(cut, need)
     _, schedule = pass_s(job, hardware, plan.choices(STREAMING), plan.settings[RING_SLOTS])
     plan = replace(plan, decisions=(_in_precision(subject), *plan.decisions))
-    return Found(
-        subject=subject, choice=choice, plan=plan, partition=partition, need=need, job=job, schedule=schedule
-    )
+    return Found(subject=subject, choice=choice, plan=plan, cut=cut, need=need, job=job, schedule=schedule)
 
 
 def _in_precision(subject: Subject) -> Decision:
@@ -142,7 +140,7 @@ def _excess(found: Found) -> dict[str, int]:
     subject, plan = found.subject, found.plan
     hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
     endless = replace(plan, budget_bytes={tier: 1 << 60 for tier in plan.budget_bytes})
-    handle = predict(subject.module, found.partition, endless, hardware, subject.weights)
+    handle = predict(subject.module, found.cut.partition, endless, hardware, subject.weights)
     try:
         pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
         held = {pool.tier: pool.peak_bytes for pool in pools}
@@ -164,8 +162,9 @@ def gap(found: Found) -> float:
     hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
     bounds = [
         placed.bound_s
-        for partition in subject.partitions
-        for placed in placements(subject.job(partition, found.need), hardware, budget, CHOICES)
+        for cut in subject.cuts
+        if cut.way is found.cut.way
+        for placed in placements(subject.job(cut, found.need), hardware, budget, CHOICES)
     ]
     reached_s = found.plan.promise.bound_s
     least_s = min(bounds, default=reached_s)
@@ -175,11 +174,12 @@ def gap(found: Found) -> float:
 def baselines(found: Found) -> dict[str, float]:
     """Seconds of the simple ways that fit, by name."""
     subject = found.subject
-    jobs = [(partition, subject.job(partition, found.need)) for partition in subject.partitions]
+    hardware, tokens = subject.machine.hardware, found.need.tokens
+    jobs = [(cut, subject.job(cut, found.need)) for cut in subject.cuts]
     seconds = {}
     for name, allowed in BASELINES.items():
         try:
-            _, plan = best_plan(jobs, subject.machine.hardware, subject.machine.budget_bytes, allowed)
+            _, plan = best_plan(jobs, hardware, subject.machine.budget_bytes, tokens=tokens, allowed=allowed)
         except BudgetError:
             continue
         seconds[name] = plan.promise.step_s

@@ -25,11 +25,10 @@ from brim.errors import BudgetError, UsageError
 from brim.planner import Job
 from brim.planner.passes import pass_s
 from brim.planner.streaming import CHOICES
-from brim.run.fitting import Need, best_plan
+from brim.run.choosing import Cut, Need, best_plan
 from brim.run.planning_request import Machine, Request
 from brim.run.planning_subject import Subject, open_subject, processor_of
 from brim.run.regimes_picture import picture
-from brim.techniques.blocks import Partition
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME, RING_SLOTS
 from brim.units import format_seconds
@@ -204,7 +203,7 @@ class _Study:
     """One model on one machine, under any budget of its compute tier."""
 
     subject: Subject
-    _jobs: dict[tuple[str, bool], list[tuple[Partition, Job]]] = field(default_factory=dict)
+    _jobs: dict[tuple[str, bool], list[tuple[Cut, Job]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         machine = self.subject.machine
@@ -236,11 +235,13 @@ class _Study:
         )
         return self._planned(self.subject.on(host), host.budget_bytes, CHOICES, True)
 
-    def _of(self, subject: Subject, prompt: bool) -> list[tuple[Partition, Job]]:
+    def _of(self, subject: Subject, prompt: bool) -> list[tuple[Cut, Job]]:
         key = (subject.machine.hardware.name, prompt)
+        if not subject.cuts:
+            subject.choose({tier: 1 << 60 for tier in subject.machine.budget_bytes})
         if key not in self._jobs:
             need: Need = subject.paced(self._need, prompt=prompt)
-            self._jobs[key] = [(partition, subject.job(partition, need)) for partition in subject.partitions]
+            self._jobs[key] = [(cut, subject.job(cut, need)) for cut in subject.cuts]
         return self._jobs[key]
 
     def _planned(
@@ -249,12 +250,13 @@ class _Study:
         """Seconds of the best plan for a token, and what it takes for a prompt."""
         hardware = subject.machine.hardware
         try:
-            partition, plan = best_plan(self._of(subject, False), hardware, budget, allowed)
+            tokens = subject.inputs.batch
+            cut, plan = best_plan(self._of(subject, False), hardware, budget, tokens=tokens, allowed=allowed)
         except BudgetError:
             return None, None
         if not prompt:
             return plan.promise.step_s, None
-        job = next(job for other, job in self._of(subject, True) if other is partition)
+        job = next(job for other, job in self._of(subject, True) if other is cut)
         return plan.promise.step_s, pass_s(job, hardware, plan.choices(NAME), plan.settings[RING_SLOTS])[0]
 
     def _paged(self, ratio: float, prompt: bool) -> tuple[float | None, float | None]:

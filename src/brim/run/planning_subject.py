@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +26,7 @@ from brim.planner import Job
 from brim.run import generation_plan
 from brim.run.block_calls import Calls, Example, calls_of
 from brim.run.block_timing import BlockSeconds, block_seconds, traced_seconds, triggers
-from brim.run.fitting import Need, make_job, partitions
+from brim.run.choosing import Cut, Need, cuts, job_of
 from brim.run.generation_memory import Sizes, cache_shape
 from brim.run.generation_plan import Wanted
 from brim.run.inference import SLACK_BYTES, by_parameter, materialize, resident_bytes, spent, warm_up
@@ -34,6 +35,8 @@ from brim.run.planning_request import Machine, Request
 from brim.run.step_memory import Inputs, Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.experts import EXPERT_SLOTS
+from brim.techniques.experts import NAME as EXPERTS
 from brim.techniques.quantization import quantize_meta
 from brim.techniques.weight_streaming import Weights
 
@@ -56,8 +59,9 @@ class _Chooser(generation_plan._Chooser):
 
     def _need(self, sizes: Sizes, held_bytes: Mapping[str, int]) -> Need:
         plain = super()._need(sizes, held_bytes)
-        if not self.subject.partitions:
-            self.subject.partitions.extend(partitions(self._module, plain, self._weights))
+        if not self.subject.cuts:
+            hardware = self.subject.machine.hardware
+            self.subject.cuts.extend(cuts(self._module, hardware, plain, self._weights, "generate"))
         return self.subject.paced(plain)
 
 
@@ -82,12 +86,12 @@ class Subject:
     machine: Machine
     own_precision: str = "fp32"  # that of the configuration
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
-    partitions: list[Partition] = field(default_factory=list, compare=False)
+    cuts: list[Cut] = field(default_factory=list, compare=False)
     seen: Seen = field(default_factory=Seen, compare=False)
 
     def on(self, machine: Machine) -> Subject:
         """The same model on another machine."""
-        return replace(self, machine=machine)
+        return replace(self, machine=machine, cuts=[])  # how experts are cached depends on it
 
     @cached_property
     def is_here(self) -> bool:
@@ -122,8 +126,23 @@ class Subject:
         made.subject, made._seen = self, self.seen.observations
         return made
 
-    def job(self, partition: Partition, need: Need) -> Job:
-        return make_job(self.module, partition, self.machine.hardware, need, self.weights, "generate")
+    def job(self, cut: Cut, need: Need) -> Job:
+        return job_of(self.module, cut, self.machine.hardware, need, self.weights, "generate")
+
+    def cut(self, choice: generation_plan.Choice) -> Cut:
+        """The one that a choice speaks of."""
+        settings, experts = choice.plan.settings, choice.plan.choices(EXPERTS)
+        fitting = [cut for cut in self.cuts if _same(cut.partition, choice.partition)]
+        return next(
+            cut
+            for cut in fitting
+            if not experts
+            or (
+                cut.way is not None
+                and cut.way.slots == settings[EXPERT_SLOTS]
+                and cut.way.choice in experts.values()
+            )
+        )
 
     def paced(self, plain: Need, *, prompt: bool = False) -> Need:
         """``plain`` with seconds of the token's pass, or of the prompt's."""
@@ -161,7 +180,7 @@ class Subject:
     def _calls(self, prompt: bool) -> Calls:
         """How parts of any partition are called in a pass."""
         if prompt not in self.seen.calls:
-            paths = {trigger for partition in self.partitions for trigger in triggers(partition)}
+            paths = {trigger for cut in self.cuts for trigger in triggers(cut.partition)}
             self.seen.calls[prompt] = calls_of(self.module, paths, self._example(prompt))
         return self.seen.calls[prompt]
 
@@ -172,7 +191,13 @@ class Subject:
         config: Any = self.module.config
         if config.is_encoder_decoder:
             return {"input_ids": ids, "decoder_input_ids": ids[:, :1]}
-        return {"input_ids": ids, "use_cache": True, "logits_to_keep": 1}
+        takes = inspect.signature(self.module.forward).parameters
+        return {"input_ids": ids, "use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
+
+
+def _same(one: Partition, other: Partition) -> bool:
+    names = [[block.name for block in partition.blocks] for partition in (one, other)]
+    return names[0] == names[1] and bool(one.elsewhere) == bool(other.elsewhere)
 
 
 def processor_of(machine: Machine) -> Hardware:

@@ -89,7 +89,7 @@ def _costs(subject: Subject) -> dict[str, list[BlockCost]]:
     endless = {tier: 1 << 60 for tier in subject.machine.budget_bytes}
     _, need = subject.choose(endless)
     found: dict[str, list[BlockCost]] = {}
-    for block in subject.job(subject.partitions[0], need).blocks:
+    for block in subject.job(subject.cuts[0], need).blocks:
         if block.uses:
             found.setdefault(_NUMBER.sub(".*", block.name), []).append(block)
     return found

@@ -37,6 +37,7 @@ class Partition:
     blocks: tuple[Block, ...]
     loose: tuple[str, ...]
     loose_bytes: int  # parameters outside blocks, and every buffer
+    elsewhere: tuple[str, ...] = ()  # parameters that something else moves
 
     @property
     def bytes(self) -> int:
@@ -64,12 +65,13 @@ def find_blocks(
     """The blocks of ``model``. None is larger than ``largest_bytes`` unless it is a single indivisible module.
 
     Without ``cut_parts`` the parts of a container stay whole: whether a module calls its children is not known.
-    Parameters in ``stay`` belong to no block.
+    Parameters in ``stay`` belong to no block, and count for nobody's size.
     """
     parameters = dict(model.named_parameters())
-    total = sum(tensor_bytes(p) for p in parameters.values())
+    staying = frozenset(id(parameters[name]) for name in stay)
+    total = sum(tensor_bytes(p) for p in parameters.values() if id(p) not in staying)
     largest = total if largest_bytes is None or not cut_parts else largest_bytes
-    units = list(_units(model, "", False, min(total * _COARSEST_FRACTION, largest_bytes or total), largest))
+    units = list(_units(model, "", False, min(total * _COARSEST_FRACTION, largest_bytes or total), largest, staying))
     owners = {name: () if name in stay else held for name, held in _owners(model, parameters, units).items()}
     groups = _groups(owners)
     sizes = {held: sum(tensor_bytes(parameters[name]) for name in names) for held, names in groups.items()}
@@ -113,12 +115,14 @@ def _only_looks_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
 
 
-def _units(module: nn.Module, path: str, in_container: bool, coarse: float, largest: int) -> Iterator[str]:
+def _units(
+    module: nn.Module, path: str, in_container: bool, coarse: float, largest: int, staying: Collection[int]
+) -> Iterator[str]:
     """Module paths that are moved as one: parts of repeated containers, and leaves outside of them.
 
     A part above ``coarse`` bytes is opened where it holds a container itself, one above ``largest`` in any case.
     """
-    size = sum(tensor_bytes(p) for p in module.parameters())
+    size = sum(tensor_bytes(p) for p in module.parameters() if id(p) not in staying)
     children = [(name, child) for name, child in module.named_children() if _holds_parameters(child)]
     whole = in_container and (size <= coarse or (size <= largest and not _holds_container(module)))
     if whole or not children or _is_fused(module):
@@ -127,7 +131,7 @@ def _units(module: nn.Module, path: str, in_container: bool, coarse: float, larg
         return
     repeated = in_container or is_container(module)
     for name, child in children:
-        yield from _units(child, f"{path}.{name}" if path else name, repeated, coarse, largest)
+        yield from _units(child, f"{path}.{name}" if path else name, repeated, coarse, largest, staying)
 
 
 def is_container(module: nn.Module) -> bool:

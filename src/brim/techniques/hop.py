@@ -139,7 +139,7 @@ class _Mapping:
         if id(value) in self.met:
             return self.met[id(value)][1]
         if isinstance(value, (list, tuple, dict)):
-            self.met[id(value)] = value, value  # one that holds itself, or that pytree does not know
+            self.met[id(value)] = value, value  # for one that pytree does not know
             self.met[id(value)] = value, self.children(value)
             return self.met[id(value)][1]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -154,11 +154,12 @@ class _Mapping:
         return value if all(one is other for one, other in zip(same, were, strict=True)) else mapped
 
     def _dataclass(self, value: Any) -> Any:
-        fields = {name: self(part) for name, part in vars(value).items()}
-        if all(part is vars(value)[name] for name, part in fields.items()):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        mapped = {name: self(part) for name, part in parts.items()}
+        if all(part is parts[name] for name, part in mapped.items()):
             return value
         made = copy.copy(value)
-        for name, part in fields.items():
+        for name, part in mapped.items():
             object.__setattr__(made, name, part)
         return made
 

@@ -116,44 +116,12 @@ class HostCompute:
         """Whether the CPU computes the block, so that it never comes to the compute tier."""
         return any(streamed is other for held in self._held.values() for other in held)
 
-    def install(self) -> None:
-        for trigger, held in self._held.items():
-            module = self._handle.model.get_submodule(trigger)
-            call = _Call(self._handle, self.hop, module, held)
-            self._handle._guards.replace(module, "forward", torch.compiler.disable(call.forward))
-
-    def free(self) -> None:
-        self.hop.free()
-
-
-class _Call:
-    """Stands for the forward of one module: hooks, the user's and ours, see tensors of the compute tier."""
-
-    def __init__(self, handle: WeightStreaming, hop: Hop, module: nn.Module, held: Sequence[Streamed]) -> None:
-        self._handle, self._hop, self._module, self._held = handle, hop, module, held
-        self._forward: Callable[..., Any] = module.forward  # what an instance has of its own, or its class
-        self._label = f"{held[0].block.name}, activations"
-        # transformers' modules that keep states in a cache say which of its layers is theirs.
-        found = (getattr(part, "layer_idx", None) for part in module.modules())
-        self._layers = frozenset(index for index in found if isinstance(index, int))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._refuse_gradients(args, kwargs)
-        rest_in(_CPU, (args, kwargs), self._layers)
-        return self._hop.call(self._with_weights, self._label, args, kwargs)
-
-    def _with_weights(self, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for streamed in self._held:
-                stack.enter_context(self._bound(streamed))
-            return self._forward(*args, **kwargs)
-
     @contextlib.contextmanager
-    def _bound(self, streamed: Streamed) -> Iterator[None]:
+    def bound(self, streamed: Streamed) -> Iterator[None]:
         """The parameters point to where the block rests for as long as it is in use."""
+        handle = self._handle
         if not streamed.uses:
-            self._handle._adopt_changes(streamed)
+            handle._adopt_changes(streamed)
             streamed.home.settle()
             self._bind(streamed)
         streamed.uses += 1
@@ -174,6 +142,39 @@ class _Call:
             self._handle._placement.verify(streamed.block.tensors, views)
             streamed.verified = True
         streamed.bind(views)
+
+    def install(self) -> None:
+        for trigger, held in self._held.items():
+            module = self._handle.model.get_submodule(trigger)
+            call = _Call(self, module, held)
+            self._handle._guards.replace(module, "forward", torch.compiler.disable(call.forward))
+
+    def free(self) -> None:
+        self.hop.free()
+
+
+class _Call:
+    """Stands for the forward of one module: hooks, the user's and ours, see tensors of the compute tier."""
+
+    def __init__(self, host: HostCompute, module: nn.Module, held: Sequence[Streamed]) -> None:
+        self._host, self._module, self._held = host, module, held
+        self._forward: Callable[..., Any] = module.forward  # what an instance has of its own, or its class
+        self._label = f"{held[0].block.name}, activations"
+        # transformers' modules that keep states in a cache say which of its layers is theirs.
+        found = (getattr(part, "layer_idx", None) for part in module.modules())
+        self._layers = frozenset(index for index in found if isinstance(index, int))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args, kwargs)
+        rest_in(_CPU, (args, kwargs), self._layers)
+        return self._host.hop.call(self._with_weights, self._label, args, kwargs)
+
+    def _with_weights(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for streamed in self._held:
+                stack.enter_context(self._host.bound(streamed))
+            return self._forward(*args, **kwargs)
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [*args, *kwargs.values(), *self._module.parameters()]

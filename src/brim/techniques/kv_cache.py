@@ -34,7 +34,7 @@ from brim.techniques.base import Option
 from brim.techniques.kv_resting import Resting, RestingLayers
 
 __all__ = ["NAME", "OLDER_IN_RAM", "RESIDENT", "CacheShape", "LayerShape", "Placement", "PlannedCache"]
-__all__ += ["apply", "options", "restings", "shape_of"]
+__all__ += ["apply", "options", "own_cache", "restings", "shape_of"]
 
 NAME = "kv_cache"
 RESIDENT, OLDER_IN_RAM = "resident", "older:ram"
@@ -102,8 +102,14 @@ class Placement:
         return self.shape.token_bytes * self.batch * self.resting
 
 
+def own_cache(model: nn.Module) -> DynamicCache:
+    """An empty cache as transformers' generation makes it for a decoder."""
+    config: Any = model.config
+    return DynamicCache(config=config.get_text_config(decoder=True))
+
+
 def shape_of(cache: object) -> CacheShape | None:
-    """The shape of a cache that a model has made and filled; None for one without attention, or of another kind."""
+    """The shape of a cache that a model has filled; None for one without attention, or of another kind."""
     if type(cache) is not DynamicCache or not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return None
     return CacheShape(
@@ -153,9 +159,7 @@ def options(shape: CacheShape, *, batch: int, tokens: int, compute: str) -> list
 
 def apply(model: nn.Module, placement: Placement, memory: Memory) -> PlannedCache:
     """An empty cache for ``model``, to be given as ``past_key_values``. Raises BudgetError where pools lack room."""
-    config: Any = model.config
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
-    return PlannedCache(layers, placement, memory)
+    return PlannedCache(own_cache(model).layers, placement, memory)
 
 
 class PlannedCache(Cache):
@@ -165,7 +169,6 @@ class PlannedCache(Cache):
         self.placement, self._memory = placement, memory
         self.buffers: list[Buffer] = []
         self._resting: RestingLayers | None = None
-        layers += [None] * (len(placement.shape.layers) - len(layers))  # made on first use where no config says them
         try:
             if placement.resting:
                 self._resting = RestingLayers(memory, self._records(), placement.tokens, placement.resting, SLOTS)

@@ -13,7 +13,7 @@ from brim.core import Plan
 from brim.core.hardware import DISK, RAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.homes import DiskHome, Home, RamHome
-from brim.memory.layout import file_layout, packed_layout
+from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, Staging
 from brim.techniques.base import Option
@@ -47,9 +47,9 @@ def computable(partition: Partition) -> frozenset[str]:
     users: dict[str, int] = {}
     for trigger in [trigger for block in partition.blocks for trigger in loads_for(block)]:
         users[trigger] = users.get(trigger, 0) + 1
-    # The whole model as one block leaves no name before the dot.
-    holders = {prefix for name in partition.loose for prefix in itertools.accumulate(name.split("."), "{}.{}".format)}
-    holders |= {""} if partition.loose else set()
+    apart = [*partition.loose, *partition.elsewhere]
+    holders = {prefix for name in apart for prefix in itertools.accumulate(name.split("."), "{}.{}".format)}
+    holders |= {""} if apart else set()
     return frozenset(
         block.name
         for block in partition.blocks
@@ -110,18 +110,23 @@ class Placement:
         self._pending: list[Callable[[], None]] = []
         self.buffers: list[Buffer] = []
 
-    def make_staging(self, blocks: Sequence[Block]) -> Staging | None:
-        """RAM slots between disk and VRAM for ``blocks``; none where RAM itself is the compute tier."""
+    def make_staging(self, blocks: Sequence[Block], others: Sequence[Sequence[TensorSource]] = ()) -> Staging | None:
+        """RAM slots between disk and VRAM for ``blocks``; none where RAM itself is the compute tier.
+
+        ``others`` pass through them too, each as one.
+        """
         host = self._memory.host
-        if host is None or not blocks:
+        passing = [*others, *([self.source(name) for name in block.tensors] for block in blocks)]
+        if host is None or not passing:
             return None
-        size = max(packed_layout([self._source(name) for name in block.tensors]).bytes for block in blocks)
+        size = max(packed_layout(sources).bytes for sources in passing)
         slots = [host.allocate(size, f"staging {i}") for i in range(self._plan.settings.get(STAGING_SLOTS, 2))]
         self.buffers += slots
         self._memory.staging = Staging(slots)
         return self._memory.staging
 
-    def _source(self, name: str) -> TensorSource:
+    def source(self, name: str) -> TensorSource:
+        """Where a parameter's values are; without extents: in the module."""
         return self._weights.sources.get(name) or self._in_module(name)
 
     def _in_module(self, name: str) -> TensorSource:
@@ -214,15 +219,27 @@ class Placement:
 
     def home(self, block: Block, choice: str) -> Home:
         """Bring a block to where it rests."""
-        sources = [self._source(name) for name in block.tensors]
+        sources = [self.source(name) for name in block.tensors]
         values = [self._parameters[name].data for name in block.tensors]
-        if choice in (FROM_RAM, COMPUTE_RAM):
-            home = RamHome(self._memory, sources, block.name)
+        return self.home_of(block.name, sources, values, RAM if choice in (FROM_RAM, COMPUTE_RAM) else DISK)
+
+    def home_of(
+        self,
+        label: str,
+        sources: Sequence[TensorSource],
+        values: Sequence[torch.Tensor],
+        tier: str,
+        layout: BlockLayout | None = None,
+    ) -> RamHome | DiskHome:
+        """Bring tensors to where they rest as one: from their files, or where they have none, their ``values``."""
+        if tier == RAM:
+            home = RamHome(self._memory, sources, label)
             if self._weights.sources:
-                home.fill_from_files(block.name).wait()
+                home.fill_from_files(label).wait()
             else:
                 home.write_back(values)
             return home
         if not self._weights.sources:
             sources = list(self._memory.scratch().store(sources, values))
-        return DiskHome(self._memory, sources, block.name)
+            layout = None  # it lies there as it lies in a slot
+        return DiskHome(self._memory, sources, label, layout)

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from brim.core import Plan, Timeline
-from brim.errors import UsageError
+from brim.core.hardware import DISK
 from brim.memory.homes import DiskHome, RamHome
 from brim.memory.tiers import Memory
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition
+from brim.techniques.experts import CachedExperts, ListedExperts, expert_layers, passing_sources
+from brim.techniques.experts_home import ExpertsHome
 from brim.techniques.guards import Guards
 from brim.techniques.hooks import Recover, Visit, note_steps, watch_lookup
 from brim.techniques.host_compute import HostCompute
@@ -37,6 +39,7 @@ from brim.techniques.placement import (
 from brim.techniques.recall import Recall
 from brim.techniques.ring import Ring
 from brim.techniques.streamed import Streamed
+from brim.techniques.updating import updating
 
 __all__ = ["COMPUTE_RAM", "FROM_DISK", "FROM_RAM", "NAME", "RESIDENT", "RING_SLOTS", "STAGING_SLOTS", "Weights"]
 __all__ += ["WeightStreaming", "apply", "options"]
@@ -79,6 +82,7 @@ class WeightStreaming:
         self._recall = Recall(self) if training else None
         self._ring: Ring | None = None
         self._host: HostCompute | None = None
+        self._experts: CachedExperts | None = None
         self._removed = False
 
     # -- what a user reads
@@ -92,7 +96,8 @@ class WeightStreaming:
         """What memory did since the module was fitted.
 
         Its facts have, per tier, ``budget_bytes``, ``promised_bytes`` (the program's share and activations included)
-        and ``held_bytes`` (the pool's peak); per way ``copied_bytes``; and ``misses``.
+        and ``held_bytes`` (the pool's peak); per way ``copied_bytes``; and ``misses``. With cached experts also
+        ``expert_hits`` and ``expert_loads``.
         """
         made, recorder = self.memory.recorder.timeline, self.memory.recorder
         made.facts |= {f"budget_bytes.{tier}": count for tier, count in self.plan.budget_bytes.items()}
@@ -101,6 +106,7 @@ class WeightStreaming:
         made.facts |= {f"held_bytes.{pool.tier}": pool.peak_bytes for pool in pools}
         made.facts |= {f"copied_bytes.{way[0]}.{way[1]}": count for way, count in recorder.copied_bytes.items()}
         made.facts["misses"] = self.misses
+        made.facts |= {} if self._experts is None else self._experts.facts()
         return made
 
     def close(self) -> None:
@@ -119,7 +125,7 @@ class WeightStreaming:
         self._let_go()
         self.settle()
         with torch.inference_mode(False):
-            read = {s.index: self._values(s) for s in self._streamed if isinstance(s.home, DiskHome)}
+            read = {s.index: self._values(s) for s in self._streamed if s.home.tier == DISK}
             self._end(lambda s: read.pop(s.index, None) or self._values(s))
 
     def _undo(self) -> None:
@@ -140,7 +146,7 @@ class WeightStreaming:
         for streamed in self._streamed:
             for parameter, value in zip(streamed.parameters, values_of(streamed), strict=True):
                 parameter.data = value
-            if isinstance(streamed.home, RamHome):
+            if isinstance(streamed.home, (RamHome, ExpertsHome)):
                 streamed.home.free()
         self._streamed.clear()
         if self._host is not None:
@@ -160,7 +166,8 @@ class WeightStreaming:
     def _place(self, partition: Partition) -> None:
         choices, placement = self.plan.choices(NAME), self._placement
         passing = [b for b in partition.blocks if choices[b.name] == FROM_DISK and self._moves(b)]
-        staging = placement.make_staging(passing)
+        layers = expert_layers(self.model, self.plan)
+        staging = placement.make_staging(passing, passing_sources(layers, self.plan, placement.source))
         if COMPUTE_RAM in choices.values():
             self._host = HostCompute(self, partition)
         placement.keep_loose(partition)
@@ -172,6 +179,11 @@ class WeightStreaming:
         for block in partition.blocks:
             if choices[block.name] != RESIDENT:
                 self._stream(block, choices[block.name])
+        if layers:
+            self._experts = CachedExperts(self)
+            for streamed in self._experts.place(layers):
+                self._streamed.append(streamed)
+                streamed.rest()
         placement.finish()
         if self._streamed:
             self._make_ring()
@@ -201,11 +213,22 @@ class WeightStreaming:
             assert self._host is not None
             self._host.take(streamed)
 
-    def _on_host(self, streamed: Streamed) -> bool:
-        return self._host is not None and self._host.has(streamed)
+    def _passes(self, streamed: Streamed) -> bool:
+        """Whether the block comes through the ring when its modules are called."""
+        apart = (part is not None and part.has(streamed) for part in (self._host, self._experts))
+        return bool(loads_for(streamed.block)) and not any(apart)
+
+    def _listed(self, streamed: Streamed) -> ListedExperts | None:
+        return None if self._experts is None else self._experts.carrier(streamed)
+
+    def _carrier(self, streamed: Streamed) -> Ring | ListedExperts:
+        """What brings the block when its modules are called."""
+        carrier = self._listed(streamed) or self._ring
+        assert carrier is not None
+        return carrier
 
     def _make_ring(self) -> None:
-        homes = {s.index: s.home for s in self._streamed if loads_for(s.block) and not self._on_host(s)}
+        homes = {s.index: s.home for s in self._streamed if self._passes(s) and not self._listed(s)}
         if not homes:
             return
         size = max(home.layout.bytes for home in homes.values())
@@ -220,7 +243,7 @@ class WeightStreaming:
     def _install(self) -> None:
         by_trigger: dict[str, list[Streamed]] = {}
         for streamed in self._streamed:
-            for trigger in [] if self._on_host(streamed) else loads_for(streamed.block):
+            for trigger in loads_for(streamed.block) if self._passes(streamed) else []:
                 by_trigger.setdefault(trigger, []).append(streamed)
             for trigger in streamed.block.lookups:
                 watch_lookup(self, self.model.get_submodule(trigger), streamed)
@@ -233,8 +256,9 @@ class WeightStreaming:
             noting = note_steps({id(p) for s in self._streamed for p in s.parameters})
             self._hooks.append(noting)
             weakref.finalize(self, noting.remove)  # of all optimizers: it must not outlive the handle
-        if self._host is not None:
-            self._host.install()
+        for part in (self._host, self._experts):
+            if part is not None:
+                part.install()
         if "" not in by_trigger:  # there the visit itself sees to it
             recover = torch.compiler.disable(Recover(self))
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
@@ -258,6 +282,8 @@ class WeightStreaming:
                     streamed.home.write_back([p.data for p in streamed.parameters])
                 streamed.uses = 0
                 streamed.rest()
+        if self._experts is not None:
+            self._experts.let_go()
         if self._ring is not None:
             self._ring.let_go()
 
@@ -265,11 +291,11 @@ class WeightStreaming:
         if streamed.uses:
             streamed.uses += 1
             return
-        assert self._ring is not None
+        carrier = self._carrier(streamed)
         self._adopt_changes(streamed)
         streamed.uses = 1
         try:
-            slot = self._ring.acquire(streamed.index)
+            slot = carrier.acquire(streamed.index)
         except BaseException:
             streamed.uses = 0
             raise
@@ -283,7 +309,7 @@ class WeightStreaming:
             streamed.bind(views)
         except BaseException:
             streamed.uses = 0
-            self._ring.release(streamed.index)
+            carrier.release(streamed.index)
             raise
 
     def _leave(self, streamed: Streamed) -> None:
@@ -292,7 +318,7 @@ class WeightStreaming:
         streamed.uses -= 1
         if streamed.uses:
             return
-        assert self._ring is not None
+        carrier = self._carrier(streamed)
         saved = changed = streamed.is_changed()
         try:
             if changed:
@@ -301,83 +327,35 @@ class WeightStreaming:
                 saved = True
         finally:  # a full scratch disk loses the change, not the slot
             streamed.rest()
-            self._ring.release(streamed.index)
+            carrier.release(streamed.index)
             if changed and not saved:
-                self._ring.forget({streamed.index})
+                carrier.forget({streamed.index})
 
     def _save(self, streamed: Streamed) -> None:
         """What the user changed while the block was in use becomes its values."""
-        assert self._ring is not None
         if self._recall is None:
             streamed.home.write_back([p.data for p in streamed.parameters])
         else:
+            assert self._ring is not None
             self._ring.save(streamed.index)
 
     def _adopt_changes(self, streamed: Streamed) -> None:
-        if not streamed.uses and streamed.adopt_changes() and self._ring is not None:
-            self._ring.forget({streamed.index})
+        if not streamed.uses and streamed.adopt_changes():
+            if self._ring is not None:
+                self._ring.forget({streamed.index})
+            if self._experts is not None:
+                self._experts.forget(streamed)
 
     # -- changing
 
-    @contextlib.contextmanager
-    def updating(self, what: str | Iterable[nn.Parameter]) -> Iterator[None]:
+    def updating(self, what: str | Iterable[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         """Within, a block (named as in ``blocks``), or these parameters, have their values in the compute tier.
 
         What is trained of it goes back to where the block rests, beside whatever comes next; ``settle`` waits for
         it. As many blocks as the ring has slots can be in use at once. Raises UsageError for what is not the
         model's, BudgetError where a table that is only looked up from finds no room.
         """
-        wanted = self._wanted(what)
-        held = {id(parameter) for parameter in wanted}
-        with contextlib.ExitStack() as stack:
-            for streamed in [s for s in self._streamed if not held.isdisjoint(id(p) for p in s.parameters)]:
-                carried = self._ring is not None and self._ring.carries(streamed.index)
-                stack.enter_context(self._in_use(streamed) if carried else self._as_guest(streamed))
-            try:
-                yield
-            finally:  # fused optimizers leave no trace in the versions
-                torch.autograd.graph.increment_version([p for p in wanted if p.requires_grad])
-
-    def _wanted(self, what: str | Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        if isinstance(what, str):
-            named = dict(self.blocks)
-            if what not in named:
-                raise UsageError(f"The block {what!r} was to be updated.", f"Known: {', '.join(named)}.")
-            return named[what]
-        wanted = list(what)
-        strange = {id(p) for p in wanted} - {id(p) for p in self._parameters.values()}
-        if strange:
-            raise UsageError(f"{len(wanted)} parameters were to be updated.", f"{len(strange)} are not the model's.")
-        return wanted
-
-    @contextlib.contextmanager
-    def _in_use(self, streamed: Streamed) -> Iterator[None]:
-        self._enter(streamed)
-        try:
-            yield
-        finally:
-            self._leave(streamed)
-
-    @contextlib.contextmanager
-    def _as_guest(self, streamed: Streamed) -> Iterator[None]:
-        """A table that is only looked up from passes through no slot: a buffer of its own, for a while."""
-        self._adopt_changes(streamed)
-        engine, home, name = self.memory.engine, streamed.home, streamed.block.name
-        buffer = self.memory.compute.allocate(home.layout.bytes, f"{name}, being changed")
-        try:
-            home.load(buffer, name, [engine.mark()]).wait()
-            streamed.bind(home.layout.views(buffer.tensor))
-            streamed.uses += 1
-            try:
-                yield
-            finally:
-                streamed.uses -= 1
-                if streamed.is_changed():
-                    home.save(buffer, name, [engine.mark()])
-                streamed.rest()
-            home.settle()
-        finally:
-            buffer.free()
+        return updating(self, what)
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter or buffer as it is now, wherever it rests, on the CPU and in memory of its own.

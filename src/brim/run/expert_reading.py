@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from brim.errors import UsageError
+from brim.techniques.experts import find_experts
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "num_selected_experts")
 
@@ -54,25 +55,15 @@ def reading(
     """
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    chosen = next((value for name in _TOP_K if isinstance(value := getattr(text, name, None), int)), None)
-    if not chosen:
-        return {}
+    asked = next((value for name in _TOP_K if isinstance(value := getattr(text, name, None), int)), 1)
     found: dict[str, Reading] = {}
-    for path, module in model.named_modules():
-        if not path.endswith("experts"):
-            continue
-        count = len(module) if isinstance(module, nn.ModuleList) else getattr(module, "num_experts", 0)
-        if not isinstance(count, int) or count < chosen or count < 2:
-            continue
-        shares = (router or {}).get(path)
-        mean = expected_experts(count, chosen, tokens, shares) / count
-        for name, parameter in module.named_parameters(prefix=path):
-            if isinstance(module, nn.ModuleList):
-                expert = name[len(path) + 1 :].partition(".")[0]
-                mine = 1 / count if shares is None else shares[int(expert)]
-                asked = min(1.0, chosen * mine)
-                own = Reading(share=1 - (1 - asked) ** tokens, per_token=asked, expert=f"{path}.{expert}")
-                found[name] = own
-            elif parameter.dim() and parameter.shape[0] == count:
-                found[name] = Reading(share=mean, per_token=chosen / count)
+    for layer in find_experts(model):
+        chosen, shares = min(asked, layer.count), (router or {}).get(layer.path)
+        mean = expected_experts(layer.count, chosen, tokens, shares) / layer.count
+        if not layer.modules:
+            found |= dict.fromkeys(layer.tensors, Reading(share=mean, per_token=chosen / layer.count))
+        for number, path in enumerate(layer.modules):
+            likely = min(1.0, chosen * (1 / layer.count if shares is None else shares[number]))
+            one = Reading(share=1 - (1 - likely) ** tokens, per_token=likely, expert=path)
+            found |= dict.fromkeys(layer.of_module(number), one)
     return found
