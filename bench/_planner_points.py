@@ -184,9 +184,7 @@ def _generations(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
             settings={**choice.plan.settings, **placed.settings},
         )
         kind = SIMPLE if share in (0.0, 1.0) else FORCED
-        yield Point(
-            label=f"{share:.0%} resident, {slots} slots", kind=kind, plan=_in(machine, made), machine=machine
-        )
+        yield Point(label=f"{share:.0%} resident, {slots} slots", kind=kind, plan=_in(machine, made), machine=machine)
 
 
 def _spread(names: Sequence[str], share: float) -> set[str]:

@@ -69,7 +69,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--vram-cap", type=parse_bytes, help="compute on CUDA within so much; default: the CPU")
     parser.add_argument("--tiny", action="store_true", help="models of some MB")
-    parser.add_argument("--output", type=Path, help="append one JSON line per plan here, and go on from what is there")
+    parser.add_argument(
+        "--output", type=Path, help="append one JSON line per plan here, and go on from what is there"
+    )
     parser.add_argument("--summary", type=Path, help="write what the table says as JSON here")
     return parser.parse_args()
 

@@ -47,7 +47,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
-        click.option("--output", type=OutputFile(), help="Write the best plan for --plan; of --regimes, the plot (SVG)."),
+        click.option(
+            "--output", type=OutputFile(), help="Write the best plan for --plan; of --regimes, the plot (SVG)."
+        ),
         html_option,
         json_option,
     ]
@@ -194,7 +196,14 @@ def _write_html(path: Path, answer: Answer) -> None:
     request, tiers = answer.request, _tiers(answer)
     tables = []
     if answer.proposals:
-        columns = ("plan", *(f"{tier}_bytes" for tier in tiers), "step_s", "tokens per second", "limited by", "gap_share")
+        columns = (
+            "plan",
+            *(f"{tier}_bytes" for tier in tiers),
+            "step_s",
+            "tokens per second",
+            "limited by",
+            "gap_share",
+        )
         rows = tuple(
             (
                 number,

@@ -118,12 +118,21 @@ def _machine(file: PlanFile, hardware: Hardware) -> Iterator[str]:
 
 
 def _model(file: PlanFile, model: nn.Module) -> Iterator[str]:
-    planned, here = file.parameters, fingerprint(model, file.request)
+    planned, here = _by_name(file.parameters), _by_name(fingerprint(model, file.request))
     names = [name for name in {**planned, **here} if planned.get(name) != here.get(name)]
     for name in names[:_SHOWN]:
-        yield f"It was made for a model with {planned.get(name, 0)} x {name}, and this one has {here.get(name, 0)}."
+        yield f"{name}: it was made for {planned.get(name, 'none')}, and this model has {here.get(name, 'none')}."
     if len(names) > _SHOWN:
         yield f"{len(names) - _SHOWN} more parameters differ."
+
+
+def _by_name(parameters: Mapping[str, int]) -> dict[str, str]:
+    """Name -> ``3 x float32[64, 64]``."""
+    found: dict[str, list[str]] = {}
+    for key, count in parameters.items():
+        name, _, kind = key.partition(" ")
+        found.setdefault(name, []).append(f"{count} x {kind}")
+    return {name: " and ".join(sorted(kinds)) for name, kinds in found.items()}
 
 
 def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:

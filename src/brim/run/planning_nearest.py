@@ -91,9 +91,7 @@ def nearest(
     return needs, found
 
 
-def _enough(
-    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
-) -> dict[str, int] | None:
+def _enough(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> dict[str, int] | None:
     """Bytes of the tiers that were short with which a plan was proved, all other tiers as they are."""
     wanted = {tier: _rounded(count) for tier, count in needs.items()}
     for _ in range(_RAISES if wanted else 0):
@@ -125,9 +123,7 @@ def _rounded(count: int) -> int:
     return -(-count // _ROUNDED_BYTES) * _ROUNDED_BYTES
 
 
-def _more_memory(
-    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
-) -> Iterator[Nearest]:
+def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
     """``needs`` in words; where VRAM is among them and a card was named, the smallest card that has it."""
     parts = []
     for tier, count in needs.items():
@@ -143,7 +139,7 @@ def _more_memory(
             yield Nearest(change=" and ".join(parts), command=changed.command())
         return
     amounts.pop(VRAM)
-    for card in _cards(needs[VRAM]):
+    for card in _cards(needs[VRAM], catalog.gpu(request.gpu).vendor):
         changed = replace(request, gpu=card.name, vram=None, **amounts)
         if prover.fits(changed, machine_of(changed)):
             name = f"{card.name} ({format_bytes(card.capacity_bytes)})"
@@ -151,16 +147,16 @@ def _more_memory(
             return
 
 
-def _cards(vram_bytes: int) -> Sequence[Gpu]:
-    """The two smallest cards of the catalog that have so much beside their context, links known."""
-    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
-    large = [c for c in cards if c.pcie_bytes_per_s and c.capacity_bytes - c.context().bytes >= vram_bytes]
+def _cards(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
+    """The two smallest cards of that vendor that have so much beside their context, links known."""
+    cards = [
+        card for card in map(catalog.gpu, catalog.gpu_names()) if card.vendor == vendor and card.pcie_bytes_per_s
+    ]
+    large = [card for card in cards if card.capacity_bytes - card.context().bytes >= vram_bytes]
     return sorted(large, key=lambda card: (card.capacity_bytes, card.name))[:2]
 
 
-def _other_ways(
-    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
-) -> Iterator[Nearest]:
+def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
     """Another optimizer, adapters, or fewer bits: what changes the result, and not the amount of work."""
     if request.task == "train" and request.method == "full":
         known = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
@@ -193,18 +189,14 @@ def _first(
 
 
 def _shorter(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
-    largest = _largest(
-        request.seq, _SHORTEST, lambda count: prover.fits(replace(request, seq=count), machine)
-    )
+    largest = _largest(request.seq, _SHORTEST, lambda count: prover.fits(replace(request, seq=count), machine))
     if largest is not None:
         changed = replace(request, seq=largest)
         yield Nearest(change=f"sequences of {largest:,} tokens", command=changed.command())
 
 
 def _fewer(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
-    largest = _largest(
-        request.batch, _FEWEST, lambda count: prover.fits(replace(request, batch=count), machine)
-    )
+    largest = _largest(request.batch, _FEWEST, lambda count: prover.fits(replace(request, batch=count), machine))
     if largest is not None:
         changed = replace(request, batch=largest)
         yield Nearest(change=f"a batch of {largest:,}", command=changed.command())
@@ -227,9 +219,7 @@ def _largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
     return sizes[low]
 
 
-def _smaller_models(
-    prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]
-) -> Iterator[Nearest]:
+def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
     """The largest model of the same family that fits. Bytes go with parameters, so that says where to begin."""
     count, family = _parameters(request.model), _family(request.model)
     have = machine.budget_bytes
@@ -238,7 +228,9 @@ def _smaller_models(
     smaller = sorted((name for name in sizes if 0 < sizes[name] < count), key=lambda name: -sizes[name])
     likely = [name for name in smaller if sizes[name] <= share * count] or smaller[-1:]
     made = [replace(request, model=name) for name in likely[:_MODELS]]
-    yield from _first(prover, machine, made, lambda one: f"{one.model} ({sizes[str(one.model)] / 1e9:.2g} B parameters)")
+    yield from _first(
+        prover, machine, made, lambda one: f"{one.model} ({sizes[str(one.model)] / 1e9:.2g} B parameters)"
+    )
 
 
 def _family(model: str | Path) -> tuple[str, str]:
