@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from brim.core import Timeline
-    from brim.run.planning_request import Answer, Effect, Proposal, Request
+    from brim.run.planning_request import Answer, Effect, Proposal
 
 INFEASIBLE = 3  # the exit code where nothing fits
 _TIERS = ("vram", "ram", "disk")
@@ -48,7 +50,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
         click.option(
-            "--output", type=OutputFile(), help="Write the best plan for --plan; of --regimes, the plot (SVG)."
+            "--output",
+            type=OutputFile(),
+            help="Write the best plan here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
         ),
         html_option,
         json_option,
@@ -74,7 +78,7 @@ def plan(
     with Console(stderr=True).status("Loading PyTorch"):
         from brim.run.plan_file import write
         from brim.run.planning import plan as answer_to
-        from brim.run.planning_request import Request
+        from brim.run.planning_request import PLAN_FILE, Request
     request = Request(model=model, **options)
     if regimes:
         from brim.cli.plan_regimes import show
@@ -82,9 +86,9 @@ def plan(
         show(request, output, html, as_json)
         return None
     with Console(stderr=True).status("Planning"):
-        answer = answer_to(request)
-        if output is not None and answer.proposals:
-            write(output, answer)
+        answer = _with_files(answer_to(request), output or Path(PLAN_FILE))
+        for index in range(len(answer.proposals) if output is not None else 0):
+            write(_file(output or Path(), index), answer, index)
     if html is not None:
         _write_html(html, answer)
     if as_json:
@@ -92,6 +96,22 @@ def plan(
     else:
         _print(answer, output)
     return None if answer.proposals else INFEASIBLE
+
+
+def _file(output: Path, index: int) -> Path:
+    """``plan.json``, ``plan.2.json``, ..."""
+    return output if index == 0 else output.with_name(f"{output.stem}.{index + 1}{output.suffix}")
+
+
+def _with_files(answer: Answer, output: Path) -> Answer:
+    """Commands with the names that their plans' files have, or will have."""
+    from brim.run.planning_request import PLAN_FILE
+
+    def named(one: Proposal, index: int) -> Proposal:
+        words = [str(_file(output, index)) if word == PLAN_FILE else word for word in shlex.split(one.command)]
+        return replace(one, command=shlex.join(words))
+
+    return replace(answer, proposals=[named(one, index) for index, one in enumerate(answer.proposals)])
 
 
 def _print(answer: Answer, output: Path | None) -> None:
@@ -103,9 +123,8 @@ def _print(answer: Answer, output: Path | None) -> None:
     console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}", markup=False)
     if answer.proposals:
         _print_plans(console, answer)
-        if output is not None:
-            told = f"plan 1 is in {output}: brim {request.task} {request.model} --plan {output} ..."
-            console.print(told, markup=False)
+        if output is None:
+            console.print("--output FILE writes plans to files, for --plan.")
     else:
         _print_nearest(console, answer)
     for assumed in machine.assumed:
@@ -236,7 +255,7 @@ def _write_html(path: Path, answer: Answer) -> None:
 
 
 def _picture(one: Proposal, answer: Answer) -> Timeline:
-    """The schedule of a plan, and under it what the compute tier holds at the most, where the schedule has no bytes."""
+    """The schedule of a plan; where that has no bytes, what the compute tier holds at the most under it."""
     from brim.core import EventKind, Timeline
 
     assert one.timeline is not None

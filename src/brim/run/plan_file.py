@@ -48,7 +48,7 @@ class PlanFile:
 
 
 def write(path: str | Path, answer: Answer, index: int = 0) -> None:
-    """Write the proposal ``index`` of ``answer``. Raises UsageError for one that it has not, or an unwritable path."""
+    """Write the proposal ``index`` of ``answer``. Raises UsageError for one it does not have, or an unwritable path."""
     count = len(answer.proposals)
     if not 0 <= index < count:
         raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
@@ -136,7 +136,7 @@ def _by_name(parameters: Mapping[str, int]) -> dict[str, str]:
 
 
 def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
-    """Names, dtypes and shapes of ``model``'s parameters, equal layers counted: what a plan for ``request`` is made of.
+    """Names, dtypes and shapes of ``model``'s parameters, equal layers counted: what a plan is made of.
 
     The dtype is left out where the run decides it: full training holds its own copy, and ``--precision`` is an order.
     """
@@ -153,8 +153,9 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
 
 
 def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """The module that MODEL's configuration describes, on meta and in ``dtype`` (None: that which it names); no weights
-    are read.
+    """The module that MODEL's configuration describes, on meta; no weights are read.
+
+    It is in ``dtype``, by default in that which the configuration names.
 
     Raises what ``find_model`` does, UnsupportedError for what is no model of transformers.
     """

@@ -1,4 +1,4 @@
-"""``brim plan`` as it is typed: a ranked answer for a machine that may be another one, and what is wrong otherwise."""
+"""``brim plan`` as it is typed: a ranked answer for a machine, which may be another one; or what is wrong."""
 
 from __future__ import annotations
 
