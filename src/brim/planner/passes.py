@@ -21,14 +21,17 @@ _PASSES = 3  # the first fills the pipeline, the last is looked at
 # A reader takes cycles and memory bandwidth from products. In a 6.6 GB model of which half is read each step, on two
 # cores and into huge pages, they kept this share of their speed (bench/streaming.py, its row beside_reads).
 _BESIDE_READS = 0.95
+# Of what the bus of RAM carries, a processor's kernels reach about this much: of two channels of DDR4-3200, which are
+# 51.2 GB/s (JEDEC JESD79-4), 40 are usual. The rest is there for a copy engine beside them.
+_KERNEL_SHARE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCost:
     """A block as the planner sees it. ``uses`` per step; 0: its rows are looked up where it rests.
 
-    ``overhead_s`` is what streaming it costs beside the bytes: hooks and requests. ``cpu_s`` is what it takes when the
-    processor beside a GPU computes it where it rests in RAM, the way of its inputs and outputs included, and
+    ``overhead_s`` is what streaming it costs beside the bytes: hooks and requests. ``cpu_s`` is what it takes when
+    the processor beside a GPU computes it where it rests in RAM, the way of its inputs and outputs included, and
     ``cpu_bytes`` what it then holds in RAM beside its weights; 0 seconds: it cannot. ``likely`` is the share of steps
     that need the block at all: an expert is not asked in each.
     """
@@ -55,8 +58,8 @@ class Job:
     ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
     peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
     tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
-    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of RAM are what
-    a processor beside a GPU takes for activations while it computes a block.
+    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of RAM are
+    what a processor beside a GPU takes for activations while it computes a block.
     """
 
     model: str
@@ -83,13 +86,18 @@ def ways_of(choice: str, compute: str) -> list[tuple[str, str]]:
     return [(DISK, RAM), *last] if choice == FROM_DISK else last
 
 
+def bus_bytes_per_s(hardware: Hardware) -> float:
+    """What RAM gives to all that read it at once."""
+    return hardware.tier(RAM).bytes_per_s / _KERNEL_SHARE
+
+
 def contention(hardware: Hardware) -> Contention:
     """What lanes that work beside each other leave of their speeds."""
     if hardware.compute == RAM:
         return {(COMPUTE, way(DISK, RAM)): _BESIDE_READS}
     link, ram = hardware.link(RAM, hardware.compute).bytes_per_s, hardware.tier(RAM).bytes_per_s
-    # Processor and copy engine read the same RAM; together they get what it has.
-    share = min(1.0, ram / (ram + link)) if ram and link else 1.0
+    # Processor and copy engine read the same RAM; together they get what its bus has.
+    share = min(1.0, bus_bytes_per_s(hardware) / (ram + link)) if ram and link else 1.0
     lane = way(RAM, hardware.compute)
     return {(CPU, lane): share, (lane, CPU): share}
 

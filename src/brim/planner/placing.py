@@ -1,8 +1,8 @@
 """Where blocks are to lie, as a linear program over their kinds: exact, and with a bound on what is possible.
 
 A pass lasts at least as long as its chain of computation, as each link is busy, and as RAM is read, by the processor
-or by a link. So with blocks that the processor may compute, it is how much each of them gets that the program decides:
-both end together where that is the fastest.
+or by a link. So with blocks that the processor may compute, what is decided is how much each of them gets: both end
+together where that is the fastest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.passes import STAGING, BlockCost, Job, chain_s, ways_of
+from brim.planner.passes import STAGING, BlockCost, Job, bus_bytes_per_s, chain_s, ways_of
 from brim.planner.schedule import COMPUTE, way
 from brim.planner.search import BlockClass, Column, Pool, Problem, Solution, solve
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
@@ -36,7 +36,7 @@ class Placed:
 def placements(
     job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str]
 ) -> Iterator[Placed]:
-    """The best placement for each depth of the ring, and the one without a ring; only ``allowed`` choices are made."""
+    """The best placement for each depth of the ring, and without one. Only ``allowed`` choices are made."""
     kinds = _kinds(job)
     for slots in (0, *_SLOTS):
         solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots))
@@ -100,10 +100,8 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
     ways = ways_of(choice, compute)
     for source, target in ways:
         seconds[way(source, target)] = block.moved_bytes / hardware.link(source, target).bytes_per_s
-    rate = hardware.tier(RAM).bytes_per_s if compute != RAM else 0.0
-    if rate and choice == COMPUTE_RAM:
-        seconds[_READ] = block.cpu_s
-    elif rate and ways:
+    rate = bus_bytes_per_s(hardware) if compute != RAM else 0.0
+    if rate and choice != RESIDENT:
         seconds[_READ] = block.moved_bytes / rate
     slot_bytes = {_RING: block.bytes} if ways else {}
     if choice == COMPUTE_RAM and job.cpu_step_bytes:

@@ -115,6 +115,7 @@ class _Program:
         n = len(self._columns)
         self._flag, self._time = n, 2 * n
         self._pools = {pool.name: 2 * n + 1 + index for index, pool in enumerate(problem.pools)}
+        self._lanes = {*problem.fixed_s, *(lane for _, column in self._columns for lane in column.seconds)}
         self._scale_s = self._slowest_s() or 1.0
         self._model = highspy.Highs()  # type: ignore[no-untyped-call]
         self._model.setOptionValue("output_flag", False)
@@ -164,8 +165,7 @@ class _Program:
 
     def _add_lanes(self) -> None:
         problem = self._problem
-        lanes = {*problem.fixed_s, *(lane for _, column in self._columns for lane in column.seconds)}
-        for lane in sorted(lanes - {SERIAL}) or [SERIAL]:
+        for lane in sorted(self._lanes - {SERIAL}) or [SERIAL]:
             on = {lane, SERIAL}
             seconds = [sum(column.seconds.get(name, 0.0) for name in on) for _, column in self._columns]
             terms = {index: -count / self._scale_s for index, count in enumerate(seconds) if count}
@@ -213,6 +213,7 @@ class _Program:
             if round(value):
                 counts[found.name][column.name] = round(value)
         _, seconds = busiest(self._problem, counts)
-        bound_s = min(seconds, max(0.0, bound - _TRAFFIC) * self._scale_s)
+        # No lane of the fastest choice is busy for longer than that takes, which limits what its traffic adds.
+        bound_s = min(seconds, max(0.0, bound) * self._scale_s / (1 + _TRAFFIC * len(self._lanes)))
         gap = 0.0 if seconds == 0 else (seconds - bound_s) / seconds
         return Solution(counts=counts, busiest_s=seconds, bound_s=bound_s, gap=gap)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from brim.core import Decision, Hardware, Plan, Promise
-from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.planner.passes import STAGING, BlockCost, Job, chain_s, pass_s, ways_of
 from brim.planner.placing import placements

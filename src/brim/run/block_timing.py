@@ -62,8 +62,8 @@ def block_seconds(
     """Seconds of each block of ``partition`` in one step on this machine, and under ``""`` those of all the rest.
 
     ``model`` may be on meta. ``inputs`` is an example as the model takes it (its values do not matter), or ``Inputs``
-    for the pass of a token with a full cache. Where one pass would take longer than ``limit_s`` in all, fewer tokens are
-    timed, and the rest is in proportion to arithmetic and bytes; a block for which there is no RAM is estimated from
+    for the pass of a token with a full cache. Where one pass would take longer than ``limit_s`` in all, fewer tokens
+    are timed, and the rest is in proportion to arithmetic and bytes; a block for which there is no RAM is estimated from
     the machine's rates. A tied block has the seconds of all its uses. The backward pass of the rest is timed from the
     last block on. ``calls`` are those that ``calls_of`` found in the pass, where they are known. Raises
     UnsupportedError where a pass needs values that only a real run has.
@@ -379,9 +379,7 @@ def _median(one: Callable[[int], BlockSeconds], budget_s: float) -> BlockSeconds
 
 
 def _sum(one: BlockSeconds, other: BlockSeconds) -> BlockSeconds:
-    return BlockSeconds(
-        forward_s=one.forward_s + other.forward_s, backward_s=one.backward_s + other.backward_s
-    )
+    return BlockSeconds(forward_s=one.forward_s + other.forward_s, backward_s=one.backward_s + other.backward_s)
 
 
 def _scaled(seconds: BlockSeconds, factor: float) -> BlockSeconds:

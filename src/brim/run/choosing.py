@@ -25,6 +25,7 @@ from brim.techniques.placement import computable
 from brim.techniques.router_statistics import RouterStatistics
 from brim.techniques.weight_streaming import Weights
 
+_IN_MODULE = Weights()
 _HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
 
 
@@ -34,8 +35,8 @@ class Need:
 
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
     Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
-    rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks that
-    rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``routers``: what those of a
+    rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks
+    that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``routers``: what those of a
     mixture of experts were seen to do.
     """
 
@@ -127,7 +128,7 @@ def _need(error: BudgetError) -> int:
     return sum(error.smallest_bytes.values())
 
 
-def partitions(model: nn.Module, need: Need, weights: Weights) -> Iterator[Partition]:
+def partitions(model: nn.Module, need: Need, weights: Weights = _IN_MODULE) -> Iterator[Partition]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
     partition: Partition | None = find_blocks(model, stay=need.stay)
     while partition is not None:

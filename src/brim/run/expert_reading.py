@@ -42,13 +42,13 @@ def expected_experts(count: int, chosen: int, tokens: int, shares: Sequence[floa
     if shares is None:
         shares = [1 / count] * count
     if len(shares) != count or abs(sum(shares) - 1) > 1e-6 or min(shares) < 0:
-        raise UsageError(f"{len(shares)} shares were given for {count} experts.", "They must be as many and sum to 1.")
+        raise UsageError(
+            f"{len(shares)} shares were given for {count} experts.", "They must be as many and sum to 1."
+        )
     return sum(1 - (1 - min(1.0, chosen * share)) ** tokens for share in shares)
 
 
-def reading(
-    model: nn.Module, tokens: int, router: Mapping[str, Sequence[float]] | None = None
-) -> dict[str, Reading]:
+def reading(model: nn.Module, tokens: int, router: Mapping[str, Sequence[float]] | None = None) -> dict[str, Reading]:
     """The parameters of experts, by name. Empty for a model that has none.
 
     ``router``: path of the module that holds a layer's experts -> the shares that each was asked for.

@@ -1,8 +1,8 @@
 """Which way to run a model is the fastest, by how many times the memory of the GPU it needs.
 
-Four ways: streaming (a fixed set stays, the rest comes through a ring), paging by the driver, the processor alone, and
-processor and GPU at once. Each is timed for budgets that the model is 1 to 4 times as large as, on one machine, so that
-it can be said where they cross.
+Four ways: streaming (a fixed set stays, the rest comes through a ring), paging by the driver, the processor alone,
+and processor and GPU at once. Each is timed for budgets that the model is 1 to 4 times as large as, on one machine,
+so that it can be said where they cross.
 
 A driver that pages brings what a kernel touches, when it touches it, and to make room sends off what was used least
 recently. A model's layers come in a cycle, and of what is used in a cycle the least recently used is what comes next:
@@ -36,12 +36,11 @@ from brim.units import format_seconds
 STREAMING, PAGING, PROCESSOR, BOTH = "streaming", "paging", "processor alone", "both at once"
 RATIOS = (1.0, 1.5, 2.0, 4.0)
 _STREAMED = (RESIDENT, FROM_RAM, FROM_DISK)
-# Of the rate of the link, when pages come because a kernel touched them: 8.2 GB/s where 15.75 GB/s are the most that
-# 16 lanes of PCIe 3 carry (GTX 1080, driver 535, github.com/parallelArchitect/pascal-um-benchmark). The link's rate is
-# a measured one, somewhat below that, so the driver is flattered here too.
+# Of the rate of the link, when pages come because a kernel touched them: 8.2 GB/s (GTX 1080, driver 535,
+# github.com/parallelArchitect/pascal-um-benchmark) where 16 lanes of PCIe 3 carry 15.75 GB/s at most.
 _FAULTED_SHARE = 8.2 / 15.75
-# Of the rate of direct reads, when the page cache brings what is touched: a 6.6 GB model in a mapped file took 5.2 s a
-# pass in 3 GiB, 0.6 s of it compute, on a drive of 4.5 GB/s (bench/streaming.py, measurements/streaming_cpu.jsonl).
+# Of the rate of direct reads, when the page cache brings what is touched: a 6.6 GB model in a mapped file took 5.2 s
+# a pass in 3 GiB, 0.6 s of it compute, on a drive of 4.5 GB/s (bench/streaming.py, measurements/streaming_cpu.jsonl).
 _MAPPED_SHARE = 6.6 / (5.2 - 0.6) / 4.5
 _STEPS = 20  # of a plot, between one ratio and the next whole one
 _KIND, _EVEN = 1.5, 2.0  # the rule of thumb: faster up to the one, even up to the other
@@ -148,7 +147,9 @@ class Regimes:
             return f"{name} is {word} than the processor alone up to {end:g} times: the rule of thumb {rule}."
         if lost is None:
             return f"{name} is faster than the processor alone from {won:.2f} times the VRAM on."
-        verdict = "is about right" if _KIND <= lost <= _EVEN * 1.1 else "is too kind" if lost < _KIND else "is too careful"
+        verdict = (
+            "is about right" if _KIND <= lost <= _EVEN * 1.1 else "is too kind" if lost < _KIND else "is too careful"
+        )
         return (
             f"{name} is faster than the processor alone up to {lost:.2f} times the VRAM and slower beyond: "
             f"the rule of thumb ({_KIND:g}, even up to {_EVEN:g}) {verdict}."
@@ -207,7 +208,7 @@ class _Study:
 
     def __post_init__(self) -> None:
         machine = self.subject.machine
-        endless = {tier: 1 << 60 for tier in machine.budget_bytes}
+        endless = dict.fromkeys(machine.budget_bytes, 1 << 60)
         choice, self._need = self.subject.choose(endless)
         self.compute = machine.hardware.compute
         self.needs_bytes = choice.plan.promise.peak_bytes[self.compute]
@@ -230,15 +231,13 @@ class _Study:
     @cached_property
     def _alone(self) -> tuple[float | None, float | None]:
         machine = self.subject.machine
-        host = replace(
-            machine, hardware=processor_of(machine), budget_bytes={RAM: machine.budget_bytes[RAM]}
-        )
+        host = replace(machine, hardware=processor_of(machine), budget_bytes={RAM: machine.budget_bytes[RAM]})
         return self._planned(self.subject.on(host), host.budget_bytes, CHOICES, True)
 
     def _of(self, subject: Subject, prompt: bool) -> list[tuple[Cut, Job]]:
         key = (subject.machine.hardware.name, prompt)
         if not subject.cuts:
-            subject.choose({tier: 1 << 60 for tier in subject.machine.budget_bytes})
+            subject.choose(dict.fromkeys(subject.machine.budget_bytes, 1 << 60))
         if key not in self._jobs:
             need: Need = subject.paced(self._need, prompt=prompt)
             self._jobs[key] = [(cut, subject.job(cut, need)) for cut in subject.cuts]

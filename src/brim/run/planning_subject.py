@@ -138,9 +138,7 @@ class Subject:
             for cut in fitting
             if not experts
             or (
-                cut.way is not None
-                and cut.way.slots == settings[EXPERT_SLOTS]
-                and cut.way.choice in experts.values()
+                cut.way is not None and cut.way.slots == settings[EXPERT_SLOTS] and cut.way.choice in experts.values()
             )
         )
 

@@ -86,7 +86,7 @@ def precision_table(request: Request, machine: Machine, precisions: Sequence[str
 
 def _costs(subject: Subject) -> dict[str, list[BlockCost]]:
     """Blocks of the coarsest partition by their kind, named by the path with its numbers left out."""
-    endless = {tier: 1 << 60 for tier in subject.machine.budget_bytes}
+    endless = dict.fromkeys(subject.machine.budget_bytes, 1 << 60)
     _, need = subject.choose(endless)
     found: dict[str, list[BlockCost]] = {}
     for block in subject.job(subject.cuts[0], need).blocks:

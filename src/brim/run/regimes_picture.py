@@ -38,7 +38,10 @@ class _Frame:
         xs = [x for x, y in points if y]
         ys = [math.log10(y) for _, y in points if y]
         self._x = (min(xs, default=1.0), max(xs, default=2.0))
-        self._y = (math.floor(min(ys, default=0.0)), max(math.ceil(max(ys, default=1.0)), math.floor(min(ys, default=0.0)) + 1))
+        self._y = (
+            math.floor(min(ys, default=0.0)),
+            max(math.ceil(max(ys, default=1.0)), math.floor(min(ys, default=0.0)) + 1),
+        )
 
     def x(self, value: float) -> float:
         first, last = self._x

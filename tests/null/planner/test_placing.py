@@ -20,7 +20,7 @@ from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME, RING_SLOTS
 
 LINK, HOST = 25e9, 40e9
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 GPU = Hardware(
     name="a GPU",
     compute=VRAM,
@@ -53,8 +53,8 @@ def test_processor_and_link_share_what_does_not_fit_so_that_both_end_together() 
     chosen = list(plan.choices(NAME).values())
     assert chosen.count(COMPUTE_RAM) and chosen.count(FROM_RAM)
     streamed_s, computed_s = (chosen.count(c) * GIB / 2 / r for c, r in ((FROM_RAM, LINK), (COMPUTE_RAM, HOST)))
-    # The bus of RAM serves both: what does not fit takes as long as RAM takes to be read once.
-    overflow_s = (chosen.count(FROM_RAM) + chosen.count(COMPUTE_RAM)) * GIB / 2 / HOST
+    # The bus of RAM serves both: what does not fit takes as long as it takes to be read once.
+    overflow_s = (chosen.count(FROM_RAM) + chosen.count(COMPUTE_RAM)) * GIB / 2 / (HOST / 0.8)
     assert plan.promise.step_s == pytest.approx(overflow_s, rel=0.12)
     assert max(streamed_s, computed_s) <= plan.promise.step_s
     assert plan.promise.step_s < 0.8 * alone.promise.step_s
@@ -78,9 +78,9 @@ def test_without_room_for_a_ring_the_processor_computes_all() -> None:
 def test_what_the_processor_holds_beside_weights_counts() -> None:
     work = job(8, GIB)
     held = replace(work, cpu_step_bytes=GIB, blocks=[replace(b, cpu_bytes=GIB // 4) for b in work.blocks])
-    plan = plan_streaming(held, GPU, {VRAM: GIB, RAM: 11 * GIB})
+    plan = plan_streaming(held, GPU, {VRAM: GIB, RAM: 11 * GIB + MIB})
     count = list(plan.choices(NAME).values()).count(COMPUTE_RAM)
-    assert plan.promise.peak_bytes[RAM] == count * GIB * 5 // 4 + GIB <= 11 * GIB
+    assert plan.promise.peak_bytes[RAM] == count * GIB * 5 // 4 + GIB <= 11 * GIB + MIB
 
 
 @st.composite
@@ -100,7 +100,7 @@ budgets = st.tuples(st.integers(1, 14), st.integers(1, 14))
 @settings(max_examples=30, deadline=None)
 @given(jobs(), budgets)
 def test_no_placement_that_fits_is_below_the_bound(work: Job, amounts: tuple[int, int]) -> None:
-    budget = {VRAM: amounts[0] * GIB, RAM: amounts[1] * GIB}
+    budget = {VRAM: amounts[0] * GIB + MIB, RAM: amounts[1] * GIB + MIB}
     found = list(placements(work, GPU, budget, CHOICES))
     reached = []
     for chosen in product(CHOICES, repeat=len(work.blocks)):
@@ -110,7 +110,7 @@ def test_no_placement_that_fits_is_below_the_bound(work: Job, amounts: tuple[int
             plan = plan_of(work, GPU, budget, choices, slots)
             if all(plan.promise.peak_bytes[tier] <= count for tier, count in budget.items()):
                 reached.append(plan.promise.bound_s)
-    # HiGHS keeps 4 KiB free of each tier, and no budget here is within that of a placement's bytes.
+    # A few KiB of each tier are left free, and no budget here is within that of a placement's bytes.
     assert bool(found) == bool(reached)
     if reached:
         assert min(one.bound_s for one in found) <= min(reached) * (1 + 1e-6) or min(reached) == 0

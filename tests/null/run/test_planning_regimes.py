@@ -6,18 +6,18 @@ import dataclasses
 import io
 import json
 import re
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from test_planning_generation import LLAMA  # type: ignore[import-not-found]
 
 from brim.errors import UsageError
 from brim.run.planning_regimes import BOTH, PAGING, PROCESSOR, STREAMING, Regimes, regimes
 from brim.run.planning_request import Machine, Request, machine_of
 from brim.run.precision_table import precision_table, shown
-from test_planning_generation import LLAMA  # type: ignore[import-not-found]
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +46,14 @@ def test_all_ways_are_equal_or_ordered_as_they_must_be(found: Regimes) -> None:
         assert seconds[BOTH] <= min(seconds[STREAMING], seconds[PROCESSOR]) * (1 + 1e-9)
         assert seconds[STREAMING] < seconds[PAGING]
     streamed = [point.token_s[STREAMING] for point in found.curve]
-    assert all(a <= b * (1 + 1e-9) for a, b in zip(streamed, streamed[1:], strict=False))  # type: ignore[operator]
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(streamed))  # type: ignore[operator]
     assert len({point.token_s[PROCESSOR] for point in found.points}) == 1
 
 
 def test_crossings_are_where_the_lines_cross(found: Regimes) -> None:
     for crossing in found.crossings:
         before = [p for p in found.curve if p.ratio < crossing.ratio][-1]
-        after = [p for p in found.curve if p.ratio > crossing.ratio][0]
+        after = next(p for p in found.curve if p.ratio > crossing.ratio)
         assert before.token_s[crossing.first] <= before.token_s[crossing.second]  # type: ignore[operator]
         assert after.token_s[crossing.first] >= after.token_s[crossing.second]  # type: ignore[operator]
 
