@@ -29,6 +29,7 @@ from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
 
+_LEAST_TRIES = 2
 _RAISES = 4  # until what was called the smallest budget is one
 _SHORTEST, _FEWEST = 64, 1  # tokens, sequences
 _OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
@@ -41,16 +42,18 @@ class _NoTime(Exception):
 
 
 class _Prover:
-    """Plans until its time is over: one more is begun only where it should end by then."""
+    """Plans until its time is over: one more is begun only where it should end by then, but for the first few."""
 
     def __init__(self, planner: Planner, limit_s: float) -> None:
         self._planner, self._end_s, self._longest_s = planner, time.perf_counter() + limit_s, 0.0
+        self._tries = 0
 
     def refusal(self, request: Request, machine: Machine) -> BudgetError | None:
         """Why ``request`` does not fit ``machine``; None where it does. Raises UnsupportedError as the planner."""
         begin_s = time.perf_counter()
-        if begin_s + self._longest_s > self._end_s:
+        if self._tries >= _LEAST_TRIES and begin_s + self._longest_s > self._end_s:
             raise _NoTime
+        self._tries += 1
         try:
             self._planner(replace(request, top=1), machine)
         except BudgetError as error:
