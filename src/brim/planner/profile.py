@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
 from dataclasses import replace
 
 from brim.core import Category, Hardware, Op, Phase, Trace
@@ -132,9 +131,7 @@ def _early_gradient_bytes(trace: Trace, ops: Sequence[Op], repeated: Sequence[st
     owners = (op for op in ops if op.phase is Phase.BACKWARD and _owner(op.module, repeated))
     begin = min((op.at for op in owners), default=0)
     return sum(
-        s.bytes
-        for s in trace.storages
-        if s.category is Category.GRADIENT and trace.step_starts[-1] <= s.born < begin
+        s.bytes for s in trace.storages if s.category is Category.GRADIENT and trace.step_starts[-1] <= s.born < begin
     )
 
 

@@ -26,7 +26,7 @@ from brim.run.training_choice import Choice
 from brim.run.training_effects import effects, frees
 from brim.run.training_ladder import spread
 from brim.run.training_prediction import Rehearsal
-from brim.run.training_search import Clock, Found, Planner, Case
+from brim.run.training_search import Case, Clock, Found, Planner
 from brim.techniques.blocks import find_blocks
 from brim.techniques.weight_streaming import Weights
 

@@ -28,6 +28,7 @@ _FEWEST_LAYERS = 10  # with fewer, all of them are rehearsed
 _LARGEST_SHARE = 0.6  # of the layers; with more, a rehearsal of all is no more work than two of some
 _GRAIN_BYTES = 512  # of the caching allocator
 _LEAST_WEIGHT = 1 << 20
+_TRIES = 2  # a model with one layer of a kind may lack a moment that those with more have
 
 # Bytes that one layer takes, as far as the planner knows: (deep layer, tier, whether at an early moment) -> bytes.
 LayerBytes = Callable[[int, str, bool], int]
@@ -128,17 +129,18 @@ class Shallow:
         further one adds as much as the one before.
         """
         groups = self._groups(choice)
-        some = {name: layers[-most.get(name, 1) :] for name, layers in groups.items()}
-        more = {name: layers[-most.get(name, 1) - 1 :] for name, layers in groups.items()}
-        kept = [sorted(itertools.chain(*chosen.values())) for chosen in (some, more)]
-        if len(kept[1]) + self.stack.special > _LARGEST_SHARE * self.stack.layers or len(kept[0]) == len(kept[1]):
-            return None
-        first, second = (self._observe(choice, layers) for layers in kept)
-        if first.moments.keys() != second.moments.keys():
-            return None
-        added = sorted(set(kept[1]) - set(kept[0]))
-        left = [n for n in range(self.stack.special, self.stack.layers) if n not in set(kept[1])]
-        return _extrapolated(first, second, added, left, layer_bytes, self.rehearsal.hardware.compute)
+        for further in range(_TRIES):
+            counts = {name: most.get(name, 1) + further for name in groups}
+            few = sorted(itertools.chain(*(layers[-counts[name] :] for name, layers in groups.items())))
+            more = sorted(itertools.chain(*(layers[-counts[name] - 1 :] for name, layers in groups.items())))
+            if len(more) + self.stack.special > _LARGEST_SHARE * self.stack.layers or len(few) == len(more):
+                return None
+            first, second = self._observe(choice, few), self._observe(choice, more)
+            if first.moments.keys() == second.moments.keys():
+                added = sorted(set(more) - set(few))
+                left = [n for n in range(self.stack.special, self.stack.layers) if n not in set(more)]
+                return _extrapolated(first, second, added, left, layer_bytes, self.rehearsal.hardware.compute)
+        return None
 
     def treatments(self, choice: Choice) -> dict[int, str]:
         """What ``choice`` does with each layer that has its like, in words that are equal for equal treatment."""
@@ -281,7 +283,7 @@ def _turn(ops: Sequence[Op]) -> int:
 def _extrapolated(
     first: _Seen, second: _Seen, added: Sequence[int], left: Sequence[int], layer_bytes: LayerBytes, compute: str
 ) -> dict[str, int]:
-    """``second`` with the layers ``left``, each adding as much more as its bytes are to those ``added`` to ``first``."""
+    """``second`` with the layers ``left``, each adding as much more as its bytes are to those ``added``."""
 
     def on(one: int, other: int, tier: str, early: bool) -> int:
         weights = [sum(layer_bytes(n, tier, early) + _LEAST_WEIGHT for n in layers) for layers in (added, left)]

@@ -123,10 +123,14 @@ def _further(profile: StepProfile, compute: str, way: Way) -> Iterator[tuple[str
             yield checkpointing.NAME, what, replace(way, activations={**way.activations, **more})
     more = treat(OFFLOAD, lambda name: bool(blocks[name].offload_bytes))
     if more:
-        yield activation_offload.NAME, f"{len(more)} blocks more", replace(way, activations={**way.activations, **more})
+        yield (
+            activation_offload.NAME,
+            f"{len(more)} blocks more",
+            replace(way, activations={**way.activations, **more}),
+        )
     home = FROM_DISK if compute == RAM else FROM_RAM
     resident = [name for name, choice in way.weights.items() if choice == RESIDENT]
-    half_of_them = resident[:: 2] if len(resident) > 1 else []
+    half_of_them = resident[::2] if len(resident) > 1 else []
     if half_of_them:
         weights = {**way.weights, **dict.fromkeys(half_of_them, home)}
         what = f"{len(half_of_them)} blocks more from {home.rpartition(':')[2].upper()}"
@@ -136,5 +140,3 @@ def _further(profile: StepProfile, compute: str, way: Way) -> Iterator[tuple[str
 def _framed(way: Way, **changes: object) -> Way:
     frame: Frame = replace(way.frame, **changes)  # type: ignore[arg-type]  # fields of Frame
     return replace(way, frame=frame)
-
-

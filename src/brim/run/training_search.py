@@ -42,8 +42,8 @@ from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.activation_ways import ToDisk, ToRam
 from brim.techniques.base import Option
 from brim.techniques.blocks import Partition, tensor_bytes
-from brim.techniques.placement import RESIDENT, STAGING_SLOTS
 from brim.techniques.checkpointing import NONE
+from brim.techniques.placement import RESIDENT, STAGING_SLOTS
 from brim.techniques.weight_streaming import RING_SLOTS
 
 _PROOFS = 3  # of one way: as it was found, corrected, and corrected once more
@@ -106,9 +106,7 @@ class Planner:
         if self._shallow is None:
             found = self._profile_of(rehearsal)
         else:
-            shallow, deeper = (
-                self._profile_of(replace(self._shallow.few(count), batch=batch)) for count in (1, 2)
-            )
+            shallow, deeper = (self._profile_of(replace(self._shallow.few(count), batch=batch)) for count in (1, 2))
             trained = trained_bytes(rehearsal.model, rehearsal.partition)
             blocks = [
                 (b.name, b.bytes, trained[b.name], self._shallow.template(b.name)) for b in rehearsal.partition.blocks
@@ -231,7 +229,11 @@ class Planner:
     def _has_room(self, made: Found, limits: Limits) -> bool:
         """Whether a way that gives something up leaves so much room that it may not have to."""
         plain = made.way.frame.states == KEEP and set(made.way.weights.values()) == {RESIDENT}
-        if plain and set(made.way.activations.values()) == {KEEP} and made.way.frame.micro_batch == self.profile.batch:
+        if (
+            plain
+            and set(made.way.activations.values()) == {KEEP}
+            and made.way.frame.micro_batch == self.profile.batch
+        ):
             return False
         peaks, compute = made.prediction.peak_bytes, self.hardware.compute
         budget = limits.budget_bytes.get(compute, peaks[compute])
@@ -380,4 +382,4 @@ def _head(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
     return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
 
 
-__all__ = ["Clock", "Found", "Planner", "Case", "trained_bytes"]
+__all__ = ["Case", "Clock", "Found", "Planner", "trained_bytes"]

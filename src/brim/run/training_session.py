@@ -217,7 +217,10 @@ class _Search:
         if orders.offload_activations == 0:
             activations = tuple(choice for choice in activations if choice != OFFLOAD)
         return replace(
-            limits, fixed=fixed, activations=activations, streams=limits.streams and orders.stream_weights is not False
+            limits,
+            fixed=fixed,
+            activations=activations,
+            streams=limits.streams and orders.stream_weights is not False,
         )
 
     def _planned(self, limits: Limits, found: Found | None) -> Found | None:

@@ -117,6 +117,4 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     if has_tensorboard():
         importlib.import_module("torch.utils.tensorboard")
     _make_writable(output)
-    return Setup(
-        request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output, plan=plan
-    )
+    return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output, plan=plan)

@@ -166,7 +166,9 @@ class Gradients:
 
     def _away(self, index: int, number: int) -> Away:
         block, field = self._blocks[index], self._fields[index][number]
-        device = block.parameters[number].device
+        parameter = block.parameters[number]
+        # A trace pretends that it is on a GPU; autograd compares where it truly is.
+        device = getattr(parameter, "fake_device", parameter.device)
         what, on_zero = f"The gradient of {block.names[number]}", _weakly(self._zero, index, number)
         return away(field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=on_zero)
 

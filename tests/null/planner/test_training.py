@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.planner.schedule import COMPUTE, way
 from brim.planner.columns import held_bytes, peak_bytes
+from brim.planner.schedule import COMPUTE, way
 from brim.planner.step_profile import (
     BACKWARD,
     FULL,
@@ -229,9 +229,7 @@ def test_what_is_found_holds_no_more_than_the_budget_and_more_budget_is_never_sl
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    vram=st.integers(1, 1500), ram=st.integers(1, 3000), kept=st.integers(1, 300), weights=st.integers(10, 200)
-)
+@given(vram=st.integers(1, 1500), ram=st.integers(1, 3000), kept=st.integers(1, 300), weights=st.integers(10, 200))
 def test_the_smallest_budget_is_one_and_little_less_is_none(vram: int, ram: int, kept: int, weights: int) -> None:
     step = profile(batch=2, kept=kept * MIB, weights=weights * MIB)
     asked = limits(vram * MIB, ram * MIB)

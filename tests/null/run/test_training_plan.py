@@ -89,7 +89,11 @@ def test_going_on_goes_on_with_the_plan(llama: Path, text: Path, planned: Path, 
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"micro_batch": 1}, "--micro-batch 1"), ({"batch": 2}, "--batch 2"), ({"precision": "bf16-mixed"}, "--precision")],
+    [
+        ({"micro_batch": 1}, "--micro-batch 1"),
+        ({"batch": 2}, "--batch 2"),
+        ({"precision": "bf16-mixed"}, "--precision"),
+    ],
 )
 def test_what_the_plan_decided_cannot_be_ordered_otherwise(
     options: dict[str, Any], named: str, llama: Path, text: Path, planned: Path, tmp_path: Path
