@@ -280,6 +280,7 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
     if meant not in DTYPES:
         quantize_meta(module, meant)
         module.requires_grad_(False)
+    _give_shapes(module)
     return Subject(
         name=source.name,
         module=module,
@@ -290,6 +291,20 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
         machine=machine,
         spent_bytes=_IMAGINED_SPENT,
     )
+
+
+def _give_shapes(module: nn.Module) -> None:
+    """Parameters on meta become parameters on the CPU that hold nothing, as in a model that is about to be loaded."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                known = made.setdefault(id(parameter), nn.Parameter(empty, requires_grad=False))
+                owner._parameters[name] = known
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.zeros_like(buffer, device="cpu")
 
 
 def pretended_sources(module: nn.Module) -> dict[str, TensorSource]:
