@@ -113,13 +113,17 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
 
 def search(subject: Subject) -> Found:
     """The fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
-    budget = dict(subject.machine.budget_bytes)
+    limits = subject.machine.budget_bytes
+    budget = dict(limits)
     while True:
         choice, need = subject.choose(budget)
         found = _found(subject, choice, need)
-        over = _excess(found)
+        takes = _takes(found)
+        over = {tier: count - limits[tier] for tier, count in takes.items() if count > limits[tier]}
         if not over:
-            return found
+            promised = found.plan.promise
+            peaks = {**promised.peak_bytes, **{t: max(n, promised.peak_bytes.get(t, 0)) for t, n in takes.items()}}
+            return replace(found, plan=replace(found.plan, promise=replace(promised, peak_bytes=peaks)))
         budget = {tier: count - over.get(tier, 0) for tier, count in budget.items()}
 
 
@@ -135,10 +139,9 @@ def _in_precision(subject: Subject) -> Decision:
     return Decision(technique=_PRECISION, block="", choice=subject.precision)
 
 
-def _excess(found: Found) -> dict[str, int]:
-    """By how much a run would pass the budget, by tier: the plan is applied to the model, on fake memory."""
-    subject, plan = found.subject, found.plan
-    hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
+def _takes(found: Found) -> dict[str, int]:
+    """What a run takes of each tier: the plan is applied to the model, on fake memory."""
+    subject, plan, hardware = found.subject, found.plan, found.subject.machine.hardware
     endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, 1 << 60))
     handle = predict(subject.module, found.cut.partition, endless, hardware, subject.weights)
     try:
@@ -147,10 +150,7 @@ def _excess(found: Found) -> dict[str, int]:
     finally:
         handle.remove()
     beside = {hardware.compute: found.job.step_bytes}
-    takes = {tier: n + beside.get(tier, 0) + found.job.overhead_bytes(tier) for tier, n in held.items()}
-    promised = plan.promise.peak_bytes
-    limits = {tier: min(budget[tier], promised[tier]) for tier in takes}
-    return {tier: count - limits[tier] for tier, count in takes.items() if count > limits[tier]}
+    return {tier: n + beside.get(tier, 0) + found.job.overhead_bytes(tier) for tier, n in held.items()}
 
 
 def gap(found: Found) -> float:
