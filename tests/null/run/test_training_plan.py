@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ SEQ, BATCH, STEPS, MIB = 64, 4, 2, 1 << 20
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("saved") / "llama", hidden=256, layers=3)
+    return save_llama(tmp_path_factory.mktemp("saved") / "llama", hidden=512, layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,6 @@ def test_exactly_the_plan_is_run_and_kept_to(llama: Path, text: Path, planned: P
 def test_going_on_goes_on_with_the_plan(llama: Path, text: Path, planned: Path, tmp_path: Path) -> None:
     whole = run(llama, text, tmp_path / "whole", plan=planned)
     run(llama, text, tmp_path / "parts", plan=planned, save_every=1)
-    state = {**json.loads(planned.read_text())}
-    assert state
     rest = train(
         Request(
             model=llama, data=text, output=tmp_path / "parts", steps=STEPS + 1, lr=1e-3, batch=BATCH, seq=SEQ,
