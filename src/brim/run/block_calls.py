@@ -117,13 +117,13 @@ def _roomy(cache: Any) -> Any:
     return cache
 
 
-class _Room(CacheLayerMixin):
+class _Room(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """A layer of a cache that is full but for the last token, which is written to its place."""
 
     is_sliding = False
 
     def __init__(self, full: DynamicLayer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         assert full.keys is not None and full.values is not None
         self.is_initialized = True
         self.keys, self.values = (
@@ -257,7 +257,8 @@ def _with_work(module: nn.Module, call: Call) -> Call:
     args, kwargs = copied((call.args, call.kwargs), lambda tensor: tensor)
     with _Work() as work:
         torch.func.functional_call(module, values, args, kwargs)
-    return work.of(call)
+    counted: Call = work.of(call)
+    return counted
 
 
 def _settings(module: nn.Module) -> str:

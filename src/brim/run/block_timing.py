@@ -63,8 +63,8 @@ def block_seconds(
 
     ``model`` may be on meta. ``inputs`` is an example as the model takes it (its values do not matter), or ``Inputs``
     for the pass of a token with a full cache. Where one pass would take longer than ``limit_s`` in all, fewer tokens
-    are timed, and the rest is in proportion to arithmetic and bytes; a block for which there is no RAM is estimated from
-    the machine's rates. A tied block has the seconds of all its uses. The backward pass of the rest is timed from the
+    are timed, and the rest is in proportion to arithmetic and bytes; a block for which there is no RAM is estimated
+    from the machine's rates. A tied block has the seconds of all its uses. The backward pass of the rest is timed from the
     last block on. ``calls`` are those that ``calls_of`` found in the pass, where they are known. Raises
     UnsupportedError where a pass needs values that only a real run has.
     """
@@ -127,11 +127,11 @@ class _Timing:
             seconds, rest = self._measure(calls, inputs, seconds)
             kept = seconds | {_whole_kind(calls): rest}
             self._memory.keep({self._key(kind): [t.forward_s, t.backward_s] for kind, t in kept.items()})
-        found = {block.name: BlockSeconds(forward_s=0.0) for block in self._partition.blocks}
+        total = {block.name: BlockSeconds(forward_s=0.0) for block in self._partition.blocks}
         for path, kind in calls.made:
             block = self._owners[path]
-            found[block] = _sum(found[block], seconds[kind])
-        return found | {OUTSIDE: rest}
+            total[block] = _sum(total[block], seconds[kind])
+        return total | {OUTSIDE: rest}
 
     def _key(self, kind: str) -> str:
         return f"{kind} {'trained' if self._training else 'forward'}"
@@ -146,12 +146,13 @@ class _Timing:
         """By kind of call, and the rest. Of a large step, a smaller one is timed."""
         small = calls
         while self._estimate_s(small) > self._limit_s:
-            inputs, smaller = _smaller(inputs), small
-            if inputs is not None:
-                smaller = calls_of(self._model, self._owners, inputs)
-            if inputs is None or self._estimate_s(smaller) >= self._estimate_s(small):
+            fewer = _smaller(inputs)
+            if fewer is None:
                 break
-            small = smaller
+            smaller = calls_of(self._model, self._owners, fewer)
+            if self._estimate_s(smaller) >= self._estimate_s(small):
+                break
+            inputs, small = fewer, smaller
         owners = {kind: path for path, kind in small.made}  # of each kind, one that is called so
         budget_s = self._limit_s / max(1, len(small.kinds))
         seconds, timed = dict(known), {}
@@ -305,8 +306,9 @@ def _smaller(inputs: Example) -> Example | None:
     return None
 
 
-def _mapped(inputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return tree_map_only(torch.Tensor, change, inputs)
+def _mapped(inputs: Example, change: Callable[[torch.Tensor], torch.Tensor]) -> Example:
+    changed: Example = tree_map_only(torch.Tensor, change, inputs)
+    return changed
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -36,8 +36,8 @@ class Need:
     Blocks are cut as finely as modules were seen to call their parts; without an observation, only at containers.
     Parameters in ``stay`` are not streamed. ``seconds`` knows those of a partition's blocks better than the machine's
     rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks
-    that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``routers``: what those of a
-    mixture of experts were seen to do.
+    that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``routers``: what
+    those of a mixture of experts were seen to do.
     """
 
     step_bytes: int

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -53,7 +54,7 @@ def reading(model: nn.Module, tokens: int, router: Mapping[str, Sequence[float]]
 
     ``router``: path of the module that holds a layer's experts -> the shares that each was asked for.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     asked = next((value for name in _TOP_K if isinstance(value := getattr(text, name, None), int)), 1)
     found: dict[str, Reading] = {}

@@ -27,8 +27,10 @@ from brim.techniques import kv_cache
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import RING_SLOTS
+from brim.units import format_bytes
 
 _HALF = ("bf16", "fp16")
+_PROOFS = 4  # how often a budget is tightened
 _PRECISION, HOST_COMPUTE = "precision", "host_compute"
 # The simple ways that an answer is measured against, by the placements that each allows.
 BASELINES: Mapping[str, Collection[str]] = {
@@ -113,18 +115,29 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
 
 def search(subject: Subject) -> Found:
     """The fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
-    limits = subject.machine.budget_bytes
-    budget = dict(limits)
-    while True:
+    budget = dict(subject.machine.budget_bytes)
+    for _ in range(_PROOFS):
         choice, need = subject.choose(budget)
         found = _found(subject, choice, need)
-        takes = _takes(found)
-        over = {tier: count - limits[tier] for tier, count in takes.items() if count > limits[tier]}
-        if not over:
-            promised = found.plan.promise
-            peaks = {**promised.peak_bytes, **{t: max(n, promised.peak_bytes.get(t, 0)) for t, n in takes.items()}}
-            return replace(found, plan=replace(found.plan, promise=replace(promised, peak_bytes=peaks)))
-        budget = {tier: count - over.get(tier, 0) for tier, count in budget.items()}
+        takes = _taken(found)
+        over = {tier: count - subject.machine.budget_bytes[tier] for tier, count in takes.items()}
+        if max(over.values()) <= 0:
+            return _promising(found, takes)
+        budget = {tier: count - max(0, over.get(tier, 0)) for tier, count in budget.items()}
+    limits = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in budget.items())
+    raise BudgetError(
+        f"{subject.name} was to run with {limits}.",
+        f"Its plans take {', '.join(f'{format_bytes(n)} of {tier.upper()}' for tier, n in takes.items())}.",
+        "Give that much.",
+        smallest_bytes={tier: count for tier, count in takes.items() if over[tier] > 0},
+    )
+
+
+def _promising(found: Found, takes: Mapping[str, int]) -> Found:
+    """With a promise that is not below what was seen."""
+    promise = found.plan.promise
+    peak = {tier: max(count, takes.get(tier, 0)) for tier, count in promise.peak_bytes.items()}
+    return replace(found, plan=replace(found.plan, promise=replace(promise, peak_bytes=peak)))
 
 
 def _found(subject: Subject, choice: Choice, need: Need) -> Found:
@@ -139,10 +152,11 @@ def _in_precision(subject: Subject) -> Decision:
     return Decision(technique=_PRECISION, block="", choice=subject.precision)
 
 
-def _takes(found: Found) -> dict[str, int]:
-    """What a run takes of each tier: the plan is applied to the model, on fake memory."""
-    subject, plan, hardware = found.subject, found.plan, found.subject.machine.hardware
-    endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, 1 << 60))
+def _taken(found: Found) -> dict[str, int]:
+    """What a run takes per tier: the plan is applied to the model, on fake memory."""
+    subject, plan = found.subject, found.plan
+    hardware = subject.machine.hardware
+    endless = replace(plan, budget_bytes={tier: 1 << 60 for tier in plan.budget_bytes})
     handle = predict(subject.module, found.cut.partition, endless, hardware, subject.weights)
     try:
         pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
@@ -150,6 +164,10 @@ def _takes(found: Found) -> dict[str, int]:
     finally:
         handle.remove()
     beside = {hardware.compute: found.job.step_bytes}
+    if COMPUTE_RAM in plan.choices(STREAMING).values():
+        beside[RAM] = found.job.cpu_step_bytes + sum(
+            block.cpu_bytes for block in found.job.blocks if plan.choices(STREAMING)[block.name] == COMPUTE_RAM
+        )
     return {tier: n + beside.get(tier, 0) + found.job.overhead_bytes(tier) for tier, n in held.items()}
 
 
