@@ -238,7 +238,7 @@ class _Timing:
             part = self._model.get_submodule(path)
             memo[id(part)] = _Stub(part, [given[kind] for other, kind in calls.made if other == path])
         model = _made(self._model, self._device, self._training, memo)
-        args, kwargs = copied((calls.whole.args, calls.whole.kwargs), lambda t: _real(t, self._device, frozenset()))
+        args, kwargs = copied((calls.whole.args, calls.whole.kwargs), lambda t: _real(t, self._device, None))
 
         def one(index: int) -> BlockSeconds:
             for stub in model.modules():
