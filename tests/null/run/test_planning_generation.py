@@ -19,21 +19,10 @@ from brim.run.planning_request import Machine, Proposal, Request, machine_of
 from brim.run.planning_subject import Subject, open_subject
 from brim.techniques.placement import COMPUTE_RAM, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME
+from planned import LLAMA
 from tiny_model import save_llama
 
 MIB = 1 << 20
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 1000,
-    "max_position_embeddings": 4096,
-    "dtype": "bfloat16",
-}
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +95,12 @@ def test_fewer_bits_take_less_and_are_never_chosen_unasked(config: Path) -> None
         plan_generation(request(config, precision=name), machine_of(request(config)))[0] for name in ("bf16", "int8")
     )
     assert narrow.plan.promise.peak_bytes[VRAM] < 0.7 * wide.plan.promise.peak_bytes[VRAM]
-    for options in ({}, {"prefer": "quality"}, {"prefer": "memory", "lossless": True}):
-        found = plan_generation(request(config, **options), machine_of(request(config)))
-        assert {one.plan.choices("precision")[""] for one in found} <= {"bf16", "fp16"}
+    found = plan_generation(request(config, prefer="memory", lossless=True), machine_of(request(config)))
+    assert {one.plan.choices("precision")[""] for one in found} <= {"bf16", "fp16"}
 
 
 def test_a_refusal_says_a_budget_that_does(config: Path) -> None:
-    asked = request(config, vram="66MiB", ram="300MiB")
+    asked = request(config, vram="66MiB", ram="200MiB")
     machine = machine_of(asked)
     with pytest.raises(BudgetError) as caught:
         plan_generation(asked, machine)
@@ -151,7 +139,7 @@ def test_a_stored_model_on_this_machine_gets_what_generate_will_promise(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = save_llama(tmp_path_factory.mktemp("stored") / "llama", layers=6, hidden=256)
-    asked = Request(model=folder, seq=16, new_tokens=4, ram="300MiB")
+    asked = Request(model=folder, seq=16, new_tokens=4, ram="200MiB")
     machine = machine_of(asked)
     (first,) = plan_generation(asked, machine)
     assert first.plan.promise.peak_bytes[RAM] <= 300 * MIB

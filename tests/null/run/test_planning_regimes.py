@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
-from test_planning_generation import LLAMA  # type: ignore[import-not-found]
 
 from brim.errors import UsageError
 from brim.run.planning_regimes import BOTH, PAGING, PROCESSOR, STREAMING, Regimes, regimes
 from brim.run.planning_request import Machine, Request, machine_of
 from brim.run.precision_table import precision_table, shown
+from planned import LLAMA
 
 
 @pytest.fixture(scope="module")
