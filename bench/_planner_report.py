@@ -66,7 +66,7 @@ def _fits(row: Row, budget_bytes: dict[str, int]) -> bool:
 
 
 def show(document: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=150)
     table = Table(title="the planner's choice and the best plan measured")
     for column in ("cell", "budget", "held", "predicted", "measured", "best", "which", "slower", "than simple"):
         table.add_column(column, justify="left" if column in ("cell", "which") else "right")

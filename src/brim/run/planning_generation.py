@@ -156,7 +156,7 @@ def _taken(found: Found) -> dict[str, int]:
     """What a run takes per tier: the plan is applied to the model, on fake memory."""
     subject, plan = found.subject, found.plan
     hardware = subject.machine.hardware
-    endless = replace(plan, budget_bytes={tier: 1 << 60 for tier in plan.budget_bytes})
+    endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, 1 << 60))
     handle = predict(subject.module, found.cut.partition, endless, hardware, subject.weights)
     try:
         pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]

@@ -1,4 +1,4 @@
-"""What would make a request fit: each change is one that the planner was asked for, and the largest that it accepts."""
+"""What would make a request fit: changes that the planner was asked for, each the largest that it accepts."""
 
 from __future__ import annotations
 
