@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_code_3_with_changes_that_do(llama: str, in_no_time
 
 def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, in_no_time: None) -> None:
     path, page = tmp_path / "plan.json", tmp_path / "plan.html"
-    found = said(llama, *GENERATE, *SHORT, "--ram", "16MiB", "--output", str(path), "--html", str(page))
+    found = said(llama, *TRAIN, *SHORT, "--output", str(path), "--html", str(page))
     assert found.code == 3
     assert "Nothing fits." in found.out and "it fits with" in found.out
     assert not path.exists()
