@@ -213,29 +213,9 @@ def _write_html(path: Path, answer: Answer) -> None:
     from brim.report.html import Table, View
 
     request, tiers = answer.request, _tiers(answer)
-    tables = []
+    tables: list[Table] = []
     if answer.proposals:
-        columns = (
-            "plan",
-            *(f"{tier}_bytes" for tier in tiers),
-            "step_s",
-            "tokens per second",
-            "limited by",
-            "gap_share",
-        )
-        rows = tuple(
-            (
-                number,
-                *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
-                one.step_s,
-                answer.tokens_per_s(one),
-                one.limited_by,
-                one.gap,
-            )
-            for number, one in enumerate(answer.proposals, 1)
-        )
-        note = "Peak per tier. Each was proved: a step was traced with it in force."
-        tables.append(Table(title="Plans", columns=columns, rows=rows, note=note))
+        tables.append(_page_plans(answer, tiers))
         best = answer.proposals[0]
         tables += [_page_effects("What plan 1 uses", best.techniques), _page_effects("More room by", best.frees)]
         tables.append(_commands(answer))
@@ -245,13 +225,33 @@ def _write_html(path: Path, answer: Answer) -> None:
     budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
     tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
     if answer.machine.assumed:
-        rows = tuple((text,) for text in answer.machine.assumed)
-        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=rows))
+        told = tuple((text,) for text in answer.machine.assumed)
+        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=told))
     tables = [table for table in tables if table.rows]
     views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
     notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
     title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
     write_html(path, views, title=title, tables=tables, notes=notes)
+
+
+def _page_plans(answer: Answer, tiers: Sequence[str]) -> Any:
+    from brim.report.html import Table
+
+    rows: tuple[tuple[Any, ...], ...] = tuple(
+        (
+            number,
+            *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
+            one.step_s,
+            answer.tokens_per_s(one),
+            one.limited_by,
+            one.gap,
+        )
+        for number, one in enumerate(answer.proposals, 1)
+    )
+    peaks = (f"{tier}_bytes" for tier in tiers)
+    columns = ("plan", *peaks, "step_s", "tokens per second", "limited by", "gap_share")
+    note = "Peak per tier. Each was proved: a step was traced with it in force."
+    return Table(title="Plans", columns=columns, rows=rows, note=note)
 
 
 def _picture(one: Proposal, answer: Answer) -> Timeline:
