@@ -52,7 +52,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--output",
             type=OutputFile(),
-            help="Write the best plan here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
+            help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
         ),
         html_option,
         json_option,
