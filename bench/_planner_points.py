@@ -169,7 +169,7 @@ def _generations(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
     """Shares of the blocks resident, through rings of several depths."""
     subject = open_subject(cell.request(folder, machine.budget_bytes), machine)
     choice, need = subject.choose(machine.budget_bytes)
-    job = subject.job(subject.partitions[0], need)
+    job = subject.job(subject.cuts[0], need)
     blocks = [block.name for block in job.blocks]
     home = FROM_DISK if machine.hardware.compute == RAM else FROM_RAM
     for share, slots in ((1.0, 2), (0.75, 2), (0.5, 2), (0.5, 4), (0.25, 2), (0.25, 3), (0.0, 2)):
@@ -184,9 +184,7 @@ def _generations(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
             settings={**choice.plan.settings, **placed.settings},
         )
         kind = SIMPLE if share in (0.0, 1.0) else FORCED
-        yield Point(
-            label=f"{share:.0%} resident, {slots} slots", kind=kind, plan=_in(machine, made), machine=machine
-        )
+        yield Point(label=f"{share:.0%} resident, {slots} slots", kind=kind, plan=_in(machine, made), machine=machine)
 
 
 def _spread(names: Sequence[str], share: float) -> set[str]:

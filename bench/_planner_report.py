@@ -36,9 +36,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "error_max": max(errors, default=None),
         "over_budget": over,
         "slower_than_best_max": max((line["slower_than_best"] for line in lines), default=None),
-        "slower_than_simple": [
-            line["cell"] for line in lines if (line["slower_than_simple"] or 0.0) > NOISE
-        ],
+        "slower_than_simple": [line["cell"] for line in lines if (line["slower_than_simple"] or 0.0) > NOISE],
         "rows": lines,
     }
 
@@ -47,9 +45,7 @@ def _line(chosen: Row, ran: Sequence[Row]) -> dict[str, Any]:
     """The planner's choice beside the best plans of its cell that were measured to stay in its budget."""
     inside = [row for row in ran if row["cell"] == chosen["cell"] and _fits(row, chosen["budget_bytes"])]
     best = min([*inside, chosen], key=lambda row: row["measured_s"])
-    simple = min(
-        (row for row in inside if row["kind"] == "simple"), key=lambda row: row["measured_s"], default=None
-    )
+    simple = min((row for row in inside if row["kind"] == "simple"), key=lambda row: row["measured_s"], default=None)
     return {
         "cell": chosen["cell"],
         "budget_bytes": chosen["budget_bytes"],
@@ -70,7 +66,7 @@ def _fits(row: Row, budget_bytes: dict[str, int]) -> bool:
 
 
 def show(document: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=150)
     table = Table(title="the planner's choice and the best plan measured")
     for column in ("cell", "budget", "held", "predicted", "measured", "best", "which", "slower", "than simple"):
         table.add_column(column, justify="left" if column in ("cell", "which") else "right")

@@ -10,8 +10,8 @@ of the activations is kept, how large a micro-batch is, where the optimizer's st
 that people use, and what the planner chooses in each of a few budgets. Every plan is written to a file and run by
 `brim generate --plan` or `brim train --plan` in a fresh process, which says what it measured.
 
-Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it, and
-with the fastest simple one. Predicted seconds are compared with measured ones over all plans. Rows are appended to
+Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it,
+and with the fastest simple one. Predicted seconds are compared with measured ones over all plans. Rows are appended to
 --output as they come; what is there already of this machine and these plans is not run again.
 """
 
@@ -69,7 +69,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--vram-cap", type=parse_bytes, help="compute on CUDA within so much; default: the CPU")
     parser.add_argument("--tiny", action="store_true", help="models of some MB")
-    parser.add_argument("--output", type=Path, help="append one JSON line per plan here, and go on from what is there")
+    parser.add_argument(
+        "--output", type=Path, help="append one JSON line per plan here, and go on from what is there"
+    )
     parser.add_argument("--summary", type=Path, help="write what the table says as JSON here")
     return parser.parse_args()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from brim.core import Timeline
-    from brim.run.planning_request import Answer, Effect, Proposal, Request
+    from brim.run.planning_request import Answer, Effect, Proposal
 
 INFEASIBLE = 3  # the exit code where nothing fits
 _TIERS = ("vram", "ram", "disk")
@@ -47,7 +49,11 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
-        click.option("--output", type=OutputFile(), help="Write the best plan for --plan; of --regimes, the plot (SVG)."),
+        click.option(
+            "--output",
+            type=OutputFile(),
+            help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
+        ),
         html_option,
         json_option,
     ]
@@ -72,7 +78,7 @@ def plan(
     with Console(stderr=True).status("Loading PyTorch"):
         from brim.run.plan_file import write
         from brim.run.planning import plan as answer_to
-        from brim.run.planning_request import Request
+        from brim.run.planning_request import PLAN_FILE, Request
     request = Request(model=model, **options)
     if regimes:
         from brim.cli.plan_regimes import show
@@ -80,9 +86,9 @@ def plan(
         show(request, output, html, as_json)
         return None
     with Console(stderr=True).status("Planning"):
-        answer = answer_to(request)
-        if output is not None and answer.proposals:
-            write(output, answer)
+        answer = _with_files(answer_to(request), output or Path(PLAN_FILE))
+        for index in range(len(answer.proposals) if output is not None else 0):
+            write(_file(output or Path(), index), answer, index)
     if html is not None:
         _write_html(html, answer)
     if as_json:
@@ -90,6 +96,22 @@ def plan(
     else:
         _print(answer, output)
     return None if answer.proposals else INFEASIBLE
+
+
+def _file(output: Path, index: int) -> Path:
+    """``plan.json``, ``plan.2.json``, ..."""
+    return output if index == 0 else output.with_name(f"{output.stem}.{index + 1}{output.suffix}")
+
+
+def _with_files(answer: Answer, output: Path) -> Answer:
+    """Commands with the names that their plans' files have, or will have."""
+    from brim.run.planning_request import PLAN_FILE
+
+    def named(one: Proposal, index: int) -> Proposal:
+        words = [str(_file(output, index)) if word == PLAN_FILE else word for word in shlex.split(one.command)]
+        return replace(one, command=shlex.join(words))
+
+    return replace(answer, proposals=[named(one, index) for index, one in enumerate(answer.proposals)])
 
 
 def _print(answer: Answer, output: Path | None) -> None:
@@ -101,9 +123,8 @@ def _print(answer: Answer, output: Path | None) -> None:
     console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}", markup=False)
     if answer.proposals:
         _print_plans(console, answer)
-        if output is not None:
-            told = f"plan 1 is in {output}: brim {request.task} {request.model} --plan {output} ..."
-            console.print(told, markup=False)
+        if output is None:
+            console.print("--output FILE writes plans to files, for --plan.")
     else:
         _print_nearest(console, answer)
     for assumed in machine.assumed:
@@ -192,22 +213,9 @@ def _write_html(path: Path, answer: Answer) -> None:
     from brim.report.html import Table, View
 
     request, tiers = answer.request, _tiers(answer)
-    tables = []
+    tables: list[Table] = []
     if answer.proposals:
-        columns = ("plan", *(f"{tier}_bytes" for tier in tiers), "step_s", "tokens per second", "limited by", "gap_share")
-        rows = tuple(
-            (
-                number,
-                *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
-                one.step_s,
-                answer.tokens_per_s(one),
-                one.limited_by,
-                one.gap,
-            )
-            for number, one in enumerate(answer.proposals, 1)
-        )
-        note = "Peak per tier. Each was proved: a step was traced with it in force."
-        tables.append(Table(title="Plans", columns=columns, rows=rows, note=note))
+        tables.append(_page_plans(answer, tiers))
         best = answer.proposals[0]
         tables += [_page_effects("What plan 1 uses", best.techniques), _page_effects("More room by", best.frees)]
         tables.append(_commands(answer))
@@ -217,8 +225,8 @@ def _write_html(path: Path, answer: Answer) -> None:
     budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
     tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
     if answer.machine.assumed:
-        rows = tuple((text,) for text in answer.machine.assumed)
-        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=rows))
+        told = tuple((text,) for text in answer.machine.assumed)
+        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=told))
     tables = [table for table in tables if table.rows]
     views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
     notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
@@ -226,8 +234,28 @@ def _write_html(path: Path, answer: Answer) -> None:
     write_html(path, views, title=title, tables=tables, notes=notes)
 
 
+def _page_plans(answer: Answer, tiers: Sequence[str]) -> Any:
+    from brim.report.html import Table
+
+    rows: tuple[tuple[Any, ...], ...] = tuple(
+        (
+            number,
+            *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
+            one.step_s,
+            answer.tokens_per_s(one),
+            one.limited_by,
+            one.gap,
+        )
+        for number, one in enumerate(answer.proposals, 1)
+    )
+    peaks = (f"{tier}_bytes" for tier in tiers)
+    columns = ("plan", *peaks, "step_s", "tokens per second", "limited by", "gap_share")
+    note = "Peak per tier. Each was proved: a step was traced with it in force."
+    return Table(title="Plans", columns=columns, rows=rows, note=note)
+
+
 def _picture(one: Proposal, answer: Answer) -> Timeline:
-    """The schedule of a plan, and under it what the compute tier holds at the most, where the schedule has no bytes."""
+    """The schedule of a plan; where that has no bytes, what the compute tier holds at the most under it."""
     from brim.core import EventKind, Timeline
 
     assert one.timeline is not None

@@ -98,7 +98,8 @@ def _candidates(
             continue
         if all(not block.uses or placement.choices[block.name] in allowed for block in job.blocks):
             found.append(placement)
-    if compute != RAM and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
+    stays = any(set(placement.choices.values()) == {RESIDENT} for placement in found)  # nothing beats that
+    if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
         for placed in placements(job, hardware, budget_bytes, allowed):
             size = _slot_bytes(job, compute, placed.choices)
             found.append(_Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots))

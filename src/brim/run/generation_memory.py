@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from brim.core import Timeline
+from brim.core import Category, Timeline
 from brim.core.hardware import RAM
 from brim.memory.tiers import fake_memory
-from brim.run.step_memory import Observation, _Watch, watch_step
+from brim.run.step_memory import Observation, StepWatch, watch_step
 from brim.techniques import kv_cache
 
 _NO_LIMIT_BYTES = 1 << 60
@@ -62,7 +63,7 @@ def cache_shape(module: nn.Module) -> kv_cache.CacheShape | None:
     cache = kv_cache.own_cache(module) if plain and not model.config.is_encoder_decoder else None
     filled: list[object] = [None]
 
-    def run(call: Callable[..., Any], watch: _Watch) -> None:
+    def run(call: Callable[..., Any], watch: StepWatch) -> None:
         ids = torch.zeros(1, 1, dtype=torch.long)
         inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
         state = {"past_key_values": cache, "use_cache": True} if cache is not None else {}
@@ -85,33 +86,32 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
     name = next((name for name in _CACHES if name in takes), None)
     passes = list(sizes.passes()) if name else [(sizes.cached, True)]  # without one, all is computed for each token
 
-    def run(call: Callable[..., Any], watch: _Watch) -> None:
+    def run(call: Callable[..., Any], watch: StepWatch) -> None:
         state: dict[str, Any] = {}
         if shape is not None:
             state = {"past_key_values": _pretended(module, shape, sizes, watch)}
-        begin = peak_bytes = 0
+        begin = 0
         for tokens, counted in passes:
-            watch.peak_bytes = watch.live_bytes
             # A recurrent state has taken the padding in: only the prompt has a mask.
             masked = begin == 0 or name == "past_key_values"
-            made = call(**_inputs(sizes, begin, tokens, takes, masked), **state, use_cache=True)
-            begin += tokens
-            if counted:
-                peak_bytes = max(peak_bytes, watch.peak_bytes)
-            if shape is None and name:
-                state = {name: getattr(made, name)}
-            del made
-        watch.peak_bytes = peak_bytes + _scores_bytes(module, sizes.batch)
+            with contextlib.nullcontext() if counted else watch.uncounted():
+                made = call(**_inputs(sizes, begin, tokens, takes, masked), **state, use_cache=True)
+                begin += tokens
+                if shape is None and name:
+                    state = {name: getattr(made, name)}
+                del made
 
-    return watch_step(module, run)
+    seen = watch_step(module, run)
+    return replace(seen, step_bytes=seen.step_bytes + _scores_bytes(module, sizes.batch))
 
 
-def _pretended(module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: _Watch) -> kv_cache.PlannedCache:
+def _pretended(module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: StepWatch) -> kv_cache.PlannedCache:
     placement = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached)
     timeline = Timeline("a cache without bytes", measured=False)
     memory = fake_memory(timeline, compute_tier=RAM, compute_bytes=_NO_LIMIT_BYTES, ram_bytes=_NO_LIMIT_BYTES)
     cache = kv_cache.apply(module, placement, memory)
-    watch.know(cache.tensors)
+    for tensor in cache.tensors:
+        watch.adopt(tensor, Category.INPUT)
     return cache
 
 
@@ -127,21 +127,20 @@ def _inputs(sizes: Sizes, begin: int, tokens: int, takes: set[str], masked: bool
     return inputs
 
 
-def _encode_and_decode(call: Callable[..., Any], watch: _Watch, sizes: Sizes) -> None:
+def _encode_and_decode(call: Callable[..., Any], watch: StepWatch, sizes: Sizes) -> None:
     """The encoder's pass with the first token, and the last token's on a cache of all before it."""
     ids = torch.zeros(sizes.batch, sizes.prompt, dtype=torch.long)
     mask = {"attention_mask": torch.ones_like(ids)} if sizes.padded else {}
     made = call(input_ids=ids, **mask, decoder_input_ids=ids[:, :1], use_cache=True)
-    peak_bytes = watch.peak_bytes
     encoded = BaseModelOutput(last_hidden_state=made.encoder_last_hidden_state)
     del made
     new = sizes.total - sizes.prompt
     if new > 1:
         before = torch.zeros(sizes.batch, new - 1, dtype=torch.long)
-        made = call(encoder_outputs=encoded, **mask, decoder_input_ids=before, use_cache=True)
-        past = made.past_key_values
-        del made
-        watch.peak_bytes = watch.live_bytes
+        with watch.uncounted():
+            made = call(encoder_outputs=encoded, **mask, decoder_input_ids=before, use_cache=True)
+            past = made.past_key_values
+            del made
         call(
             encoder_outputs=encoded,
             **mask,
@@ -149,7 +148,6 @@ def _encode_and_decode(call: Callable[..., Any], watch: _Watch, sizes: Sizes) ->
             past_key_values=past,
             use_cache=True,
         )
-    watch.peak_bytes = max(watch.peak_bytes, peak_bytes)
 
 
 def _scores_bytes(module: nn.Module, batch: int) -> int:

@@ -48,7 +48,7 @@ class PlanFile:
 
 
 def write(path: str | Path, answer: Answer, index: int = 0) -> None:
-    """Write the proposal ``index`` of ``answer``. Raises UsageError for one that it has not, or an unwritable path."""
+    """Write the proposal ``index`` of ``answer``. Raises UsageError for one it does not have, or an unwritable path."""
     count = len(answer.proposals)
     if not 0 <= index < count:
         raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
@@ -118,16 +118,25 @@ def _machine(file: PlanFile, hardware: Hardware) -> Iterator[str]:
 
 
 def _model(file: PlanFile, model: nn.Module) -> Iterator[str]:
-    planned, here = file.parameters, fingerprint(model, file.request)
+    planned, here = _by_name(file.parameters), _by_name(fingerprint(model, file.request))
     names = [name for name in {**planned, **here} if planned.get(name) != here.get(name)]
     for name in names[:_SHOWN]:
-        yield f"It was made for a model with {planned.get(name, 0)} x {name}, and this one has {here.get(name, 0)}."
+        yield f"{name}: it was made for {planned.get(name, 'none')}, and this model has {here.get(name, 'none')}."
     if len(names) > _SHOWN:
         yield f"{len(names) - _SHOWN} more parameters differ."
 
 
+def _by_name(parameters: Mapping[str, int]) -> dict[str, str]:
+    """Name -> ``3 x float32[64, 64]``."""
+    found: dict[str, list[str]] = {}
+    for key, count in parameters.items():
+        name, _, kind = key.partition(" ")
+        found.setdefault(name, []).append(f"{count} x {kind}")
+    return {name: " and ".join(sorted(kinds)) for name, kinds in found.items()}
+
+
 def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
-    """Names, dtypes and shapes of ``model``'s parameters, equal layers counted: what a plan for ``request`` is made of.
+    """Names, dtypes and shapes of ``model``'s parameters, equal layers counted: what a plan is made of.
 
     The dtype is left out where the run decides it: full training holds its own copy, and ``--precision`` is an order.
     """
@@ -144,8 +153,9 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
 
 
 def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """The module that MODEL's configuration describes, on meta and in ``dtype`` (None: that which it names); no weights
-    are read.
+    """The module that MODEL's configuration describes, on meta; no weights are read.
+
+    It is in ``dtype``, by default in that which the configuration names.
 
     Raises what ``find_model`` does, UnsupportedError for what is no model of transformers.
     """

@@ -29,6 +29,7 @@ from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
 
+_LEAST_TRIES = 2
 _RAISES = 4  # until what was called the smallest budget is one
 _SHORTEST, _FEWEST = 64, 1  # tokens, sequences
 _OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
@@ -41,16 +42,18 @@ class _NoTime(Exception):
 
 
 class _Prover:
-    """Plans until its time is over: one more is begun only where it should end by then."""
+    """Plans until its time is over: one more is begun only where it should end by then, but for the first few."""
 
     def __init__(self, planner: Planner, limit_s: float) -> None:
         self._planner, self._end_s, self._longest_s = planner, time.perf_counter() + limit_s, 0.0
+        self._tries = 0
 
     def refusal(self, request: Request, machine: Machine) -> BudgetError | None:
         """Why ``request`` does not fit ``machine``; None where it does. Raises UnsupportedError as the planner."""
         begin_s = time.perf_counter()
-        if begin_s + self._longest_s > self._end_s:
+        if self._tries >= _LEAST_TRIES and begin_s + self._longest_s > self._end_s:
             raise _NoTime
+        self._tries += 1
         try:
             self._planner(replace(request, top=1), machine)
         except BudgetError as error:
@@ -139,7 +142,7 @@ def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dic
             yield Nearest(change=" and ".join(parts), command=changed.command())
         return
     amounts.pop(VRAM)
-    for card in _cards(needs[VRAM]):
+    for card in _cards(needs[VRAM], catalog.gpu(request.gpu).vendor):
         changed = replace(request, gpu=card.name, vram=None, **amounts)
         if prover.fits(changed, machine_of(changed)):
             name = f"{card.name} ({format_bytes(card.capacity_bytes)})"
@@ -147,10 +150,12 @@ def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dic
             return
 
 
-def _cards(vram_bytes: int) -> Sequence[Gpu]:
-    """The two smallest cards of the catalog that have so much beside their context, links known."""
-    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
-    large = [c for c in cards if c.pcie_bytes_per_s and c.capacity_bytes - c.context().bytes >= vram_bytes]
+def _cards(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
+    """The two smallest cards of that vendor that have so much beside their context, links known."""
+    cards = [
+        card for card in map(catalog.gpu, catalog.gpu_names()) if card.vendor == vendor and card.pcie_bytes_per_s
+    ]
+    large = [card for card in cards if card.capacity_bytes - card.context().bytes >= vram_bytes]
     return sorted(large, key=lambda card: (card.capacity_bytes, card.name))[:2]
 
 

@@ -21,6 +21,7 @@ from brim.techniques.precision import PRECISIONS
 from brim.units import format_bytes, parse_bytes
 
 TASKS = ("generate", "train")
+PLAN_FILE = "plan.json"  # in commands, until files are named
 PREFERENCES = ("speed", "memory", "quality")
 LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
 _GENERATING = ("fp32", "bf16", "fp16", *LOSSY)
@@ -130,9 +131,9 @@ class Effect:
 class Proposal:
     """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
 
-    ``hardware`` is given where it is a part of the machine: its processor alone. ``frees`` is what else would make room
-    in some tier, and what it would cost. ``timeline`` is what its schedule says
-    that the machine does, for reports.
+    ``hardware`` is given where it is a part of the machine: its processor alone. ``frees`` is what else would make
+    room in some tier, and what it would cost. ``timeline`` is what its schedule says that the machine does, for
+    reports.
     """
 
     plan: Plan

@@ -195,7 +195,7 @@ class Subject:
 
 def _same(one: Partition, other: Partition) -> bool:
     names = [[block.name for block in partition.blocks] for partition in (one, other)]
-    return names[0] == names[1] and bool(one.elsewhere) == bool(other.elsewhere)
+    return names[0] == names[1] and one.mixed == other.mixed
 
 
 def processor_of(machine: Machine) -> Hardware:

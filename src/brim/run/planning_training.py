@@ -20,7 +20,7 @@ from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
 from brim.run.inference import resident_bytes, warm_up
 from brim.run.plan_file import described
-from brim.run.planning_request import Machine, Proposal, Request
+from brim.run.planning_request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.trainee import add_lora, make_optimizer
 from brim.run.training_choice import Choice
 from brim.run.training_effects import effects, frees
@@ -34,7 +34,7 @@ OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of 
 # What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
 # steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
 BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
-_DATA, _OUTPUT, _PLAN = "data.jsonl", "trained", "plan.json"
+_DATA, _OUTPUT = "data.jsonl", "trained"
 
 
 def plan_training(request: Request, machine: Machine) -> list[Proposal]:
@@ -193,7 +193,7 @@ def command(request: Request, choice: Choice, blocks: list[str]) -> str:
     words = ["brim", "train", str(request.model), "--data", _DATA, "--output", _OUTPUT]
     flags = _flags(choice, blocks)
     if flags is None:
-        return shlex.join([*words, "--plan", _PLAN])
+        return shlex.join([*words, "--plan", PLAN_FILE])
     words += ["--method", request.method, "--batch", str(request.batch), "--seq", str(request.seq)]
     words += ["--optimizer", request.optimizer, "--precision", choice.precision]
     for name, amount in (("vram", request.vram), ("ram", request.ram)):

@@ -44,7 +44,7 @@ class Observation:
 _GIVEN = frozenset({Category.PARAMETER, Category.BUFFER, Category.INPUT})
 
 
-class _Watch(RecordingMode):
+class StepWatch(RecordingMode):
     """Records operations as a trace does, without what kernels take inside; notes who reads which parameter."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
@@ -88,7 +88,7 @@ class _Watch(RecordingMode):
         return peak
 
 
-def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], _Watch], None]) -> Observation:
+def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], None]) -> Observation:
     """What ``run(call, watch)`` does, where ``call`` is the model on fake tensors under no_grad.
 
     Raises UnsupportedError when the forward needs values that only a real run has.
@@ -96,7 +96,7 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], _Watch], Non
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), torch.inference_mode(False):
         parameters = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
         buffers = {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
-        watch = _Watch(model, parameters)
+        watch = StepWatch(model, parameters)
         for buffer in buffers.values():
             watch.adopt(buffer, Category.BUFFER)
 
@@ -122,7 +122,7 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], _Watch], Non
 def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> Observation:
     """One forward pass on an input like ``example``; the input itself is not counted."""
 
-    def run(call: Callable[..., Any], watch: _Watch) -> None:
+    def run(call: Callable[..., Any], watch: StepWatch) -> None:
         if isinstance(example, Mapping):
             call(**example)
         else:
@@ -156,7 +156,7 @@ def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
     if not generates:
         return watch_example(module, _dummy(module, inputs.batch, inputs.prompt))
 
-    def run(call: Callable[..., Any], watch: _Watch) -> None:
+    def run(call: Callable[..., Any], watch: StepWatch) -> None:
         call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
         with watch.uncounted():  # filling the cache at once is only a way to get there
             past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)

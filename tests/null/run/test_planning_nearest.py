@@ -1,7 +1,8 @@
-"""What would make a request fit: each change is one that the planner was asked for, and the largest that it accepts."""
+"""What would make a request fit: changes that the planner was asked for, each the largest that it accepts."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import replace
 
@@ -50,8 +51,9 @@ def test_a_card_is_named_that_has_them() -> None:
     request = replace(REQUEST, method="lora", seq=6144)
     _, changes = found(request)
     (text,) = (text for text in changes if "more of VRAM" in text)
-    assert "as NVIDIA" in text or "as Quadro" in text or "as Tesla" in text
-    assert "--gpu" in changes[text] and "--vram" not in changes[text]
+    card = catalog.gpu(shlex.split(changes[text])[shlex.split(changes[text]).index("--gpu") + 1])
+    assert card.vendor == "nvidia" and card.capacity_bytes > vram_bytes(request)
+    assert f"as {card.name} (" in text and "--vram" not in changes[text]
 
 
 def test_the_longest_sequence_and_the_largest_batch_that_fit_are_named() -> None:
