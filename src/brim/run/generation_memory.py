@@ -105,7 +105,9 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
     return replace(seen, step_bytes=seen.step_bytes + _scores_bytes(module, sizes.batch))
 
 
-def _pretended(module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: StepWatch) -> kv_cache.PlannedCache:
+def _pretended(
+    module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: StepWatch
+) -> kv_cache.PlannedCache:
     placement = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached)
     timeline = Timeline("a cache without bytes", measured=False)
     memory = fake_memory(timeline, compute_tier=RAM, compute_bytes=_NO_LIMIT_BYTES, ram_bytes=_NO_LIMIT_BYTES)

@@ -243,9 +243,7 @@ class _Chooser:
         choices, experts = fixed.choices(STREAMING), fixed.choices(EXPERTS)
         for cut in cuts(self._module, self._hardware, need, self._weights, fixed.task):
             if bool(experts) == (cut.way is not None) and [b.name for b in cut.partition.blocks] == list(choices):
-                return Choice(
-                    sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed
-                )
+                return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed)
         raise UsageError(
             f"The plan for {fixed.model} was to be used.",
             f"It speaks of {len(choices)} blocks, and this model cannot be cut into those.",
