@@ -11,8 +11,8 @@ that people use, and what the planner chooses in each of a few budgets. Every pl
 `brim generate --plan` or `brim train --plan` in a fresh process, which says what it measured.
 
 Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it,
-and with the fastest simple one. Predicted seconds are compared with measured ones over all plans. Rows are appended to
---output as they come; what is there already of this machine and these plans is not run again.
+and with the fastest simple one. Predicted seconds are compared with measured ones over all plans. Rows are appended
+to --output as they come; what is there already of this machine and these plans is not run again.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class PlanFile:
 
 
 def write(path: str | Path, answer: Answer, index: int = 0) -> None:
-    """Write the proposal ``index`` of ``answer``. Raises UsageError for one it does not have, or an unwritable path."""
+    """Write the proposal ``index`` of ``answer``. Raises UsageError where that is impossible."""
     count = len(answer.proposals)
     if not 0 <= index < count:
         raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")

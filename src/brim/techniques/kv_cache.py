@@ -120,7 +120,7 @@ def shape_of(cache: object) -> CacheShape | None:
 
 
 def _layer_shape(layer: Any) -> LayerShape | None:
-    if type(layer) is not DynamicLayer or layer.keys is None:
+    if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
         return None
     (_, heads, _, key_dim), (_, value_heads, _, value_dim) = layer.keys.shape, layer.values.shape
     if heads != value_heads or layer.keys.dtype != layer.values.dtype:
@@ -255,13 +255,13 @@ class _RestingRoom:
 _Room = _WholeRoom | _RestingRoom
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """One layer as transformers sees it. ``keys`` and ``values``: what the last call was given."""
 
     is_sliding = False
 
     def __init__(self, room: _Room, tokens: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._room, self._tokens, self._length = room, tokens, 0
         self.is_initialized = True
 
