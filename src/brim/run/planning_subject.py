@@ -15,7 +15,6 @@ from torch import nn
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError
-from brim.estimation.models import find_model
 from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job as Workshop
 from brim.estimation.workload import Workload
@@ -31,6 +30,7 @@ from brim.run.generation_memory import Sizes, cache_shape
 from brim.run.generation_plan import Wanted
 from brim.run.inference import SLACK_BYTES, by_parameter, materialize, resident_bytes, spent, warm_up
 from brim.run.models import open_model, open_tokenizer, prepare
+from brim.run.plan_file import described_source
 from brim.run.planning_request import Machine, Request
 from brim.run.step_memory import Inputs, Observation
 from brim.techniques import kv_cache
@@ -262,7 +262,7 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
 
 
 def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
-    source = find_model(str(request.model))
+    source = described_source(request.model)
     named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32").removeprefix("torch.")
     own = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{named}"), "fp32")
     meant = precision or own
