@@ -14,7 +14,7 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
-from brim.errors import ModelError, UnsupportedError
+from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job as Workshop
 from brim.estimation.workload import Workload
@@ -231,7 +231,7 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
     start_bytes = resident_bytes()
     with torch.inference_mode(False):
         opened = open_model(directory)
-        _check_generates(opened.module, opened.name)
+        _check_generates(opened.module, opened.name, inputs)
         materialize(opened.module, opened)
     weights = Weights(sources=by_parameter(opened))
     subject = Subject(
@@ -276,7 +276,7 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
     )
     with quiet(), torch.device("meta"):
         module = Workshop(source, workload).module().to(DTYPES[kept]).eval().requires_grad_(False)
-    _check_generates(module, source.name)
+    _check_generates(module, source.name, inputs)
     if meant not in DTYPES:
         quantize_meta(module, meant)
         module.requires_grad_(False)
@@ -327,12 +327,19 @@ def precision_of(module: nn.Module) -> str:
     return names.get(max(counts, key=lambda dtype: counts[dtype]), "fp32") if counts else "fp32"
 
 
-def _check_generates(module: Any, name: str) -> None:
+def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
     if not (hasattr(module, "can_generate") and module.can_generate()):
         raise UnsupportedError(
             f"Generation with {name} was to be planned.",
             f"{type(module).__name__} does not generate.",
             "Give a model that does (a causal or an encoder-decoder one).",
+        )
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and inputs.total > limit:
+        raise UsageError(
+            f"{inputs.prompt} prompt tokens and {inputs.total - inputs.prompt} new ones were planned for {name}.",
+            f"It was made for {limit} in all.",
+            "Give a smaller --seq or --new-tokens.",
         )
 
 
