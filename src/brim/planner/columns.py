@@ -278,7 +278,7 @@ def block_bytes(block: BlockProfile, weights: str, kept: str, compute: str, held
     if kept == OFFLOAD:
         slots[_WINDOW] = block.offload_bytes
     for moment in MOMENTS:
-        if weights == RESIDENT or weights == FROM_RAM:
+        if weights in (RESIDENT, FROM_RAM):
             add(compute if weights == RESIDENT else RAM, moment, block.bytes)
         elif block.trained_bytes:  # what is never changed stays in the checkpoint
             add(DISK, moment, block.bytes)

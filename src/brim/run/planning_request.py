@@ -135,8 +135,8 @@ class Proposal:
     """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
 
     ``hardware`` is given where it is a part of the machine: its processor alone; ``precision`` where the planner
-    chose another than the model's own. ``frees`` is what else would make room in some tier, and what it would cost. ``timeline`` is what its schedule says that the machine does, for
-    reports.
+    chose another than the model's own. ``frees`` is what else would make room in some tier, and what it would cost.
+    ``timeline`` is what its schedule says that the machine does, for reports.
     """
 
     plan: Plan
