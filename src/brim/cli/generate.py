@@ -156,7 +156,9 @@ def _write_html(path: Path, result: Figures, compute: Mapping[str, Any]) -> None
     plan = result.plan
     promised, measured = result.promised_bytes, result.measured_bytes
     rows = tuple(
-        (tier.upper(), plan.budget_bytes[tier], promised[tier], measured[tier]) for tier in plan.budget_bytes
+        (tier.upper(), count, promised[tier], measured[tier])
+        for tier, count in plan.budget_bytes.items()
+        if tier in promised
     )
     memory = Table(
         title="Memory, promised and measured",
@@ -180,7 +182,7 @@ def _summary(result: Figures, console: Console) -> None:
     for column in ("", "budget", "promised", "measured"):
         table.add_column(column, justify="left" if not column else "right")
     plan = result.plan
-    for tier in plan.budget_bytes:
+    for tier in (tier for tier in plan.budget_bytes if tier in result.promised_bytes):
         cells = (plan.budget_bytes[tier], result.promised_bytes[tier], result.measured_bytes[tier])
         table.add_row(tier.upper(), *(format_bytes(count) for count in cells))
     measured_s = "-" if result.s_per_token is None else format_seconds(result.s_per_token)

@@ -278,7 +278,10 @@ def block_bytes(block: BlockProfile, weights: str, kept: str, compute: str, held
     if kept == OFFLOAD:
         slots[_WINDOW] = block.offload_bytes
     for moment in MOMENTS:
-        add(compute if weights == RESIDENT else RAM if weights == FROM_RAM else DISK, moment, block.bytes)
+        if weights in (RESIDENT, FROM_RAM):
+            add(compute if weights == RESIDENT else RAM, moment, block.bytes)
+        elif block.trained_bytes:  # what is never changed stays in the checkpoint
+            add(DISK, moment, block.bytes)
         if kept == OFFLOAD:
             add(DISK if compute == RAM else RAM, moment, block.offload_bytes)
     return slots

@@ -118,11 +118,13 @@ def _shrunk(
     """Halve between what fits and what does not, one tier after the other."""
     for tier in lifted:
         found = _first(profile, hardware, limits)
-        assert found is not None, "it was found with more"
+        if found is None:  # the program ran out of time
+            return None
         high = peak_bytes(held_bytes(profile, hardware, found)).get(tier, 0) + _corrected(limits, tier) + (1 << 20)
         low = 0
-        while _first(profile, hardware, _with(limits, {tier: high})) is None:
-            low, high = high, 2 * high  # the program rounds to its own grain
+        most = limits.budget_bytes[tier]
+        while high < most and _first(profile, hardware, _with(limits, {tier: high})) is None:
+            low, high = high, min(2 * high, most)  # the program rounds to its own grain
         while high - low > max(1 << 16, int(high * _CLOSE)):
             middle = (low + high) // 2
             if _first(profile, hardware, _with(limits, {tier: middle})) is None:

@@ -24,6 +24,7 @@ from brim.techniques.blocks import Block, Partition, find_blocks, tensor_bytes
 from brim.techniques.placement import computable
 from brim.techniques.router_statistics import RouterStatistics
 from brim.techniques.weight_streaming import Weights
+from brim.units import format_bytes
 
 _IN_MODULE = Weights()
 _HOOKS_S = 60e-6  # two hooks, a slot's hand-over and a request; an estimate, not a measurement
@@ -117,12 +118,26 @@ def best_plan(
             continue
         if cut.way is not None:
             plan = cut.way.plan(plan, hardware, tokens)
+            over = {tier: n for tier, n in plan.promise.peak_bytes.items() if n > budget.get(tier, n)}
+            if over:  # slots for experts are settled after the rest
+                refusal = refusal or _over(plan, over)
+                continue
         if best is None or plan.promise.step_s < best[1].promise.step_s:
             best = cut, plan
     if best is None:
         assert refusal is not None
         raise refusal
     return best
+
+
+def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
+    told = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in over.items())
+    return BudgetError(
+        f"{plan.model} was to run with its experts cached.",
+        f"It takes {told}.",
+        "Give as much or more.",
+        smallest_bytes=dict(over),
+    )
 
 
 def _need(error: BudgetError) -> int:

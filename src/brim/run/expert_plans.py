@@ -15,6 +15,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import packed_layout
 from brim.planner import Job
+from brim.planner.passes import STAGING
 from brim.techniques.blocks import Partition
 from brim.techniques.experts import (
     CACHE_DISK,
@@ -80,7 +81,7 @@ class ExpertWay:
         """The rest of the model, beside slots and experts."""
         spent = dict(job.spent_bytes)
         if hardware.compute != RAM:
-            spent[RAM] = spent.get(RAM, 0) + self._ram_bytes() + self._staging_bytes()
+            spent[RAM] = spent.get(RAM, 0) + self._ram_bytes() + STAGING * self._staging_bytes()
         return replace(
             job,
             fixed_bytes=job.fixed_bytes + sum(each.held_bytes(self.slots) for each in self.layers),
@@ -117,10 +118,10 @@ class ExpertWay:
         loads_s, promise = self.loads_s(hardware, tokens), plan.promise
         peak, settings = dict(promise.peak_bytes), {**plan.settings, EXPERT_SLOTS: self.slots}
         if hardware.compute != RAM and self.choice == CACHE_DISK:
-            staging = settings.setdefault(STAGING_SLOTS, 2)
+            staging = settings.setdefault(STAGING_SLOTS, STAGING)
             others = max((d.bytes for d in plan.decisions if d.choice == FROM_DISK), default=0)
             # Blocks and experts pass through the same slots, as large as the largest of them.
-            peak[RAM] += staging * max(others, self._staging_bytes()) - staging * others - self._staging_bytes()
+            peak[RAM] += staging * (max(others, self._staging_bytes()) - others - self._staging_bytes())
         decisions = tuple(
             Decision(technique=NAME, block=each.layer.path, choice=self.choice, bytes=each.layer.bytes)
             for each in self.layers

@@ -11,6 +11,7 @@ from brim.core.hardware import DISK, RAM
 from brim.planner import BlockCost, Job
 from brim.run.fitting import Need, make_job
 from brim.run.spans import BLOCKS, FORWARD, WHOLE
+from brim.techniques.placement import COMPUTE_RAM
 from brim.techniques.weight_streaming import (
     FROM_DISK,
     FROM_RAM,
@@ -105,7 +106,9 @@ class Foreseen:
         streamed: list[BlockCost] = []
         for block in job.blocks:
             choice = self.choice(block)
-            if not self.ways(choice):
+            if choice == COMPUTE_RAM:
+                held.append((RAM, block.bytes, block.name))
+            elif not self.ways(choice):
                 held.append((compute, block.bytes, block.name))
             else:
                 streamed += [block] * bool(block.uses)

@@ -96,6 +96,9 @@ def run_batch(
             max_new_tokens=new_tokens,
             do_sample=False,
             num_beams=1,
+            num_return_sequences=1,
+            cache_implementation=None,
+            return_dict_in_generate=False,
             streamer=clock,
             logits_processor=LogitsProcessorList(processors),
             **options,
@@ -162,7 +165,9 @@ def check_batch(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any
     heard = _Heard(0)
     alone = Batch(first=row, ids=ids, mask=torch.ones_like(ids))
     run_batch(loaded, alone, min(new_tokens, _CHECKED_TOKENS), processors=[heard])
-    return _Compared(row, heard.scores, name)
+    # Scores come in float32 whatever the model computes in; quantized weights' kernels round as bfloat16 does.
+    tolerance = max((_TOLERANCE.get(p.dtype, _HALF_TOLERANCE) for p in loaded.module.parameters()), default=1e-3)
+    return _Compared(row, heard.scores, name, tolerance)
 
 
 def _refuse_unmasked(module: Any, name: str) -> None:
@@ -197,16 +202,18 @@ class _Heard(LogitsProcessor):
 class _Compared(LogitsProcessor):
     """Compares the first scores of a sequence in its batch with those that it has alone."""
 
-    def __init__(self, row: int, alone: list[torch.Tensor], name: str) -> None:
-        self._row, self._alone, self._name = row, list(alone), name
+    def __init__(self, row: int, alone: list[torch.Tensor], name: str, tolerance: float) -> None:
+        self._row, self._alone, self._name, self._tolerance = row, list(alone), name, tolerance
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._alone:
             expected, found = self._alone.pop(0), scores[self._row].float().cpu()
-            known = expected.isfinite() & found.isfinite()
-            spread = float(expected[known].std())
-            off = float((expected - found)[known].abs().max()) / max(spread, 1e-30)
-            if off > _TOLERANCE.get(scores.dtype, _HALF_TOLERANCE):
+            known = expected.isfinite()
+            if not bool(found[known].isfinite().all()):
+                raise _not_batchable(self._name, "Padding gives scores that are no numbers.")
+            spread = float(expected[known].std(correction=0)) if bool(known.any()) else 0.0
+            off = float((expected - found)[known].abs().max()) / max(spread, 1e-30) if spread else 0.0
+            if off > self._tolerance:
                 raise _not_batchable(
                     self._name, f"That changes what it computes: scores differ by {off:.2g} of their spread."
                 )

@@ -20,8 +20,10 @@ from brim.run.step_memory import Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition
 from brim.techniques.experts import NAME as EXPERTS
+from brim.techniques.placement import COMPUTE_RAM
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import Weights, WeightStreaming
+from brim.units import format_bytes
 
 # A plan's settings, beside those of weight streaming.
 BATCH, PROMPT_TOKENS, TOTAL_TOKENS, CHUNK_TOKENS = "batch", "prompt_tokens", "total_tokens", "prefill_chunk"
@@ -68,8 +70,12 @@ class Loaded:
     choice: Choice
 
     def cache(self, batch: int, prompt: int, new_tokens: int) -> kv_cache.PlannedCache | None:
-        """An empty cache for a batch; None where the model makes its own."""
-        if self.choice.shape is None:
+        """An empty cache for a batch; None where the model makes its own.
+
+        It does where some layers are computed in RAM: their keys and values have to be there too.
+        """
+        by_processor = COMPUTE_RAM in self.handle.plan.choices(STREAMING).values()
+        if self.choice.shape is None or by_processor:
             return None
         tokens = max(prompt, prompt + new_tokens - 1)
         placement = kv_cache.Placement(
@@ -238,17 +244,36 @@ class _Chooser:
         chunk, padded = settings.get(CHUNK_TOKENS, prompt), wanted.padded(batch)
         sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded)
         resting = settings.get(kv_cache.RESTING_TOKENS, 0)
-        seen = watch_generation(self._module, sizes, self._shape)
-        need = Need(step_bytes=0, observation=seen, tokens=batch, stay=self._stay)
+        placement = self._placement(sizes, resting)
+        need = self._need(sizes, placement.held_bytes(self._hardware.compute) if placement else {})
         choices, experts = fixed.choices(STREAMING), fixed.choices(EXPERTS)
         for cut in cuts(self._module, self._hardware, need, self._weights, fixed.task):
             if bool(experts) == (cut.way is not None) and [b.name for b in cut.partition.blocks] == list(choices):
+                fixed = self._with_padding(fixed, sizes, need.step_bytes)
                 return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed)
         raise UsageError(
             f"The plan for {fixed.model} was to be used.",
             f"It speaks of {len(choices)} blocks, and this model cannot be cut into those.",
             "Make it again: brim plan MODEL ... --output FILE.",
         )
+
+    def _with_padding(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
+        """``fixed`` with what prompts of several lengths take more: it was made for those of one length."""
+        if not sizes.padded:
+            return fixed
+        plain = watch_generation(self._module, replace(sizes, padded=False), self._shape)
+        tier, peak = self._hardware.compute, dict(fixed.promise.peak_bytes)
+        placement = self._placement(sizes, fixed.settings.get(kv_cache.RESTING_TOKENS, 0))
+        held = placement.held_bytes(tier).get(tier, 0) if placement else 0
+        peak[tier] += max(0, step_bytes - held - plain.step_bytes)
+        if peak[tier] > fixed.budget_bytes[tier]:
+            raise BudgetError(
+                f"The plan for {fixed.model} was to be used for prompts of several lengths.",
+                f"Their masks take {format_bytes(peak[tier] - fixed.budget_bytes[tier])} more than its budget.",
+                "Give prompts of one length at a time, or make a plan with a smaller --batch.",
+                smallest_bytes={tier: peak[tier]},
+            )
+        return replace(fixed, promise=replace(fixed.promise, peak_bytes=peak))
 
 
 def _largest(most: int, step: int, attempt: Callable[[int], T]) -> T:

@@ -19,9 +19,10 @@ import brim
 from brim.core import Hardware, Plan, codec
 from brim.core.hardware import DISK
 from brim.errors import FormatError, UnsupportedError, UsageError
-from brim.estimation.models import class_of, find_model, transformers_config
+from brim.estimation.models import Source, class_of, find_model, transformers_config
 from brim.run.models import prepare
 from brim.run.planning_request import Answer, Request
+from brim.techniques.quantization import SCHEMES, quantize_meta
 from brim.units import format_bytes
 
 VERSION = 1
@@ -52,13 +53,18 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     count = len(answer.proposals)
     if not 0 <= index < count:
         raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
-    request, chosen = replace(answer.request, model=str(answer.request.model)), answer.proposals[index]
+    chosen = answer.proposals[index]
+    precision = chosen.precision or answer.request.precision
+    request = replace(answer.request, model=str(answer.request.model), precision=precision)
+    model = described(request.model)
+    if request.task == "generate" and precision in SCHEMES:
+        quantize_meta(model, precision)
     made = PlanFile(
         brim=brim.__version__,
         request=request,
         hardware=chosen.hardware or answer.machine.hardware,
         plan=chosen.plan,
-        parameters=fingerprint(described(request.model), request),
+        parameters=fingerprint(model, request),
     )
     try:
         Path(path).write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -159,8 +165,7 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
 
     Raises what ``find_model`` does, UnsupportedError for what is no model of transformers.
     """
-    path = Path(model).expanduser()
-    source = find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)
+    source = described_source(model)
     if source.library != "transformers":
         raise UnsupportedError(
             f"A plan for {source.name} was asked for.",
@@ -180,3 +185,9 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     made.tie_weights()  # left out where weights are not initialised
     module: nn.Module = made
     return module
+
+
+def described_source(model: str | Path) -> Source:
+    """As ``find_model``, which also takes a .gguf file."""
+    path = Path(model).expanduser()
+    return find_model(prepare(model) if path.suffix.lower() == ".gguf" and path.is_file() else model)

@@ -21,7 +21,7 @@ from brim.planner.streaming import CHOICES
 from brim.run.choosing import Cut, Need, best_plan
 from brim.run.fitting import predict
 from brim.run.generation_plan import Choice
-from brim.run.planning_request import LOSSY, Effect, Machine, Proposal, Request, exact_bytes
+from brim.run.planning_request import LOSSY, PLAN_FILE, Effect, Machine, Proposal, Request, exact_bytes
 from brim.run.planning_subject import DTYPES, Subject, open_subject, processor_of
 from brim.techniques import kv_cache
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
@@ -231,6 +231,7 @@ def _proposal(request: Request, machine: Machine, found: Found) -> Proposal:
         techniques=list(effects(found)),
         command=_command(request, machine, found),
         gap=gap(found),
+        precision=None if found.subject.precision == found.subject.own_precision else found.subject.precision,
         hardware=None if found.subject.machine is machine else found.subject.machine.hardware,
         timeline=found.schedule.timeline(name, found.subject.machine.hardware.compute),
     )
@@ -296,6 +297,9 @@ def _cache_effects(found: Found) -> Iterator[Effect]:
 
 def _command(request: Request, machine: Machine, found: Found) -> str:
     words = ["brim", "generate", str(request.model)]
+    if COMPUTE_RAM in found.plan.choices(STREAMING).values():  # which only a plan asks for
+        prompts = ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE"]
+        return shlex.join([*words, *prompts, "--max-new-tokens", str(request.new_tokens), "--plan", PLAN_FILE])
     words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
     words += ["--max-new-tokens", str(request.new_tokens)]
     hardware, budget = found.subject.machine.hardware, found.subject.machine.budget_bytes

@@ -12,9 +12,8 @@ from typing import Any
 from brim import catalog
 from brim.catalog import Gpu
 from brim.core.hardware import RAM, VRAM
-from brim.errors import BudgetError, UnsupportedError
-from brim.estimation.models import find_model
-from brim.run.plan_file import described
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.run.plan_file import described, described_source
 from brim.run.planning_request import (
     LOSSY,
     Machine,
@@ -137,8 +136,12 @@ def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dic
     capacity = machine.hardware.tier(machine.hardware.compute).capacity_bytes
     if request.gpu is None or needs.get(VRAM, 0) <= capacity:
         changed = replace(request, **amounts)
+        try:
+            there = machine_of(changed)
+        except UsageError:  # there is no such card, or this machine has not as much
+            return
         # With other amounts an assumed machine may be another one. This one was proved already.
-        if not machine.assumed or prover.fits(changed, machine_of(changed)):
+        if not machine.assumed or prover.fits(changed, there):
             yield Nearest(change=" and ".join(parts), command=changed.command())
         return
     amounts.pop(VRAM)
@@ -238,7 +241,7 @@ def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: 
 
 def _family(model: str | Path) -> tuple[str, str]:
     """The class, and how the name begins: ``qwen3-8b`` -> qwen. A folder may be called anything."""
-    source = find_model(model)
+    source = described_source(model)
     begins = re.match("[a-z]*", source.name.lower())
     named = not Path(model).exists()
     return source.architecture, begins[0] if begins and named else ""

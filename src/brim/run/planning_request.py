@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -131,9 +134,9 @@ class Effect:
 class Proposal:
     """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
 
-    ``hardware`` is given where it is a part of the machine: its processor alone. ``frees`` is what else would make
-    room in some tier, and what it would cost. ``timeline`` is what its schedule says that the machine does, for
-    reports.
+    ``hardware`` is given where it is a part of the machine: its processor alone; ``precision`` where the planner
+    chose another than the model's own. ``frees`` is what else would make room in some tier, and what it would cost.
+    ``timeline`` is what its schedule says that the machine does, for reports.
     """
 
     plan: Plan
@@ -144,6 +147,7 @@ class Proposal:
     gap: float = 0.0
     proved: bool = True
     hardware: Hardware | None = None
+    precision: str | None = None
     frees: Sequence[Effect] = ()
     timeline: Timeline | None = field(default=None, compare=False, repr=False)
 
@@ -232,6 +236,9 @@ def _this(request: Request) -> Machine:
     budget = budgets(hardware, request.vram, request.ram)
     if request.disk is not None:
         budget[DISK] = parse_bytes(request.disk)
+    elif request.task == "train":  # where states would go, if they did
+        folder = os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir()
+        budget[DISK] = int(shutil.disk_usage(folder).free * _FREE_SHARE)
     return Machine(hardware=hardware, budget_bytes=budget)
 
 

@@ -14,8 +14,7 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
-from brim.errors import ModelError, UnsupportedError
-from brim.estimation.models import find_model
+from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job as Workshop
 from brim.estimation.workload import Workload
@@ -31,6 +30,7 @@ from brim.run.generation_memory import Sizes, cache_shape
 from brim.run.generation_plan import Wanted
 from brim.run.inference import SLACK_BYTES, by_parameter, materialize, resident_bytes, spent, warm_up
 from brim.run.models import open_model, open_tokenizer, prepare
+from brim.run.plan_file import described_source
 from brim.run.planning_request import Machine, Request
 from brim.run.step_memory import Inputs, Observation
 from brim.techniques import kv_cache
@@ -231,7 +231,7 @@ def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
     start_bytes = resident_bytes()
     with torch.inference_mode(False):
         opened = open_model(directory)
-        _check_generates(opened.module, opened.name)
+        _check_generates(opened.module, opened.name, inputs)
         materialize(opened.module, opened)
     weights = Weights(sources=by_parameter(opened))
     subject = Subject(
@@ -262,7 +262,7 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
 
 
 def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
-    source = find_model(str(request.model))
+    source = described_source(request.model)
     named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32").removeprefix("torch.")
     own = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{named}"), "fp32")
     meant = precision or own
@@ -276,7 +276,7 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
     )
     with quiet(), torch.device("meta"):
         module = Workshop(source, workload).module().to(DTYPES[kept]).eval().requires_grad_(False)
-    _check_generates(module, source.name)
+    _check_generates(module, source.name, inputs)
     if meant not in DTYPES:
         quantize_meta(module, meant)
         module.requires_grad_(False)
@@ -327,12 +327,19 @@ def precision_of(module: nn.Module) -> str:
     return names.get(max(counts, key=lambda dtype: counts[dtype]), "fp32") if counts else "fp32"
 
 
-def _check_generates(module: Any, name: str) -> None:
+def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
     if not (hasattr(module, "can_generate") and module.can_generate()):
         raise UnsupportedError(
             f"Generation with {name} was to be planned.",
             f"{type(module).__name__} does not generate.",
             "Give a model that does (a causal or an encoder-decoder one).",
+        )
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and inputs.total > limit:
+        raise UsageError(
+            f"{inputs.prompt} prompt tokens and {inputs.total - inputs.prompt} new ones were planned for {name}.",
+            f"It was made for {limit} in all.",
+            "Give a smaller --seq or --new-tokens.",
         )
 
 

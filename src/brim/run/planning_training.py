@@ -13,11 +13,12 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.errors import ModelError
+from brim.errors import ModelError, UnsupportedError
 from brim.estimation.quiet import quiet
 from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
+from brim.run.block_timing import block_seconds
 from brim.run.inference import resident_bytes, warm_up
 from brim.run.plan_file import described
 from brim.run.planning_request import PLAN_FILE, Machine, Proposal, Request
@@ -27,7 +28,7 @@ from brim.run.training_effects import effects, frees
 from brim.run.training_ladder import spread
 from brim.run.training_prediction import Rehearsal
 from brim.run.training_search import Case, Clock, Found, Planner
-from brim.techniques.blocks import find_blocks
+from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.weight_streaming import Weights
 
 OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
@@ -117,13 +118,21 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         precision=precision,
         limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
         tokens=request.seq,
-        clock=training_clock(model, partition, inputs) if here else None,
+        clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
     )
 
 
-def training_clock(model: nn.Module, partition: Any, inputs: Callable[[int], Any]) -> Clock | None:
-    """Measured seconds of blocks on this machine; None until they are measured."""
-    return None
+def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any]) -> Clock:
+    """Measured seconds of blocks on this machine; none where they need values that only a real run has."""
+
+    def seconds(batch: int) -> Mapping[str, tuple[float, float]]:
+        try:
+            found = block_seconds(model, partition, inputs(batch), training=True)
+        except UnsupportedError:
+            return {}
+        return {name: (block.forward_s, block.backward_s) for name, block in found.items() if name}
+
+    return seconds
 
 
 def program_bytes(start_bytes: int) -> dict[str, int]:

@@ -153,8 +153,6 @@ class ComputeSpans:
             self._pending.append((begin, now, label, lane))
             if len(self._pending) > _MOST_PENDING:
                 self._write()
-        if not self._left:
-            self._unhook()
 
     def _write(self) -> None:
         while self._pending and self._clock.is_over(self._pending[0][1]):

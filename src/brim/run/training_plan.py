@@ -10,7 +10,7 @@ from torch import nn
 
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import UsageError
+from brim.errors import FormatError, UsageError
 from brim.run.fitting import Need, partitions
 from brim.run.plan_file import PlanFile
 from brim.run.planning_training import precision_of
@@ -28,7 +28,14 @@ def with_plan(request: Request, file: PlanFile) -> Request:
 
     Raises UsageError for an option that says something else than the plan, or orders what it decided.
     """
+    if file.plan.task != "train":
+        raise UsageError(f"{request.plan} was given to a training.", f"It is a plan to {file.plan.task}.")
     asked = file.request
+    asked.check()
+    try:
+        Choice.of(file.plan)
+    except (KeyError, AssertionError) as error:
+        raise FormatError(f"{request.plan} was given as a plan.", f"It is damaged: {error!r}.") from error
     planned: dict[str, Any] = {name: getattr(asked, name) for name in _SETTLED}
     planned["precision"] = precision_of(asked, file.hardware.compute)
     defaults = {one.name: one.default for one in fields(Request)}

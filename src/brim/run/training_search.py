@@ -7,6 +7,7 @@ resident, checkpointing only, all streamed) is a candidate like any other, so no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,7 @@ _LEAST_PROOFS = 4  # of the way that takes least
 _MARGIN_BYTES = 1 << 20
 _ROOM = 0.02  # of a budget: less left over is no reason to search again
 _SURELY = 0.9  # of what the profile says of a simple way: what it takes at least
+_SEARCH_S = 60.0  # no further way is tried after that, once there is one
 _MANY = 12  # ways that are tried for each that is asked for
 
 # Measured (forward, backward) seconds of blocks over so many rows.
@@ -140,9 +142,10 @@ class Planner:
         Raises BudgetError, with the smallest bytes that do, when nothing fits.
         """
         found: list[Found] = []
+        end_s = time.monotonic() + _SEARCH_S
         for count, (seconds, way, simple) in enumerate(self._in_order()):
             enough = len(found) >= top and seconds >= found[top - 1].step_s
-            if enough or count >= _MANY * top:
+            if enough or count >= _MANY * top or (found and time.monotonic() > end_s):
                 break
             if any(_signature(one.way) == _signature(way) and one.step_s <= seconds for one in found):
                 continue  # it differs in numbers only, and is no faster

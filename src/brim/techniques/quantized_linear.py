@@ -312,7 +312,9 @@ class QuantizedLinear(nn.Linear):
             return torch.bfloat16, 0
         # A CPU without bfloat16 of its own computes in float32, and faster so.
         on_cpu = rows.device.type == "cpu"
-        dtype = torch.float32 if on_cpu else rows.dtype
+        # Codes without their scale pass the range of float16; groups' scales are in already.
+        over = rows.dtype == torch.float16 and self.codes.dtype != torch.uint8
+        dtype = torch.float32 if on_cpu else torch.bfloat16 if over else rows.dtype
         wide = (_WIDE_CPU_BYTES if on_cpu else _WIDE_BYTES) // dtype.itemsize
         unit = self.in_features * (2 * self.codes.shape[-1] if self.codes.dtype == torch.uint8 else 1)
         return dtype, min(max(wide // unit, 1) * unit, self.in_features * self.out_features)

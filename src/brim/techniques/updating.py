@@ -46,7 +46,9 @@ def _wanted(handle: WeightStreaming, what: str | Iterable[nn.Parameter]) -> list
 def _held(handle: WeightStreaming, streamed: Streamed) -> contextlib.AbstractContextManager[None]:
     if handle._host is not None and handle._host.has(streamed):
         return handle._host.bound(streamed)
-    carried = handle._ring is not None and handle._ring.carries(streamed.index)
+    carried = handle._listed(streamed) is not None or (
+        handle._ring is not None and handle._ring.carries(streamed.index)
+    )
     return _in_use(handle, streamed) if carried else _as_guest(handle, streamed)
 
 
