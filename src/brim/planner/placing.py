@@ -21,6 +21,7 @@ _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it
 _READ = "ram is read"
 _SLOTS = (2, 3, 4)
+_LOOKUP_S = 1e-4  # a page of a drive: what rests there for nothing would be dearer than in RAM that is free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,8 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
     held = {RESIDENT: {compute: block.bytes}, FROM_RAM: {RAM: block.bytes}, FROM_DISK: {}}
     held[COMPUTE_RAM] = {RAM: block.bytes + block.cpu_bytes}
     if not block.uses:
-        yield Column(name=choice, bytes=held[choice])
+        seconds = {way(DISK, RAM): _LOOKUP_S} if choice == FROM_DISK else {}
+        yield Column(name=choice, bytes=held[choice], seconds=seconds)
         return
     seconds = {COMPUTE: chain_s(block, choice)}
     ways = ways_of(choice, compute)
