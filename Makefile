@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types layers unit clean
+.PHONY: demo test lint types layers unit slow clean
 
 # setuptools-style editable install; redone when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -30,6 +30,10 @@ layers: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/pytest -n 2
+
+# Plans of whole models, golden cases among them: too long to run before every change.
+slow: $(VENV)/.ready
+	$(BIN)/pytest -n 2 -m slow
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -13,6 +13,8 @@ import pytest
 
 from _planner_report import summarize
 
+pytestmark = pytest.mark.slow  # every plan is a search and several traces
+
 BENCH = Path(__file__).resolve().parents[3] / "bench"
 
 

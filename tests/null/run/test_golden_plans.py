@@ -11,6 +11,8 @@ import pytest
 from brim.run.planning import plan
 from brim.run.planning_request import Answer, Proposal, Request
 
+pytestmark = pytest.mark.slow  # every plan is a search and several traces
+
 FOLDER = Path(__file__).parent / "golden"
 CASES = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 

@@ -22,6 +22,8 @@ from brim.techniques.weight_streaming import NAME
 from planned import LLAMA
 from tiny_model import save_llama
 
+pytestmark = pytest.mark.slow  # every plan is a search and several traces
+
 MIB = 1 << 20
 
 

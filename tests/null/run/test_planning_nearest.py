@@ -15,6 +15,8 @@ from brim.run.planning_nearest import nearest
 from brim.run.planning_request import Machine, Proposal, Request, machine_of
 from brim.units import GIB, MIB
 
+pytestmark = pytest.mark.slow  # every plan is a search and several traces
+
 REQUEST = Request(model="llama-2-7b", task="train", gpu="RTX 3090", ram=64 * GIB, disk=0, batch=8, seq=4096)
 
 

@@ -19,6 +19,8 @@ from brim.run.planning_request import Machine, Request, machine_of
 from brim.run.precision_table import precision_table, shown
 from planned import LLAMA
 
+pytestmark = pytest.mark.slow  # every plan is a search and several traces
+
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Request:

@@ -41,6 +41,8 @@ GPU = Hardware(
     ),
     flops_per_s={"float32": 20e12, "bfloat16": 40e12},
 )
+
+pytestmark = pytest.mark.slow  # every plan is a search and several traces
 LAYERS, HIDDEN, SEQ, BATCH = 4, 256, 128, 4
 
 
