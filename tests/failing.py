@@ -27,17 +27,19 @@ class Allocations:
         self.count, self.bad = 0, range(bad, bad + times if bad else 0)
         self.tiers.clear()
 
-    def _entered(self, pool: Pool, bytes: int, label: str, make: Callable[[], torch.Tensor]) -> Buffer:
+    def _entered(
+        self, pool: Pool, bytes: int, label: str, make: Callable[[], torch.Tensor], category: str = ""
+    ) -> Buffer:
         if not isinstance(pool.source, HostSource):  # a prediction's
-            return self._enter(pool, bytes, label, make)
+            return self._enter(pool, bytes, label, make, category)
         self.count += 1
         self.tiers.append(pool.tier)
         if self.count not in self.bad:
-            return self._enter(pool, bytes, label, make)
+            return self._enter(pool, bytes, label, make, category)
         pool.settle()
         limit, pool.limit_bytes = pool.limit_bytes, pool.held_bytes + bytes - 1
         try:
-            return self._enter(pool, bytes, label, make)
+            return self._enter(pool, bytes, label, make, category)
         finally:
             pool.limit_bytes = limit
 
