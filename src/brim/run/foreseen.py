@@ -11,6 +11,7 @@ from brim.core.hardware import DISK, RAM
 from brim.planner import BlockCost, Job
 from brim.run.fitting import Need, make_job
 from brim.run.spans import BLOCKS, FORWARD, WHOLE
+from brim.techniques import kv_cache
 from brim.techniques.placement import COMPUTE_RAM
 from brim.techniques.weight_streaming import (
     FROM_DISK,
@@ -116,12 +117,24 @@ class Foreseen:
         slot_bytes = max((block.bytes for block in streamed), default=0)
         held += [(compute, slot_bytes, f"ring slot {slot}") for slot in range(self.slots if streamed else 0)]
         held += [(RAM, job.bounce_bytes, "bounce buffer")]
+        held += list(self._cached())
         if STAGING_SLOTS in self.plan.settings:
             largest = max((b.bytes for b in streamed if self.choice(b) == FROM_DISK), default=0)
             held += [(RAM, largest, f"staging slot {slot}") for slot in range(self.plan.settings[STAGING_SLOTS])]
         for storage, (tier, count, label) in enumerate(held):
             if count:
                 made.add(EventKind.ALLOC, tier, count, time_s=start_s, storage=storage, label=label)
+
+    def _cached(self) -> Iterator[tuple[str, int, str]]:
+        """The KV cache, its older tokens where they rest."""
+        settings = self.plan.settings
+        resting = settings.get(kv_cache.RESTING_TOKENS, 0)
+        for decision in self.plan.decisions:
+            if decision.technique == kv_cache.NAME:
+                tokens = max(settings["prompt_tokens"], settings["total_tokens"] - 1)
+                away = decision.bytes * min(resting, tokens) // tokens
+                yield self.hardware.compute, decision.bytes - away, "KV cache"
+                yield RAM, away, "older part of the KV cache"
 
     @property
     def slots(self) -> int:

@@ -16,7 +16,7 @@ from tiny_model import held
 __all__ = ["cache", "probed_home"]
 
 SUMMARY = {"batch", "tokens", "seconds", "tokens_per_s"}
-SUMMARY |= {"plan", "promised_bytes", "measured_bytes", "s_per_token", "eta"}
+SUMMARY |= {"plan", "promised_bytes", "measured_bytes", "s_per_token", "eta", "compute"}
 PROMPTS = ["hi", "a longer one", "\u00e9t\u00e9"]
 
 
