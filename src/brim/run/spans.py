@@ -114,6 +114,8 @@ class ComputeSpans:
                 self._span(begins.pop(), label, lane)
             if then is not None:
                 then(output)
+            if self._left <= 0:  # not in an optimizer's hook: torch walks over those as they are
+                self._unhook()
 
         self._hooks.append(module.register_forward_pre_hook(begin))
         self._hooks.append(module.register_forward_hook(end))
