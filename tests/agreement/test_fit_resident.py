@@ -42,7 +42,7 @@ LOOP = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("budget_mib", [480, 600, 900])
+@pytest.mark.parametrize("budget_mib", [480, 600])
 def test_the_resident_set_keeps_to_the_budget(budget_mib: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOP, f"{budget_mib}MiB"], capture_output=True, text=True, timeout=240, check=False

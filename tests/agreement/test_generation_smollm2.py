@@ -21,6 +21,7 @@ PROMPTS = ["Why is the sky blue?", "Count to five.", "One word after another, " 
 COUNT = 6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="watches a process through /proc")
 def test_smollm2_answers_several_prompts_at_once_in_a_tight_budget(
     probed_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -183,6 +183,7 @@ def ratio(model: Any, asked: Quantization, ids: torch.Tensor, before: float) -> 
         handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_int8_keeps_the_perplexity_of_a_real_model_within_a_hundredth(smollm2: Path, ids: torch.Tensor) -> None:
     """On the whole text: its parts alone say between half a hundredth and a whole one."""
@@ -190,6 +191,7 @@ def test_int8_keeps_the_perplexity_of_a_real_model_within_a_hundredth(smollm2: P
     assert abs(ratio(model, Quantization(scheme="int8"), ids, perplexity(model, ids)) - 1) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_int4_is_bounded_on_weights_that_lie_on_no_grid(smollm2: Path, ids: torch.Tensor) -> None:
     """A model of 135 million weights suffers most of 4 bits; larger ones lose a few hundredths."""

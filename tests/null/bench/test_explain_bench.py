@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as Linux counts it")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as Linux counts it"),
+]
 
 
 def run(*arguments: str) -> str:

@@ -11,6 +11,12 @@ import pytest
 
 BENCH = Path(__file__).parents[3] / "bench" / "hybrid_gpu.py"
 
+from machine import cache, probed_home
+
+__all__ = ["cache", "probed_home"]
+
+pytestmark = pytest.mark.slow
+
 
 def test_every_contender_gives_the_same_logits(tmp_path: Path, cache: Path) -> None:
     output = tmp_path / "hybrid.jsonl"

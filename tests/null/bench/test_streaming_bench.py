@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")]
 
 
 @pytest.fixture(scope="module")

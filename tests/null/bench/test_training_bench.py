@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")]
 CONTENDERS = ("train_plain", "train_torchao", "train_brim_fit")  # each run is a process that imports everything
 
 

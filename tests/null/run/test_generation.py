@@ -118,6 +118,7 @@ def least_bytes(folder: Path, prompts: list[str], **options: Any) -> int:
     return caught.value.smallest_bytes[RAM]
 
 
+@pytest.mark.slow
 def test_auto_takes_as_many_prompts_as_fit(saved: Any) -> None:
     folder, prompts = saved("llama"), ["word " * 95] * 12
     few, lots = (least_bytes(folder, prompts, count=2, batch=batch) for batch in (1, 12))

@@ -101,7 +101,7 @@ def test_what_the_plan_decided_cannot_be_ordered_otherwise(
 
 def test_a_plan_for_another_model_is_refused(text: Path, planned: Path, tmp_path: Path) -> None:
     other = save_llama(tmp_path / "other", hidden=128, layers=3)
-    with pytest.raises(UsageError, match="made for a model"):
+    with pytest.raises(UsageError, match="it was made for 1 x"):
         run(other, text, tmp_path / "out", plan=planned)
 
 
