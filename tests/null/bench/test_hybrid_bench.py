@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[3] / "bench" / "hybrid_gpu.py"
-
 from machine import cache, probed_home
 
 __all__ = ["cache", "probed_home"]
+
+BENCH = Path(__file__).parents[3] / "bench" / "hybrid_gpu.py"
 
 pytestmark = pytest.mark.slow
 
