@@ -22,6 +22,7 @@ from brim.run.inference import by_parameter, materialize, verifier
 from brim.run.models import open_model
 from brim.run.step_memory import watch_example
 from brim.techniques.weight_streaming import RESIDENT, Weights, WeightStreaming
+from families import assert_same_generation, generated
 
 SHARE = 0.4
 FILE_SHARE = 0.6  # in files a page is the least that can be read, which is much of a tiny tensor
@@ -135,26 +136,6 @@ def test_a_module_in_part_of_its_bytes(name: str, device: str) -> None:
             assert torch.equal(first_tensor(model(**given)), wanted)
         handle.remove()
         assert torch.equal(first_tensor(model(**given)), wanted)
-
-
-def generated(model: Any) -> Any:
-    ids = torch.arange(1, 6)[None]
-    return model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=8,
-        min_new_tokens=8,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-
-
-def assert_same_generation(one: Any, other: Any) -> None:
-    assert torch.equal(one.sequences, other.sequences)
-    for mine, theirs in zip(one.logits, other.logits, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])

@@ -87,7 +87,7 @@ def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) ->
     ``model`` is the module as it was opened, before anything is applied to it (adapters do not matter). A machine
     must be of the same name and compute tier, and have what the plan may take.
     """
-    found = [*_task(file, task), *_machine(file, hardware)]
+    found = [*_version(file), *_task(file, task), *_machine(file, hardware)]
     if not found:  # the models of two tasks may well be equal, and those of two machines are
         found += _model(file, model)
     if found:
@@ -97,6 +97,12 @@ def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) ->
             "\n".join(found),
             f"Make one for this: {command}",
         )
+
+
+def _version(file: PlanFile) -> Iterator[str]:
+    """What another version did with the same decisions may take other bytes: its promise is not ours."""
+    if file.brim != brim.__version__:
+        yield f"It was made by brim {file.brim}, and this is {brim.__version__}."
 
 
 def _task(file: PlanFile, task: str) -> Iterator[str]:

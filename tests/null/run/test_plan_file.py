@@ -89,9 +89,10 @@ def test_a_machine_that_has_more_is_accepted(llama: Path, written: Path) -> None
     check(plan_file.read(written), model=module(llama), hardware=replace(GPU, tiers=tiers), task="generate")
 
 
-def test_another_brim_that_writes_the_same_format_is_accepted(llama: Path, written: Path) -> None:
+def test_a_plan_of_another_version_is_refused(llama: Path, written: Path) -> None:
     file = replace(plan_file.read(written), brim="0.0.1")
-    check(file, model=module(llama), hardware=GPU, task="generate")
+    with pytest.raises(UsageError, match=r"made by brim 0\.0\.1, and this is"):
+        check(file, model=module(llama), hardware=GPU, task="generate")
 
 
 @pytest.mark.parametrize(
