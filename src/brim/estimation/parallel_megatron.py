@@ -79,6 +79,7 @@ class _Rank:
         self.parameters = 0
         self._padded = -(-place.shape.vocabulary // (_PADDED_TO * place.split.tp)) * _PADDED_TO
         self._flying: dict[tuple[int, int], tuple[list[Saved], int | None]] = {}
+        self._masks: dict[int, int] = {}  # micro-batch -> the embedding's dropout mask
         self._sent_before: int | None = None  # the gradient that was sent last is let go when there is another
 
     # -- what is there before the step ---------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class _Rank:
 
     def _forward(self, turn: Turn, chunk: Chunk) -> None:
         script, place = self.script, self.place
-        hidden = self._embed() if chunk.embeds else script.keep(place.between, name="received")
+        hidden = self._embed(turn.micro_batch) if chunk.embeds else script.keep(place.between, name="received")
         kept = []
         for number in range(chunk.first, chunk.first + chunk.layers):
             saved, hidden = Layer(script, place, f"decoder.layers.{number}").forward(hidden)
@@ -152,7 +153,7 @@ class _Rank:
             script.free(hidden)
         self._flying[turn.micro_batch, turn.chunk] = (kept, output)
 
-    def _embed(self) -> int:
+    def _embed(self, micro_batch: int) -> int:
         script, place = self.script, self.place
         script.module = "embedding"
         rows = script.alloc(place.whole)
@@ -164,6 +165,8 @@ class _Rank:
             made = script.keep(place.between)
             script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
         script.free(rows)
+        if place.shape.dropout:
+            self._masks[micro_batch] = script.keep(place.between // 2)
         return made
 
     def _head(self, hidden: int) -> int:
@@ -202,6 +205,8 @@ class _Rank:
             self._sent_before = None
         if chunk.embeds:
             self._backward_embedding(gradient)
+            if turn.micro_batch in self._masks:
+                script.free(self._masks.pop(turn.micro_batch))
         else:
             script.send("send", "pp", place.between)
             self._sent_before = gradient
