@@ -81,19 +81,24 @@ def stage_time(
 ) -> StageTime:
     """From the kernels and collectives of one micro-batch, the optimizer's kernels, and what is sent once a step.
 
-    Collectives within a micro-batch wait for what they need and are waited for: nothing hides them.
+    Within a micro-batch tensor-parallel collectives wait for what they need and are waited for. FSDP2 gathers the next
+    block's weights, and reduces the last one's gradients, while a block computes: only what is longer than the
+    kernels shows.
     """
     network = catalog.network(gpu)
-    seconds = {
-        phase: kernels_s((op for op in ops if op.phase is phase), hardware)
-        + all_sent_s((each for each in sent if each.phase is phase), split, network)
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-    }
+    seconds, waits = {}, 0.0
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        own = [each for each in sent if each.phase is phase]
+        works = kernels_s((op for op in ops if op.phase is phase), hardware)
+        waited = all_sent_s((each for each in own if each.axis != "shard"), split, network)
+        beside = all_sent_s((each for each in own if each.axis == "shard"), split, network)
+        waited += max(beside - works - waited, 0.0)
+        seconds[phase], waits = works + waited, waits + waited
     optimizer_s = kernels_s((op for op in ops if op.phase is Phase.OPTIMIZER), hardware)
     return StageTime(
         forward_s=seconds[Phase.FORWARD],
         backward_s=seconds[Phase.BACKWARD],
-        communicates_s=all_sent_s(sent, split, network),
+        communicates_s=waits,
         once_s=optimizer_s + all_sent_s(once, split, network),
     )
 
