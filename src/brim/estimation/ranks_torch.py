@@ -114,16 +114,17 @@ def _traced(job: ParallelJob, part: pipeline.Part) -> Trace:
 
 
 def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
-    """The same stage with so many layers: of a model that has as many more or fewer."""
-    of = part.of - part.layers + layers
-    first = 0 if part.embeds else of - layers if part.has_head else part.first
-    program = _Program(job, pipeline.Part(first=first, layers=layers, of=of))
+    """The same kind of stage with so many layers, of a model with one layer before and one behind it where it has
+    some there."""
+    before, behind = (0 if part.embeds else 1), (0 if part.has_head else 1)
+    program = _Program(job, pipeline.Part(first=before, layers=layers, of=before + layers + behind))
     split = job.split
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
-            return trace(
+            made = trace(
                 program.build, steps=_STEPS, target="cuda", model=job.source.name, capability=job.capability
             )
+            return _as_sharded(made)
     except BrimError:
         raise
     except Exception as error:
@@ -131,6 +132,13 @@ def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
             f"A stage of {job.source.name} was to be traced with {split.describe()}.", f"It fails: {short(error)}",
             "Its layers may not split this way.",
         ) from error  # fmt: skip
+
+
+def _as_sharded(made: Trace) -> Trace:
+    """Without what building lets go: real programs build on ``meta`` and make their shards only."""
+    start = made.step_starts[0]
+    kept = [storage for storage in made.storages if storage.died is None or storage.died >= start]
+    return replace(made, storages=tuple(replace(storage, id=index) for index, storage in enumerate(kept)))
 
 
 class _Program:

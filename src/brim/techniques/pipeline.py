@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.checkpointing import blocks
@@ -60,20 +62,23 @@ def cut(model: Any, part: Part) -> nn.Module:
 
 class Stage(nn.Module):
     """One stage. The first takes ``input_ids``, the others hidden states; the last gives the loss, the others hidden
-    states."""
+    states. ``tokens_over``: a mesh that the tokens of hidden states are split over."""
 
     def __init__(self, model: nn.Module, inner: nn.Module, part: Part) -> None:
         super().__init__()
         self.model, self.part = model, part
         self._inner = [inner]  # a part of ``model``: not a second child
+        self.tokens_over: DeviceMesh | None = None
 
     def forward(self, given: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if self.tokens_over is not None and not self.part.embeds:
+            given = DTensor.from_local(given, self.tokens_over, [Shard(1)], run_check=False)
         named = {"input_ids" if self.part.embeds else "inputs_embeds": given}
         if self.part.has_head:
             loss: torch.Tensor = self.model(**named, labels=labels, use_cache=False).loss
             return loss
         hidden: torch.Tensor = self._inner[0](**named, use_cache=False)[0]
-        return hidden
+        return hidden.to_local() if isinstance(hidden, DTensor) else hidden
 
 
 def _stack(model: nn.Module) -> tuple[nn.ModuleList, str]:

@@ -13,8 +13,8 @@ Rajbhandari et al., arXiv 1910.02054; Zhao et al., arXiv 2304.11277. brim sends 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,11 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.checkpointing import blocks
+from brim.techniques.pipeline import Stage
 from brim.techniques.sharding_plan import tensor_parallel
 
 NAME = "sharding"
@@ -61,20 +63,23 @@ def apply(model: nn.Module, mesh: DeviceMesh, decision: Sharding) -> Sharded:
 
     Raises UsageError where sizes do not divide, UnsupportedError for blocks of unknown names.
     """
-    layers = _layers(model)
+    layers = blocks(model)
     if mesh["tp"].size() > 1:
         tensor_parallel(model, layers, mesh["tp"], sequence_parallel=decision.sequence_parallel)
+        if decision.sequence_parallel and isinstance(model, Stage):
+            model.tokens_over = mesh["tp"]
     splits = mesh["shard"].size() > 1 or decision.dtype is not None
     units: list[nn.Module] = [model.get_submodule(path) for path in layers] + [model]
     for unit in units if splits else []:
         _shard(unit, mesh["shard"], decision, outermost=unit is model)
-    return Sharded(model if splits else None, decision)
+    return Sharded(model if splits else None, decision, tensors=mesh["tp"].size() > 1)
 
 
 class Sharded:
     """The handle. ``micro_batch`` is to be entered for every micro-batch of a step."""
 
-    def __init__(self, model: nn.Module | None, decision: Sharding) -> None:
+    def __init__(self, model: nn.Module | None, decision: Sharding, *, tensors: bool) -> None:
+        self._tensors = tensors
         self._model, self._decision = model, decision  # None: there is one data-parallel rank, and nothing to put off
 
     @contextmanager
@@ -87,17 +92,13 @@ class Sharded:
             if zero in (1, 2):
                 model.set_reshard_after_backward(last)
             model.set_is_last_backward(last)
-        yield
+        with loss_parallel() if self._tensors else nullcontext():  # logits stay split over the vocabulary
+            yield
 
     def remove(self) -> None:
         raise UnsupportedError(
             "A sharded model was to be put together again.", "FSDP2 does not undo itself.", "Save it and load it anew."
         )
-
-
-def _layers(model: nn.Module) -> Sequence[str]:
-    """Repeated parts that are made of parts: decoder layers."""
-    return blocks(model)
 
 
 def _shard(unit: nn.Module, mesh: DeviceMesh, decision: Sharding, *, outermost: bool) -> None:

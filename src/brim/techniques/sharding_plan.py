@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -72,16 +71,23 @@ def _block_plan(path: str, block: nn.Module, ranks: int, sequence_parallel: bool
             f"It has no products of the names {', '.join((*_READS, *_WRITES))}.",
             "Split its model over pipeline stages or by ZeRO.",
         )
-    if sequence_parallel:  # each part gathers its tokens once
-        plan |= {parent: _gathers_tokens() for parent in parents}
+    if sequence_parallel:
+        for parent in parents:
+            block.get_submodule(parent).register_forward_pre_hook(_gather_tokens, with_kwargs=True)
     return plan
 
 
-def _gathers_tokens() -> PrepareModuleInput:
-    return PrepareModuleInput(
-        input_layouts=(_TOKENS,), desired_input_layouts=(Replicate(),),
-        input_kwarg_layouts={"hidden_states": _TOKENS}, desired_input_kwarg_layouts={"hidden_states": Replicate()},
-    )  # fmt: skip
+def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A part of a block is given all tokens, once for all its products."""
+    if args:
+        return (_gathered(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"])}
+
+
+def _gathered(hidden: Any) -> Any:
+    if isinstance(hidden, DTensor) and hidden.placements == (_TOKENS,):
+        return hidden.redistribute(placements=[Replicate()])
+    return hidden
 
 
 def _outer_plan(
