@@ -13,13 +13,14 @@ from brim.estimation.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelJob:
-    """A model to train, how, and how it is split. ``capability`` is the GPU's."""
+    """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM only."""
 
     source: Source
     workload: Workload
     split: Split
     sequence: int
     capability: tuple[int, int]
+    fused_loss: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

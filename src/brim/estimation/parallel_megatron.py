@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from brim.core import Category, Op, Phase, Trace
 from brim.estimation.parallel import Split
-from brim.estimation.parallel_megatron_layer import Layer, Place, Saved
+from brim.estimation.parallel_megatron_experts import layer_of
+from brim.estimation.parallel_megatron_layer import Place, Saved
 from brim.estimation.parallel_schedule import Turn, brief, turns
 from brim.estimation.parallel_script import Script, Sent
 from brim.estimation.parallel_shape import Shape
@@ -34,6 +35,7 @@ class StageTrace:
     ops: tuple[Op, ...]
     sent: tuple[Sent, ...]
     parameters: int
+    expert_parameters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +49,25 @@ class Chunk:
 
 
 def stage_trace(
-    shape: Shape, split: Split, stage: int, *, sequence: int, recompute: str, capability: tuple[int, int] = (9, 0)
+    shape: Shape,
+    split: Split,
+    stage: int,
+    *,
+    sequence: int,
+    recompute: str,
+    fused_loss: bool = True,
+    capability: tuple[int, int] = (9, 0),
 ) -> StageTrace:
     """The step of pipeline rank ``stage`` with its first micro-batches: what follows repeats them."""
-    place = Place(shape=shape, split=split, sequence=sequence, recompute=recompute)
+    place = Place(shape=shape, split=split, sequence=sequence, recompute=recompute, fused_loss=fused_loss)
     rank = _Rank(place, stage, capability)
     rank.build()
     for turn in turns(brief(split, stage), stage):
         rank.take(turn)
     rank.optimize()
     return StageTrace(
-        trace=rank.script.trace(shape.name), ops=tuple(rank.ops), sent=tuple(rank.sent), parameters=rank.parameters
+        trace=rank.script.trace(shape.name), ops=tuple(rank.ops), sent=tuple(rank.sent), parameters=rank.parameters,
+        expert_parameters=rank.experts,
     )
 
 
@@ -76,7 +86,7 @@ class _Rank:
         self.capability = capability
         self.ops: list[Op] = []
         self.sent: list[Sent] = []
-        self.parameters = 0
+        self.parameters = self.experts = 0
         self._padded = -(-place.shape.vocabulary // (_PADDED_TO * place.split.tp)) * _PADDED_TO
         self._flying: dict[tuple[int, int], tuple[list[Saved], int | None]] = {}
         self._masks: dict[int, int] = {}  # micro-batch -> the embedding's dropout mask
@@ -86,15 +96,14 @@ class _Rank:
 
     def build(self) -> None:
         script, split = self.script, self.place.split
-        count = self.parameters = sum(self._count(chunk) for chunk in self.chunks)
-        shards = split.shards if split.zero else 1
-        script.alloc(2 * count, Category.PARAMETER, name="parameters")
-        script.alloc(4 * count, Category.GRADIENT, "float32", "main_grad")
-        for name in ("main_param", "exp_avg", "exp_avg_sq"):
-            script.alloc(-(-4 * count // shards), Category.OPTIMIZER_STATE, "float32", name)
+        numbers = [n for chunk in self.chunks for n in range(chunk.first, chunk.first + chunk.layers)]
+        self.parameters = sum(self._count(chunk) for chunk in self.chunks)
+        self.experts = sum(self.place.expert_parameters(number) for number in numbers)
+        self._states(self.parameters, split.shards)
+        self._states(self.experts, split.shards // split.ep, "experts ")  # the same ones lie on fewer ranks
         head = any(chunk.has_head for chunk in self.chunks)
         self._workspaces(head)
-        shapes = set(self.place.weights().values()) | ({(self._padded, self.place.shape.hidden)} if head else set())
+        shapes = {size for number in numbers for size in self.place.matrices(number)} | ({(self._padded, self.place.shape.hidden)} if head else set())
         for rows, columns in sorted(shapes):
             script.alloc(2 * rows * columns, Category.WORKSPACE, name="dummy weight gradients")
         if head and self.place.gathers:
@@ -103,6 +112,14 @@ class _Rank:
             tokens = self.place.sequence // split.cp
             script.alloc(4 * tokens * self.place.shape.head_dim, Category.BUFFER, "float32", "rotary_pos_emb")
         script.begin()
+
+    def _states(self, count: int, shards: int, of: str = "") -> None:
+        script, split = self.script, self.place.split
+        shards = shards if split.zero else 1
+        script.alloc(2 * count, Category.PARAMETER, name=f"{of}parameters")
+        script.alloc(4 * count, Category.GRADIENT, "float32", f"{of}main_grad")
+        for name in ("main_param", "exp_avg", "exp_avg_sq"):
+            script.alloc(-(-4 * count // shards), Category.OPTIMIZER_STATE, "float32", f"{of}{name}")
 
     def _workspaces(self, head: bool) -> None:
         ninth = self.capability[0] >= 9
@@ -115,7 +132,7 @@ class _Rank:
     def _count(self, chunk: Chunk) -> int:
         shape, t = self.place.shape, self.place.split.tp
         table = self._padded * shape.hidden
-        count = chunk.layers * self.place.parameters()
+        count = sum(self.place.parameters(n) for n in range(chunk.first, chunk.first + chunk.layers))
         if chunk.embeds:
             count += table + shape.positions * shape.hidden
         if chunk.has_head:
@@ -143,7 +160,7 @@ class _Rank:
         hidden = self._embed(turn.micro_batch) if chunk.embeds else script.keep(place.between, name="received")
         kept = []
         for number in range(chunk.first, chunk.first + chunk.layers):
-            saved, hidden = Layer(script, place, f"decoder.layers.{number}").forward(hidden)
+            saved, hidden = layer_of(script, place, number).forward(hidden)
             kept.append(saved)
         output: int | None = None
         if chunk.has_head:
@@ -184,7 +201,11 @@ class _Rank:
         script.op("aten._log_softmax.default", moved_bytes=3 * place.tokens * self._padded * 2)
         losses = script.keep(place.tokens * 4)
         self._head_kept = (hidden, norm, statistics, losses)
-        return logits
+        if place.fused_loss:
+            return logits
+        softmax = script.keep(place.tokens * self._padded * 4)  # tensor_parallel/cross_entropy.py, in place
+        script.free(logits)
+        return softmax
 
     def _output_product(self, *, accumulates: bool = False) -> None:
         place, hidden = self.place, self.place.shape.hidden
@@ -199,7 +220,7 @@ class _Rank:
         else:
             gradient = script.alloc(place.between, name="received")
         for saved, number in zip(reversed(kept), reversed(range(chunk.first, chunk.first + chunk.layers)), strict=True):
-            gradient = Layer(script, place, f"decoder.layers.{number}").backward(saved, gradient)
+            gradient = layer_of(script, place, number).backward(saved, gradient)
         if self._sent_before is not None:
             script.free(self._sent_before)
             self._sent_before = None
@@ -214,6 +235,9 @@ class _Rank:
     def _backward_head(self, logits: int) -> int:
         script, place = self.script, self.place
         script.module = "output_layer"
+        if not place.fused_loss:  # the gradient takes the place of what was kept, and is then made bfloat16
+            softmax, logits = logits, script.alloc(place.tokens * self._padded * 2)
+            script.free(softmax)
         if place.gathers:
             script.send("all_gather", "tp", place.whole)
         partial = script.alloc(place.whole)
@@ -249,7 +273,8 @@ class _Rank:
         script.phase, script.module = Phase.OPTIMIZER, "optimizer"
         before = len(script.ops)
         mine = self.parameters // (split.shards if split.zero else 1)
-        script.op("aten.zero_.default", moved_bytes=4 * self.parameters, dtype="float32")
+        mine += self.experts // (split.shards // split.ep if split.zero else 1)
+        script.op("aten.zero_.default", moved_bytes=4 * (self.parameters + self.experts), dtype="float32")
         script.op("aten.linalg_vector_norm.default", moved_bytes=4 * mine, dtype="float32")
         script.op("aten._fused_adam_.default", moved_bytes=30 * mine, dtype="float32")  # reads 16 B, writes 14 B
         self.ops += script.ops[before:]

@@ -24,6 +24,7 @@ class Place:
     split: Split
     sequence: int
     recompute: str  # none, selective or full
+    fused_loss: bool = True  # Transformer Engine's cross entropy; else Megatron's own, in float32
 
     @property
     def tokens(self) -> int:
@@ -74,7 +75,7 @@ class Place:
         return self.split.tp > 1 and self.split.sequence_parallel
 
     def weights(self) -> dict[str, tuple[int, int]]:
-        """The layer's matrices as (outputs, inputs) on this rank."""
+        """A plain layer's matrices as (outputs, inputs) on this rank."""
         shape, t = self.shape, self.split.tp
         return {
             "linear_qkv": ((shape.query + 2 * shape.key_value) // t, shape.hidden),
@@ -83,16 +84,51 @@ class Place:
             "linear_fc2": (shape.hidden, shape.ffn // t),
         }
 
-    def parameters(self) -> int:
-        """Of one layer on this rank."""
-        shape, t = self.shape, self.split.tp
-        count = sum(rows * columns for rows, columns in self.weights().values())
+    def is_routed(self, number: int) -> bool:
+        """Whether layer ``number`` has experts."""
+        return self.shape.experts is not None and number >= self.shape.experts.dense_layers
+
+    def matrices(self, number: int) -> list[tuple[int, int]]:
+        """Layer ``number``'s matrices as (outputs, inputs), of all experts one."""
+        shape, found = self.shape, self.weights()
+        own, latent = shape.experts, shape.latent
+        if latent is not None:
+            found = {name: size for name, size in found.items() if "fc" in name}
+            width, h = shape.heads * (latent.plain + latent.rotary), shape.hidden
+            found["kv_down"] = (latent.key_rank + latent.rotary, h)
+            found["kv_up"] = (shape.heads * (latent.plain + latent.value), latent.key_rank)
+            found["proj"] = (h, shape.heads * latent.value)
+            found |= {"q_down": (latent.query_rank, h), "q_up": (width, latent.query_rank)} if latent.query_rank else {
+                "q": (width, h)
+            }  # fmt: skip
+        if own is not None and self.is_routed(number):
+            found = {name: size for name, size in found.items() if "fc" not in name}
+            found |= {"expert_fc1": (2 * own.inner, shape.hidden), "expert_fc2": (shape.hidden, own.inner)}
+            if own.shared:
+                found |= {"shared_fc1": (2 * own.shared, shape.hidden), "shared_fc2": (shape.hidden, own.shared)}
+        return list(found.values())
+
+    def parameters(self, number: int = 0) -> int:
+        """Of layer ``number`` on this rank, its experts left out."""
+        shape, t, own = self.shape, self.split.tp, self.shape.experts
+        count = sum(rows * columns for rows, columns in self.matrices(number))
         count += 2 * shape.hidden * (2 if shape.layer_norm else 1)
+        if own is not None and self.is_routed(number):
+            count += shape.hidden * own.count - 3 * own.inner * shape.hidden
+        if shape.latent is not None:
+            count += shape.latent.query_rank + shape.latent.key_rank
         if shape.qkv_bias:
             count += (shape.query + 2 * shape.key_value) // t
         if shape.bias:
             count += 2 * shape.hidden + shape.ffn * (2 if shape.gated else 1) // t
         return count
+
+    def expert_parameters(self, number: int) -> int:
+        """Of layer ``number``'s experts on this rank."""
+        own = self.shape.experts
+        if own is None or not self.is_routed(number):
+            return 0
+        return own.count // self.split.ep * 3 * own.inner * self.shape.hidden
 
 
 @dataclass
@@ -123,24 +159,28 @@ class Layer:
         return saved, output
 
     def _forward(self, saved: Saved) -> int:
-        script, place = self.script, self.place
         keep = saved.kept
-        with_mask = place.shape.dropout
+        keep["middle"] = self._add(self._forward_attention(keep), "mask1", keep)
+        return self._add(self._forward_mlp(keep), "mask2", keep)
+
+    def _forward_attention(self, keep: dict[str, int]) -> int:
+        script, place = self.script, self.place
         self._norm("input_layernorm", "ln1", keep)
         mixed = self._column("self_attention.linear_qkv", "linear_qkv", place.query + 2 * place.key)
         keep["qkv"] = script.keep(place.query + 2 * place.key)  # rotated, or made contiguous
         self._move(2 * (place.query + 2 * place.key))
         script.free(mixed)
         self._attention(keep)
-        out = self._row("self_attention.linear_proj", "linear_proj")
-        keep["middle"] = self._add(out, "mask1", keep, with_mask)
+        return self._row("self_attention.linear_proj", "linear_proj")
+
+    def _forward_mlp(self, keep: dict[str, int]) -> int:
+        script, place = self.script, self.place
         self._norm("pre_mlp_layernorm", "ln2", keep)
         keep["fc1"] = self._column("mlp.linear_fc1", "linear_fc1", place.wide)
         self._at("mlp")
         keep["act"] = script.keep(place.inner)
         self._move(place.wide + place.inner)
-        out = self._row("mlp.linear_fc2", "linear_fc2")
-        return self._add(out, "mask2", keep, with_mask)
+        return self._row("mlp.linear_fc2", "linear_fc2")
 
     def _attention(self, keep: dict[str, int]) -> None:
         script, place = self.script, self.place
@@ -198,11 +238,11 @@ class Layer:
         script.free(partial)
         return made
 
-    def _add(self, out: int, mask: str, keep: dict[str, int], with_mask: bool) -> int:
+    def _add(self, out: int, mask: str, keep: dict[str, int]) -> int:
         """Dropout, and the sum with the residual stream."""
         script, place = self.script, self.place
         self._at("")
-        if with_mask:
+        if place.shape.dropout:
             keep[mask] = script.keep(place.between // _WIDTH)
         total = script.keep(place.between)
         self._move(3 * place.between)
@@ -284,7 +324,7 @@ class Layer:
         self, module: str, weight: str, output: int, norm: str, saved: Saved, gradient: int, residual: int | None
     ) -> int:
         """Product and norm before it, and the sum with the residual stream's gradient."""
-        script, place, keep = self.script, self.place, saved.kept
+        script, place = self.script, self.place
         self._at(module)
         gathered = None
         if place.gathers:
@@ -299,9 +339,22 @@ class Layer:
         if gathered is not None:
             script.free(gathered, partial)
         script.free(output)
+        return self._backward_norm(norm, saved.kept, gradient, scattered, None, residual)
+
+    def _backward_norm(
+        self, norm: str, keep: dict[str, int], gradient: int, first: int, second: int | None, residual: int | None = None
+    ) -> int:
+        """From the gradients of a norm's readers and of the residual stream to that of its input."""
+        script, place = self.script, self.place
+        self._at(norm)
+        if second is not None:
+            both = script.alloc(place.between)
+            self._move(3 * place.between)
+            script.free(first, second)
+            first = both
         before = script.alloc(place.between)
         self._move(3 * place.between)
-        script.free(scattered, keep.pop(norm), keep.pop(f"{norm}_statistics"))
+        script.free(first, keep.pop(norm), keep.pop(f"{norm}_statistics"))
         total = script.alloc(place.between)
         self._move(3 * place.between)
         script.free(gradient, before)
@@ -317,8 +370,13 @@ class Layer:
     def _product(self, weight: str, *, accumulates: bool = False) -> None:
         """One product; a weight gradient is added to its float32 buffer."""
         rows, columns = self.place.weights()[weight]
-        tokens = self.place.tokens
-        moved = _WIDTH * (tokens * (rows + columns)) + rows * columns * (8 if accumulates else _WIDTH)
+        self._product_of(rows, columns, self.place.tokens, accumulates=accumulates)
+
+    def _product_of(
+        self, rows: int, columns: int, tokens: int, *, accumulates: bool = False, copies: int = 1
+    ) -> None:
+        """``copies`` matrices share the tokens."""
+        moved = _WIDTH * (tokens * (rows + columns)) + copies * rows * columns * (8 if accumulates else _WIDTH)
         self.script.op("aten.mm.default", flops=2 * tokens * rows * columns, moved_bytes=moved)
 
     def _core(self, passes: int) -> None:

@@ -102,11 +102,13 @@ def estimate_ranks(
     checkpointing: str | None = None,
     gpu: str | catalog.Gpu | None = None,
     alloc_conf: str = "",
+    fused_loss: bool = True,
 ) -> ParallelEstimate:
     """What every rank of a training step of ``model`` takes when it is split as ``split`` says.
 
     ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
-    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW). Ranks that are alike are
+    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW; ``fused_loss`` is its
+    ``--cross-entropy-loss-fusion`` by Transformer Engine). Ranks that are alike are
     worked out once. Raises UsageError for what does not divide, naming the nearest that does, and UnsupportedError for
     what the engine does not do.
     """
@@ -123,7 +125,8 @@ def estimate_ranks(
     source = find_model(model)
     place = place_of(gpu)
     job = ParallelJob(
-        source=source, workload=workload, split=split, sequence=seq or _tokens(source), capability=capability_of(place)
+        source=source, workload=workload, split=split, sequence=seq or _tokens(source), capability=capability_of(place),
+        fused_loss=fused_loss,
     )
     stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
     return _assembled(job, engine, stages, place, alloc_conf, notes)

@@ -21,11 +21,16 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     split, workload = job.split, job.workload
     _check(job)
     shape = shape_of(job.source)
+    if (shape.experts or shape.latent) and (split.tp > 1 or split.cp > 1):
+        raise UnsupportedError(
+            f"{shape.name} was to be split by --tp {split.tp} --cp {split.cp}.",
+            "Experts and latent attention are modelled on whole layers.", "Use --ep, --pp and --dp.",
+        )  # fmt: skip
     check_sizes(split, shape.sizes(job.sequence), even_stages=True)
     made = (
         stage_trace(
             shape, split, stage, sequence=job.sequence, recompute=workload.checkpointing or "none",
-            capability=job.capability,
+            capability=job.capability, fused_loss=job.fused_loss,
         )
         for stage in range(split.pp)
     )  # fmt: skip
@@ -54,4 +59,6 @@ def _facts(made: StageTrace, split: Split) -> StageFacts:
     once = [Sent(kind=kind, axis="shard", bytes=4 * made.parameters, phase=Phase.OPTIMIZER)]
     if split.zero:
         once.append(Sent(kind="all_gather", axis="shard", bytes=2 * made.parameters, phase=Phase.OPTIMIZER))
+    if made.expert_parameters and split.shards > split.ep:
+        once.append(Sent(kind=kind, axis="shard", bytes=4 * made.expert_parameters, phase=Phase.OPTIMIZER))
     return StageFacts(trace=made.trace, ops=made.ops, sent=made.sent, once=tuple(once))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Trace
-from brim.errors import BudgetError, UsageError
+from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.estimation.parallel import Split, check_sizes, in_flight
 from brim.estimation.parallel_megatron import stage_trace
 from brim.estimation.parallel_script import Sent
@@ -80,6 +80,11 @@ def meshes(
     ``global_batch`` 0: eight sequences for each GPU. Raises UsageError where nothing divides, BudgetError where nothing
     fits, naming how many GPUs would hold the model's states.
     """
+    if shape.experts:
+        raise UnsupportedError(
+            f"The fastest mesh for {shape.name} was asked for.", "Experts are not searched over.",
+            "Look at single ones: brim estimate --gpus, with --ep.",
+        )  # fmt: skip
     batch = global_batch or _SEQUENCES_PER_GPU * gpus
     pieces = _Pieces(shape, gpu, sequence)
     found = [mesh for split in _splits(shape, gpus, gpus_per_node, sequence, batch) for mesh in pieces.meshes(split)]

@@ -108,8 +108,43 @@ def test_shapes_are_read_from_configurations():
     gpt = shape_of(find_model("gpt3-175b"))
     assert (gpt.layers, gpt.hidden, gpt.ffn, gpt.positions) == (96, 12288, 49152, 2048)
     assert gpt.bias and gpt.layer_norm and gpt.tied and gpt.dropout and not gpt.gated
-    with pytest.raises(UnsupportedError, match="mixture of experts"):
-        shape_of(find_model("mixtral-8x7b"))
+    with pytest.raises(UnsupportedError, match="mamba"):
+        shape_of(find_model("mamba-130m"))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("mixtral-8x7b", 46.7), ("deepseek-v3", 671.0), ("llama-3.1-405b", 405.9)]
+)
+def test_published_models_have_their_parameters(name, billions):
+    """All experts of all ranks; the vocabulary is padded to a multiple of 128."""
+    split = Split(gpus=8, ep=8 if name != "llama-3.1-405b" else 1)
+    made = stage_trace(shape_of(find_model(name)), split, 0, sequence=128, recompute="full")
+    assert (made.parameters + split.ep * made.expert_parameters) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_experts_states_are_split_over_the_ranks_that_have_the_same():
+    shape = shape_of(find_model("mixtral-8x7b"))
+    split = Split(gpus=8, ep=4, zero=1)
+    made = stage_trace(shape, split, 0, sequence=128, recompute="none")
+    states = sum(s.bytes for s in made.trace.storages if s.category is Category.OPTIMIZER_STATE)
+    assert states == pytest.approx(12 * (made.parameters / 8 + made.expert_parameters / 2), abs=32)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3"])
+def test_everything_that_experts_and_latent_attention_make_is_let_go(name, recompute):
+    shape = dataclasses.replace(shape_of(find_model(name)), layers=4)
+    made = stage_trace(shape, Split(gpus=8, ep=8, zero=1), 0, sequence=128, recompute=recompute).trace
+    assert not [s for s in made.storages if s.died is None and s.born >= made.step_starts[0]]
+
+
+def test_an_unfused_loss_keeps_its_softmax_in_float32():
+    fused, plain = (
+        stage_trace(GPT, Split(gpus=1), 0, sequence=SEQUENCE, recompute="full", fused_loss=fused).trace
+        for fused in (True, False)
+    )
+    kept = [max(s.bytes for s in made.storages if s.category is Category.ACTIVATION) for made in (fused, plain)]
+    assert kept == [2 * SEQUENCE * 51200, 4 * SEQUENCE * 51200]
 
 
 @pytest.fixture(scope="module")
