@@ -14,6 +14,7 @@ from brim.estimation.parallel_script import Script
 from brim.estimation.parallel_shape import Shape
 
 _WIDTH = 2  # bytes of bfloat16
+_NORMS = {"ln1": "input_layernorm", "ln2": "pre_mlp_layernorm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +347,7 @@ class Layer:
     ) -> int:
         """From the gradients of a norm's readers and of the residual stream to that of its input."""
         script, place = self.script, self.place
-        self._at(norm)
+        self._at(_NORMS[norm])
         if second is not None:
             both = script.alloc(place.between)
             self._move(3 * place.between)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.checkpointing import blocks
@@ -121,6 +123,7 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
     PyTorch's fake process group. Raises UsageError where the process is in a group already.
     """
     import torch.distributed._meta_registrations  # gives collectives on fake tensors their shapes
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -130,6 +133,13 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
         )  # fmt: skip
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        yield
+        with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta", _shape_only):
+            yield
     finally:
         dist.destroy_process_group()
+
+
+def _shape_only(propagator: Any, schema: Any) -> Any:
+    """DTensor works out a whole result's shape with an operation of its own, which no rank runs: unseen by traces."""
+    with _disable_current_modes():
+        return propagator._propagate_tensor_meta_cached(schema)
