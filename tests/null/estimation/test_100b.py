@@ -66,6 +66,7 @@ def test_brims_column_is_what_brim_says(estimates):
     assert table("activations")[2] == f"{parts['activations']:,} B"
     rest = parts["workspaces"] + parts["temporary"]
     assert table("workspaces, and what a backward pass has in its hands")[2] == f"{rest:,} B"
+    assert table("blocks of 512 B that are not full")[2] == f"{parts['rounding']:,} B"
     assert table("allocated")[2] == f"{found.peak_bytes.allocated:,} B"
 
 
