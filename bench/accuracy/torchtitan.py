@@ -30,7 +30,7 @@ from brim.estimation.insertion import deepened
 from brim.techniques.sharding import alone
 
 _BATCH, _TOKENS, _WIDTH, _INNER, _HEADS, _GROUPS, _VOCABULARY = 2, 8192, 4096, 14336, 32, 8, 128256
-_LAYERS, _FEW = 32, (3, 4, 5)
+_LAYERS, _FEW = 32, (4, 6, 8)  # FSDP2 lets weights go two layers later: two layers are what repeats
 # method of the table -> ranks, whether the loss is compiled
 RUNS = {
     ("8x H100", "FSDP"): (8, False),
@@ -169,7 +169,7 @@ def _traced(layers: int, ranks: int, compiled: bool) -> Trace:
 
 def peak_bytes(ranks: int, compiled: bool) -> int:
     """Reserved at the peak, by a trace of a few layers of which one is repeated."""
-    found = deepened([_traced(layers, ranks, compiled) for layers in _FEW], _LAYERS - _FEW[0])
+    found = deepened([_traced(layers, ranks, compiled) for layers in _FEW], (_LAYERS - _FEW[0]) // 2)
     if found is None:
         raise RuntimeError("the layers of torchtitan's model do not repeat")
     return int(brim.simulate(found.trace, None).peak_bytes.reserved)

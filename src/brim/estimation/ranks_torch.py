@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brim.core import Op, Phase, Trace
+from brim.core import Category, Op, Phase, Storage, Trace
 from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.insertion import deepened
 from brim.estimation.models import short, transformers_config
@@ -32,8 +32,8 @@ from brim.predict.tracer import trace
 from brim.techniques import checkpointing, pipeline, sharding
 
 _STEPS = 2  # the first makes the optimizer's state
-_FEWEST = 6  # layers of a stage from which on three shallower ones are traced and one layer repeated
-_SHALLOW = (2, 3, 4)
+_FEWEST = 8  # layers of a stage from which on three shallower ones are traced and two layers repeated
+_UNIT = 2  # FSDP2 lets a layer's weights go while the next but one is gathered: two layers are what repeats
 _TYPES = {"bf16": (torch.bfloat16, None), "fp32": (torch.float32, None), "bf16-mixed": (torch.float32, torch.bfloat16)}
 # Collectives as traces name them -> kind, and whether the whole is what is read.
 _COLLECTIVES = {
@@ -105,9 +105,11 @@ def _sizes(job: ParallelJob) -> Sizes:
 
 
 def _traced(job: ParallelJob, part: pipeline.Part) -> Trace:
-    """The stage's step with two micro-batches; of a deep one, a layer of a shallower one repeated where that is exact."""
+    """The stage's step with two micro-batches; of a deep one, two layers of shallower ones repeated where that is exact."""
     if part.layers >= _FEWEST:
-        found = deepened([_of_layers(job, part, layers) for layers in _SHALLOW], part.layers - _SHALLOW[0])
+        least = _UNIT + part.layers % _UNIT
+        few = [_of_layers(job, part, least + more * _UNIT) for more in range(3)]
+        found = deepened(few, (part.layers - least) // _UNIT)
         if found is not None:
             return found.trace
     return _of_layers(job, part, part.layers)
@@ -138,7 +140,13 @@ def _as_sharded(made: Trace) -> Trace:
     """Without what building lets go: real programs build on ``meta`` and make their shards only."""
     start = made.step_starts[0]
     kept = [storage for storage in made.storages if storage.died is None or storage.died >= start]
+    kept = [storage for storage in kept if not _counts_steps(storage)]
     return replace(made, storages=tuple(replace(storage, id=index) for index, storage in enumerate(kept)))
+
+
+def _counts_steps(storage: Storage) -> bool:
+    """PyTorch keeps an optimizer's step counters in RAM (torch/optim/adam.py, not fused and not capturable)."""
+    return storage.category is Category.OPTIMIZER_STATE and storage.bytes == 4
 
 
 class _Program:

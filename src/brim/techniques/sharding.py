@@ -133,13 +133,13 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
         )  # fmt: skip
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta", _shape_only):
+        with mock.patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", _unseen):
             yield
     finally:
         dist.destroy_process_group()
 
 
-def _shape_only(propagator: Any, schema: Any) -> Any:
-    """DTensor works out a whole result's shape with an operation of its own, which no rank runs: unseen by traces."""
+def _unseen(propagator: Any, schema: Any) -> Any:
+    """DTensor works out a whole result's shape with operations of its own, which no rank runs: unseen by traces."""
     with _disable_current_modes():
-        return propagator._propagate_tensor_meta_cached(schema)
+        return propagator.propagate_op_sharding(schema)
