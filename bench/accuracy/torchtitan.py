@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -26,11 +26,11 @@ import brim
 from accuracy import ground_truth
 from accuracy.torchtune import CompiledLoss
 from brim.core import Trace
-from brim.estimation.insertion import deepened
+from brim.estimation.parallel_depth import deepened_in_pairs
 from brim.techniques.sharding import alone
 
 _BATCH, _TOKENS, _WIDTH, _INNER, _HEADS, _GROUPS, _VOCABULARY = 2, 8192, 4096, 14336, 32, 8, 128256
-_LAYERS, _FEW = 32, (4, 6, 8)  # FSDP2 lets weights go two layers later: two layers are what repeats
+_LAYERS, _FEW = 32, (4, 6, 8)
 # method of the table -> ranks, whether the loss is compiled
 RUNS = {
     ("8x H100", "FSDP"): (8, False),
@@ -135,10 +135,9 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor, compiled: bool) -> torch.T
     return functional.cross_entropy(flat.float(), targets)
 
 
-def _program(layers: int, ranks: int, compiled: bool) -> Callable[[], Callable[[], None]]:
+def _program(layers: int, mesh: DeviceMesh, compiled: bool) -> Callable[[], Callable[[], None]]:
     def build() -> Callable[[], None]:
         model = Model(layers)
-        mesh = init_device_mesh("cpu", (ranks,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for number, block in enumerate(model.layers):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=number < layers - 1)
@@ -161,7 +160,8 @@ def _program(layers: int, ranks: int, compiled: bool) -> Callable[[], Callable[[
 
 def _traced(layers: int, ranks: int, compiled: bool) -> Trace:
     with alone(ranks):
-        made = brim.trace(_program(layers, ranks, compiled), steps=2, target="cuda", capability=(9, 0))
+        mesh = init_device_mesh("cpu", (ranks,))
+        made = brim.trace(_program(layers, mesh, compiled), steps=2, target="cuda", capability=(9, 0))
     start = made.step_starts[0]  # torchtitan builds on meta: only shards are ever made
     kept = [s for s in made.storages if s.died is None or s.died >= start]
     return replace(made, storages=tuple(replace(s, id=index) for index, s in enumerate(kept)))
@@ -169,10 +169,10 @@ def _traced(layers: int, ranks: int, compiled: bool) -> Trace:
 
 def peak_bytes(ranks: int, compiled: bool) -> int:
     """Reserved at the peak, by a trace of a few layers of which one is repeated."""
-    found = deepened([_traced(layers, ranks, compiled) for layers in _FEW], (_LAYERS - _FEW[0]) // 2)
+    found = deepened_in_pairs([_traced(layers, ranks, compiled) for layers in _FEW], _LAYERS - _FEW[0])
     if found is None:
         raise RuntimeError("the layers of torchtitan's model do not repeat")
-    return int(brim.simulate(found.trace, None).peak_bytes.reserved)
+    return int(brim.simulate(found, None).peak_bytes.reserved)
 
 
 def measured() -> Iterator[tuple[tuple[str, str], float]]:

@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from brim.core import Category, Op, Phase, Storage, Trace
 from brim.errors import BrimError, ModelError, UnsupportedError
-from brim.estimation.insertion import deepened
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.parallel import Sizes, Split, check_sizes, stage_layers
 from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, Composer
+from brim.estimation.parallel_depth import UNIT, deepened_in_pairs
 from brim.estimation.parallel_job import ParallelJob, StageFacts
 from brim.estimation.parallel_schedule import brief, turns
 from brim.estimation.parallel_script import Sent
@@ -33,7 +35,6 @@ from brim.techniques import checkpointing, pipeline, sharding
 
 _STEPS = 2  # the first makes the optimizer's state
 _FEWEST = 8  # layers of a stage from which on three shallower ones are traced and two layers repeated
-_UNIT = 2  # FSDP2 lets a layer's weights go while the next but one is gathered: two layers are what repeats
 _TYPES = {"bf16": (torch.bfloat16, None), "fp32": (torch.float32, None), "bf16-mixed": (torch.float32, torch.bfloat16)}
 # Collectives as traces name them -> kind, and whether the whole is what is read.
 _COLLECTIVES = {
@@ -107,11 +108,11 @@ def _sizes(job: ParallelJob) -> Sizes:
 def _traced(job: ParallelJob, part: pipeline.Part) -> Trace:
     """The stage's step with two micro-batches; of a deep one, two layers of shallower ones repeated where that is exact."""
     if part.layers >= _FEWEST:
-        least = _UNIT + part.layers % _UNIT
-        few = [_of_layers(job, part, least + more * _UNIT) for more in range(3)]
-        found = deepened(few, (part.layers - least) // _UNIT)
+        least = UNIT + part.layers % UNIT
+        few = [_of_layers(job, part, least + more * UNIT) for more in range(3)]
+        found = deepened_in_pairs(few, part.layers - least)
         if found is not None:
-            return found.trace
+            return found
     return _of_layers(job, part, part.layers)
 
 
@@ -123,6 +124,7 @@ def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
     split = job.split
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
+            program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
             made = trace(
                 program.build, steps=_STEPS, target="cuda", model=job.source.name, capability=job.capability
             )
@@ -152,6 +154,8 @@ def _counts_steps(storage: Storage) -> bool:
 class _Program:
     """One rank's program: ``build`` gives its step of two micro-batches. Nothing names a device: all is traced."""
 
+    mesh: DeviceMesh
+
     def __init__(self, job: ParallelJob, part: pipeline.Part) -> None:
         self.job, self.part = job, part
 
@@ -163,16 +167,13 @@ class _Program:
         if (job.workload.checkpointing or "none") != "none":
             names = checkpointing.blocks(model)
             checkpointing.apply(model, dict.fromkeys(names, str(job.workload.checkpointing)))
-        mesh = sharding.mesh_of(split.shards, split.tp, "cpu")
         handle = sharding.apply(
-            model, mesh,
+            model, self.mesh,
             sharding.Sharding(zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes),
         )  # fmt: skip
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
-        for group in optimizer.param_groups:
-            if "foreach" in group:
-                group["foreach"] = True  # what PyTorch takes on a GPU
+        _group(optimizer)
         return self._step(model, handle, optimizer, computes or weights)
 
     def _model(self, weights: torch.dtype) -> nn.Module:
@@ -219,6 +220,17 @@ class _Program:
         config: Any = transformers_config(self.job.source)
         tokens = self.job.sequence // (split.tp if split.sequence_parallel else 1)
         return split.micro_batch, tokens, int(config.hidden_size)
+
+
+def _group(optimizer: Any) -> None:
+    """By ``foreach``, as PyTorch does on a GPU; it takes DTensors and plain tensors one after the other."""
+    apart = []
+    for group in optimizer.param_groups:
+        for kind in (True, False):
+            own = [parameter for parameter in group["params"] if isinstance(parameter, DTensor) is kind]
+            if own:
+                apart.append({**group, "params": own} | ({"foreach": True} if "foreach" in group else {}))
+    optimizer.param_groups = apart
 
 
 def _precision(job: ParallelJob) -> str:

@@ -13,8 +13,9 @@ Rajbhandari et al., arXiv 1910.02054; Zhao et al., arXiv 2304.11277. brim sends 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -133,13 +134,30 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
         )  # fmt: skip
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
-        with mock.patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", _unseen):
+        with ExitStack() as stack:
+            stack.enter_context(
+                mock.patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", _propagated)
+            )
+            for name in ("__init__", "__getitem__", "_concatenate"):
+                stack.enter_context(mock.patch.object(DeviceMesh, name, _unseen(vars(DeviceMesh)[name])))
             yield
     finally:
         dist.destroy_process_group()
 
 
-def _unseen(propagator: Any, schema: Any) -> Any:
-    """DTensor works out a whole result's shape with operations of its own, which no rank runs: unseen by traces."""
+def _propagated(propagator: Any, schema: Any) -> Any:
+    """DTensor works out a whole result's shape with operations of its own, which no rank runs."""
     with _disable_current_modes():
         return propagator.propagate_op_sharding(schema)
+
+
+def _unseen(function: Any) -> Any:
+    """The same function, run beside a trace: a mesh looks its own numbers up in tensors."""
+    inner = function.__func__ if isinstance(function, staticmethod) else function
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return inner(*args, **kwargs)
+
+    return staticmethod(call) if isinstance(function, staticmethod) else call
