@@ -3,9 +3,8 @@
 The model, its selective checkpointing (products saved but every second one, attention saved) and FSDP2 are written after
 torchtitan of that time (torchtitan/models/llama/model.py, parallelisms/parallelize_llama.py): float32 parameters,
 bfloat16 compute, float32 reduction, AdamW by ``foreach``, gradients clipped. One rank is traced in PyTorch's fake
-process group. In the compiled runs the loss is one kernel (``accuracy.torchtune.CompiledLoss`` says why); layers keep the
-same, as selective checkpointing tells the compiler what to save. Rows with Float8, tensor or context parallelism are left
-out: brim does not model what they compile.
+process group. Rows that are compiled, all those with Float8, tensor, context or pipeline parallelism among them, are left
+out: brim does not model a compiler.
 """
 
 from __future__ import annotations
@@ -24,20 +23,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import brim
 from accuracy import ground_truth
-from accuracy.torchtune import CompiledLoss
 from brim.core import Trace
 from brim.estimation.parallel_depth import deepened_in_pairs
 from brim.techniques.sharding import alone
 
 _BATCH, _TOKENS, _WIDTH, _INNER, _HEADS, _GROUPS, _VOCABULARY = 2, 8192, 4096, 14336, 32, 8, 128256
-_LAYERS, _FEW = 32, (4, 6, 8)
-# method of the table -> ranks, whether the loss is compiled
-RUNS = {
-    ("8x H100", "FSDP"): (8, False),
-    ("8x H100", "FSDP + torch.compile"): (8, True),
-    ("128x H100", "FSDP"): (128, False),
-    ("128x H100", "FSDP + torch.compile"): (128, True),
-}
+_LAYERS, _FEW = 32, (2, 4, 6)
+# GPUs and method of the table -> ranks
+RUNS = {("8x H100", "FSDP"): 8, ("128x H100", "FSDP"): 128}
 
 
 class Norm(nn.Module):
@@ -127,15 +120,7 @@ def _contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _loss(logits: torch.Tensor, labels: torch.Tensor, compiled: bool) -> torch.Tensor:
-    flat, targets = logits.flatten(0, 1), labels.flatten(0, 1)
-    if compiled:
-        found: torch.Tensor = CompiledLoss.apply(flat, targets)
-        return found
-    return functional.cross_entropy(flat.float(), targets)
-
-
-def _program(layers: int, mesh: DeviceMesh, compiled: bool) -> Callable[[], Callable[[], None]]:
+def _program(layers: int, mesh: DeviceMesh) -> Callable[[], Callable[[], None]]:
     def build() -> Callable[[], None]:
         model = Model(layers)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -148,7 +133,7 @@ def _program(layers: int, mesh: DeviceMesh, compiled: bool) -> Callable[[], Call
         def step() -> None:
             optimizer.zero_grad()
             logits = model(tokens)
-            loss = _loss(logits, tokens, compiled)
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(0, 1))
             del logits
             loss.backward()
             optimizer.step()
@@ -158,18 +143,18 @@ def _program(layers: int, mesh: DeviceMesh, compiled: bool) -> Callable[[], Call
     return build
 
 
-def _traced(layers: int, ranks: int, compiled: bool) -> Trace:
+def _traced(layers: int, ranks: int) -> Trace:
     with alone(ranks):
         mesh = init_device_mesh("cpu", (ranks,))
-        made = brim.trace(_program(layers, mesh, compiled), steps=2, target="cuda", capability=(9, 0))
+        made = brim.trace(_program(layers, mesh), steps=2, target="cuda", capability=(9, 0))
     start = made.step_starts[0]  # torchtitan builds on meta: only shards are ever made
     kept = [s for s in made.storages if s.died is None or s.died >= start]
     return replace(made, storages=tuple(replace(s, id=index) for index, s in enumerate(kept)))
 
 
-def peak_bytes(ranks: int, compiled: bool) -> int:
+def peak_bytes(ranks: int) -> int:
     """Reserved at the peak, by a trace of a few layers of which one is repeated."""
-    found = deepened_in_pairs([_traced(layers, ranks, compiled) for layers in _FEW], _LAYERS - _FEW[0])
+    found = deepened_in_pairs([_traced(layers, ranks) for layers in _FEW], _LAYERS - _FEW[0])
     if found is None:
         raise RuntimeError("the layers of torchtitan's model do not repeat")
     return int(brim.simulate(found, None).peak_bytes.reserved)

@@ -1,7 +1,7 @@
-"""A pipeline rank's step from one that did two micro-batches after one another: any number, in any order.
+"""A pipeline rank's step from one that did three micro-batches after one another: any number, in any order.
 
-The first micro-batch is told apart because gradients are born in its backward pass; all others are like the second.
-Every forward and every backward is a stretch of the trace between marks, and is written again, as it was, at its turn.
+The first micro-batch is told apart because gradients are born in its backward pass, the last because what ZeRO puts off
+is done in it; all others are like the second. A step of two or of one is traced as such. Every forward and every backward is a stretch of the trace between marks, and is written again, as it was, at its turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from brim.estimation.parallel_schedule import Turn
 
 FORWARD, BACKWARD, OPTIMIZER = "brim.forward", "brim.backward", "brim.optimizer"
 _MARKS = (FORWARD, BACKWARD, OPTIMIZER)
-_TRACED = 2  # micro-batches
+TRACED = 3  # micro-batches, where the step has as many
 
 
 @dataclass(frozen=True)
@@ -29,29 +29,33 @@ class _Stretch:
 
 
 class Composer:
-    """Reads a trace whose last step did two micro-batches, each begun and turned back at a mark."""
+    """Reads a trace whose last step did three micro-batches (or fewer), each begun and turned back at a mark."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         marks = [op for op in trace.ops if op.name in _MARKS and op.at >= trace.step_starts[-1]]
         names = [op.name for op in marks]
-        assert names == [FORWARD, BACKWARD] * _TRACED + [OPTIMIZER], f"the last step's marks are {names}"
+        self.traced = len(names) // 2
+        assert names == [FORWARD, BACKWARD] * self.traced + [OPTIMIZER], f"the last step's marks are {names}"
         end = 1 + max(op.at for op in trace.ops)
         end = max([end, *(1 + s.born for s in trace.storages), *(1 + (s.died or 0) for s in trace.storages)])
         bounds = [*(op.at for op in marks), end]
         self._before = _Stretch(0, bounds[0], -1, "before")
         self._parts = [
-            _Stretch(bounds[index], bounds[index + 1], index // 2, names[index]) for index in range(2 * _TRACED)
+            _Stretch(bounds[index], bounds[index + 1], index // 2, names[index]) for index in range(2 * self.traced)
         ]
         self._after = _Stretch(bounds[-2], end, -1, "after")
         self._stretches = [self._before, *self._parts, self._after]
 
-    def part(self, micro_batch: int, *, forward: bool) -> _Stretch:
-        return self._parts[2 * min(micro_batch, _TRACED - 1) + (not forward)]
+    def part(self, micro_batch: int, of: int, *, forward: bool) -> _Stretch:
+        """What micro-batch ``micro_batch`` of ``of`` is like."""
+        last = self.traced - 1
+        like = last if micro_batch == of - 1 else min(micro_batch, max(last - 1, 0))
+        return self._parts[2 * like + (not forward)]
 
     def ops_of(self, micro_batch: int) -> tuple[Op, ...]:
-        """Kernels of one micro-batch."""
-        parts = [self.part(micro_batch, forward=forward) for forward in (True, False)]
+        """Operations of one traced micro-batch."""
+        parts = self._parts[2 * micro_batch : 2 * micro_batch + 2]
         return tuple(op for op in self.trace.ops if any(p.start <= op.at < p.end for p in parts))
 
     def optimizer_ops(self) -> tuple[Op, ...]:
@@ -71,8 +75,9 @@ class _Composition:
     def __init__(self, source: Composer, order: Sequence[Turn]) -> None:
         self.source = source
         self.placed: list[tuple[_Stretch, int]] = [(source._before, -1)]
+        of = 1 + max(turn.micro_batch for turn in order)
         self.placed += [
-            (source.part(turn.micro_batch, forward=turn.forward), turn.micro_batch) for turn in order
+            (source.part(turn.micro_batch, of, forward=turn.forward), turn.micro_batch) for turn in order
         ]
         self.placed.append((source._after, -1))
         lengths = [part.end - part.start for part, _ in self.placed]
@@ -107,12 +112,13 @@ class _Composition:
             return None
         if end is part:
             return self.starts[index] + storage.died - part.start
-        if end.micro_batch < 0 and part.micro_batch in (-1, 0):  # gradients, and what was there before the step
-            return self.starts[-2] + storage.died - end.start
-        if part.micro_batch < 0:  # of the step before; let go in a micro-batch: the first turn that is like it
-            return self._first(end, storage.died)
-        if end.micro_batch == part.micro_batch:  # from a forward to its own backward
+        if end.micro_batch == part.micro_batch >= 0:  # from a forward to its own backward
             return self._own(end, key, index, storage.died)
+        last = self.source.traced - 1
+        if end.micro_batch < 0 and part.micro_batch in (-1, 0, last):  # gradients, and what was there before the step
+            return self.starts[-2] + storage.died - end.start
+        if part.micro_batch < 0 or (end.micro_batch == last and part.micro_batch == 0 and last > 1):
+            return self._first(end, storage.died)  # kept through all that lies between
         return self.starts[index + 1]  # until what follows takes its place
 
     def _first(self, end: _Stretch, died: int) -> int:

@@ -1,12 +1,13 @@
 """The pipeline ranks of a training job under PyTorch's own engine, traced as they would run.
 
 ``techniques.pipeline`` cuts the stage, ``techniques.sharding`` splits it by FSDP2 and DTensor, and one process takes the
-place of one rank in PyTorch's fake process group. Two micro-batches are traced; a pipeline's step is put together from
+place of one rank in PyTorch's fake process group. Three micro-batches are traced; a pipeline's step is put together from
 them in its order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.parallel import Sizes, Split, check_sizes, stage_layers
-from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, Composer
+from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, TRACED, Composer
 from brim.estimation.parallel_depth import UNIT, deepened_in_pairs
 from brim.estimation.parallel_job import ParallelJob, StageFacts
 from brim.estimation.parallel_schedule import brief, turns
@@ -46,6 +47,10 @@ _COLLECTIVES = {
     "all_reduce": ("all_reduce", True),
     "all_to_all_single": ("all_to_all", True),
 }
+_BUFFERS = (
+    "pipelining: every stage has room for what it receives of all micro-batches at once, as "
+    "torch.distributed.pipelining makes it (stage.py, _RecvInfo)"
+)
 _TOLD = "engine: PyTorch's FSDP2, DTensor and pipelining, traced on one rank of a fake process group"
 
 
@@ -66,7 +71,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
         if key not in composers:
             composers[key] = Composer(_traced(job, part))
         found.append(_facts(composers[key], job, stage))
-    return found, (_TOLD,)
+    return found, (_TOLD, *((_BUFFERS,) if split.pp > 1 else ()))
 
 
 def _check(job: ParallelJob) -> None:
@@ -106,7 +111,7 @@ def _sizes(job: ParallelJob) -> Sizes:
 
 
 def _traced(job: ParallelJob, part: pipeline.Part) -> Trace:
-    """The stage's step with two micro-batches; of a deep one, two layers of shallower ones repeated where that is exact."""
+    """The stage's step with three micro-batches; of a deep one, two layers of shallower ones repeated where that is exact."""
     if part.layers >= _FEWEST:
         least = UNIT + part.layers % UNIT
         few = [_of_layers(job, part, least + more * UNIT) for more in range(3)]
@@ -152,7 +157,7 @@ def _counts_steps(storage: Storage) -> bool:
 
 
 class _Program:
-    """One rank's program: ``build`` gives its step of two micro-batches. Nothing names a device: all is traced."""
+    """One rank's program: ``build`` gives its step of three micro-batches. Nothing names a device: all is traced."""
 
     mesh: DeviceMesh
 
@@ -193,21 +198,21 @@ class _Program:
         many = split.micro_batches  # torch.distributed.pipelining makes room for all of them (stage.py, _RecvInfo)
         received = None if part.embeds else torch.zeros(many, *shape, dtype=dtype)
         returned = None if part.has_head else torch.zeros(many, *shape, dtype=dtype)
-        pair = min(2, many)
+        traced = min(TRACED, many)
 
         def micro_batch(index: int) -> None:
             mark(FORWARD)
-            given = tokens if received is None else received[index % pair].detach().requires_grad_()
+            given = tokens if received is None else received[index].detach().requires_grad_()
             output = model(given, tokens.clone() if part.has_head else None)
             mark(BACKWARD)
             if returned is None:
                 output.backward()
             else:
-                output.backward(returned[index % pair])
+                output.backward(returned[index])
 
         def step() -> None:
-            for index in range(2):
-                with handle.micro_batch(last=index == 1):
+            for index in range(traced):
+                with handle.micro_batch(last=index == traced - 1):
                     micro_batch(index)
             mark(OPTIMIZER)
             optimizer.step()
@@ -234,8 +239,9 @@ def _group(optimizer: Any) -> None:
 
 
 def _precision(job: ParallelJob) -> str:
-    dtype = str(getattr(transformers_config(job.source), "dtype", None) or "float32").removeprefix("torch.")
-    return "bf16" if dtype in ("bfloat16", "float16") else "fp32"
+    """The configuration's; where it has none, what large models are trained in."""
+    dtype = str(getattr(transformers_config(job.source), "dtype", None)).removeprefix("torch.")
+    return "bf16" if dtype in ("bfloat16", "float16") else "bf16-mixed"
 
 
 def _layers_field(job: ParallelJob) -> str:
@@ -250,7 +256,7 @@ def _facts(composer: Composer, job: ParallelJob, stage: int) -> StageFacts:
     split = job.split
     order = turns(brief(split, stage), stage)
     whole = composer.composed(order)
-    ops = composer.ops_of(1)
+    ops = composer.ops_of(max(composer.traced - 2, 0))  # like most: neither the first nor the last, where there is one
     kernels = [op for op in ops if not _is_collective(op)]
     per_micro_batch = _sent(ops, split)
     hidden = _boundary_bytes(job)
@@ -263,15 +269,26 @@ def _facts(composer: Composer, job: ParallelJob, stage: int) -> StageFacts:
         trace=whole,
         ops=(*kernels, *(op for op in composer.optimizer_ops() if not _is_collective(op))),
         sent=tuple(per_micro_batch),
-        once=(),
-        not_modelled=composer.trace.not_modelled,
+        once=_put_off(composer, per_micro_batch, split),
+        not_modelled=tuple(name for name in composer.trace.not_modelled if not name.endswith("NCCL's buffers")),
     )
+
+
+def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[Sent, ...]:
+    """What the first and the last micro-batch send over data-parallel ranks beyond what all do."""
+    if composer.traced < TRACED:
+        return ()
+    ends = Counter(sent for index in (0, TRACED - 1) for sent in _sent(composer.ops_of(index), split))
+    for sent in usual:
+        ends[sent] -= 2
+    return tuple(sent for sent, count in ends.items() for _ in range(count) if sent.axis == "shard")
 
 
 def _boundary_bytes(job: ParallelJob) -> int:
     split = job.split
     config: Any = transformers_config(job.source)
-    width = 4 if (job.workload.precision or _precision(job)) == "fp32" else 2
+    weights, computes = _TYPES[job.workload.precision or _precision(job)]
+    width = (computes or weights).itemsize
     tokens = job.sequence // (split.tp if split.sequence_parallel else 1)
     return split.micro_batch * tokens * int(config.hidden_size) * width
 

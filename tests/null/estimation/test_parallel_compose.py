@@ -12,7 +12,7 @@ from brim.estimation.simulation import simulate
 from brim.predict.dispatch import mark
 from brim.predict.tracer import trace
 
-TWO = [Turn(micro_batch=m, chunk=0, forward=forward) for m in range(2) for forward in (True, False)]
+THREE = [Turn(micro_batch=m, chunk=0, forward=forward) for m in range(3) for forward in (True, False)]
 
 
 def program(order):
@@ -43,11 +43,11 @@ def program(order):
 
 @pytest.fixture(scope="module")
 def composer():
-    return Composer(program(TWO))
+    return Composer(program(THREE))
 
 
 @pytest.mark.parametrize("stages", [1, 3, 4])
-@pytest.mark.parametrize("micro_batches", [2, 5])
+@pytest.mark.parametrize("micro_batches", [3, 5])
 def test_a_composed_step_takes_what_the_program_in_that_order_takes(composer, stages, micro_batches):
     order = turns(Split(gpus=stages, gpus_per_node=stages, pp=stages, global_batch=micro_batches), 0)
     direct, composed = program(order), composer.composed(order)

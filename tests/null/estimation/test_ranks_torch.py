@@ -10,11 +10,11 @@ from brim.estimation.ranks import estimate_ranks
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
     "tie_word_embeddings": False,
 }  # fmt: skip
 LAYER = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256 + 2 * 128
-PARAMETERS = 4 * LAYER + 2 * 512 * 128 + 128
+PARAMETERS = 2 * LAYER + 2 * 512 * 128 + 128
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +29,19 @@ def estimated(model, **settings):
     return estimate_ranks(model, Split(**settings), engine="torch", seq=64, **others)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_states_are_a_ranks_share(model, zero):
-    found = estimated(model, gpus=4, zero=zero, precision="fp32").worst.breakdown
+def test_states_are_a_ranks_share(model):
+    """A batch so large that the peak is in the second step, where the optimizer's state is there."""
+    found = estimated(model, gpus=4, zero=3, precision="fp32", micro_batch=8).worst.breakdown
     assert found["optimizer_state"] == 2 * 4 * PARAMETERS // 4
     assert found["parameters"] == pytest.approx(4 * PARAMETERS // 4, rel=0.01)  # angles of rotation beside them
 
 
-def test_without_zero_every_rank_has_all_states(model):
-    found = estimated(model, gpus=4, zero=0, precision="fp32").worst.breakdown
-    assert found["optimizer_state"] == 2 * 4 * PARAMETERS
-
-
 def test_memory_falls_from_stage_to_stage(model):
-    peaks = [estimated(model, gpus=4, zero=zero, precision="fp32").worst.peak_bytes.allocated for zero in range(4)]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] > peaks[1] > peaks[3]
+    peaks = [estimated(model, gpus=4, zero=zero, precision="fp32", global_batch=16).worst for zero in range(4)]
+    allocated = [rank.peak_bytes.allocated for rank in peaks]
+    assert allocated == sorted(allocated, reverse=True)
+    assert allocated[0] > allocated[1] > allocated[3]
+    assert peaks[0].breakdown["optimizer_state"] == 2 * 4 * PARAMETERS  # every rank has all states
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -58,7 +55,7 @@ def test_tensor_parallel_ranks_share_weights_and_activations(model, sequence_par
 
 
 def test_pipeline_stages_differ_and_the_worst_is_named(model):
-    found = estimated(model, gpus=4, pp=4, precision="fp32", global_batch=8, gpu="A100 80GB")
+    found = estimated(model, gpus=2, pp=2, precision="fp32", global_batch=8, gpu="A100 80GB")
     peaks = [rank.peak_bytes.allocated for rank in found.ranks]
     assert len(set(peaks)) > 1
     assert found.worst_rank == peaks.index(max(peaks))
@@ -80,6 +77,7 @@ def test_checkpointing_composes_with_sharding(model):
     assert full["activations"] < 0.7 * plain["activations"]
 
 
+@pytest.mark.slow
 def test_a_deep_stage_is_a_layer_repeated(model, tmp_path):
     """Eight layers from traces of two, three and four, and all of them traced."""
     from brim.estimation import ranks_torch
@@ -95,7 +93,7 @@ def test_a_deep_stage_is_a_layer_repeated(model, tmp_path):
     assert repeated.peak_bytes == whole.peak_bytes
 
 
-@pytest.mark.parametrize("settings", [{"gpus": 2, "cp": 2}, {"gpus": 4, "pp": 2, "interleave": 2, "global_batch": 4}])
+@pytest.mark.parametrize("settings", [{"gpus": 2, "cp": 2}, {"gpus": 4, "pp": 2, "interleave": 1, "ep": 2, "global_batch": 4}])
 def test_what_is_not_modelled_is_refused(model, settings):
     with pytest.raises(UnsupportedError, match="--engine megatron"):
         estimated(model, **settings)
