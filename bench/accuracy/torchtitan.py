@@ -1,10 +1,10 @@
 """torchtitan's Llama 3.1 8B under FSDP2 on 8 and 128 H100, end of 2024: local batch 2, 8,192 tokens, peak reserved.
 
-The model, its selective checkpointing (products saved but every second one, attention saved) and FSDP2 are written after
-torchtitan of that time (torchtitan/models/llama/model.py, parallelisms/parallelize_llama.py): float32 parameters,
-bfloat16 compute, float32 reduction, AdamW by ``foreach``, gradients clipped. One rank is traced in PyTorch's fake
-process group. Rows that are compiled, all those with Float8, tensor, context or pipeline parallelism among them, are left
-out: brim does not model a compiler.
+The model, its selective checkpointing (products saved but every second one, attention saved) and FSDP2 are written
+after torchtitan of that time (torchtitan/models/llama/model.py, parallelisms/parallelize_llama.py): float32
+parameters, bfloat16 compute, float32 reduction, AdamW by ``foreach``, gradients clipped. One rank is traced in
+PyTorch's fake process group. Rows that are compiled, all those with Float8, tensor, context or pipeline parallelism
+among them, are left out: brim does not model a compiler.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Block(nn.Module):
         self.w2 = nn.Linear(_INNER, _WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self._forward, x, angles, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False)
+        return checkpoint(
+            self._forward, x, angles, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False
+        )
 
     def _forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         hidden = x + self.attention(self.attention_norm(x), angles)

@@ -50,9 +50,15 @@ def estimated(row: dict[str, str], folder: Path) -> ParallelEstimate:
     )  # fmt: skip
     recompute = row["recompute"]
     return estimate_ranks(
-        model, split, engine="megatron", seq=int(row["seq_len"]), gpu="B200", checkpointing=recompute, precision="bf16",
+        model,
+        split,
+        engine="megatron",
+        seq=int(row["seq_len"]),
+        gpu="B200",
+        checkpointing=recompute,
+        precision="bf16",
         fused_loss=row["ce_fusion"] == "1",
-    )  # fmt: skip
+    )
 
 
 def measured_mib() -> dict[tuple[str, int], float]:

@@ -18,7 +18,9 @@ def rows() -> list[tuple[tuple[str, str], float, float]]:
     return [(key, torchtitan.peak_bytes(torchtitan.RUNS[key]), there) for key, there in torchtitan.measured()]
 
 
-def test_every_run_under_fsdp_without_a_compiler_is_predicted(rows: list[tuple[tuple[str, str], float, float]]) -> None:
+def test_every_run_under_fsdp_without_a_compiler_is_predicted(
+    rows: list[tuple[tuple[str, str], float, float]],
+) -> None:
     assert {key for key, _, _ in rows} == set(torchtitan.RUNS)
 
 

@@ -17,7 +17,8 @@ class Network:
     """What collectives of one GPU get: bytes per second of one direction within a node, and out of it.
 
     ``node_bytes_per_s`` is NVLink's, or PCIe's where there is none. ``network_bytes_per_s`` is one GPU's share of its
-    node's network. ``latency_s`` is the time of a collective of next to nothing. ``sources`` names where each is from.
+    node's network. ``latency_s`` is the time of a collective of next to nothing. ``sources`` names where each is
+    from.
     """
 
     node_bytes_per_s: float
@@ -69,7 +70,8 @@ def nccl_source() -> str:
 
 
 def training_rate(gpu: Gpu) -> tuple[float, str] | None:
-    """Products per second in bfloat16 that this GPU holds over whole training steps, and the source; None: unknown."""
+    """Products per second in bfloat16 that this GPU holds over whole training steps, and the source; None:
+    unknown."""
     fact = _facts()["training_flops_per_s"].get(gpu.name)
     return (float(fact["value"]), _title(fact)) if fact else None
 

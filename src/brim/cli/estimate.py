@@ -26,7 +26,7 @@ _MOST_MODULES = 12
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything but MODEL, in the order of the help."""
-    options = [
+    options: list[Callable[..., Any]] = [
         click.option("--task", default="train", show_default=True, help="train or generate."),
         click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once."),
         click.option(

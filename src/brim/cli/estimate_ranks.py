@@ -46,7 +46,9 @@ def _print(found: ParallelEstimate) -> None:
     console.print(_ranks(found))
     console.print(_breakdown(found))
     worst = found.worst
-    console.print(f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.process)} of the process", markup=False)
+    console.print(
+        f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.process)} of the process", markup=False
+    )
     if found.fits is False:
         console.print("It does not fit.", markup=False)
     _last_lines(console, found)

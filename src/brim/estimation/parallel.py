@@ -53,7 +53,9 @@ class Split:
             object.__setattr__(self, "global_batch", self.micro_batch * self.dp * self.pp)
         if self.sequence_parallel and self.tp == 1:
             raise UsageError(
-                "--sp was given with --tp 1.", "It splits over the ranks that split tensors.", "Give --tp, or leave it out."
+                "--sp was given with --tp 1.",
+                "It splits over the ranks that split tensors.",
+                "Give --tp, or leave it out.",
             )
         if self.interleave > 1:
             _check_interleave(self)
@@ -260,5 +262,3 @@ def in_flight(split: Split, stage: int) -> int:
     if split.interleave == 1:
         return min(split.pp - stage, most)
     return min((split.pp - stage - 1) * 2 + (split.interleave - 1) * split.pp + 1, most)
-
-

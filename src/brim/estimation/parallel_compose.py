@@ -1,7 +1,8 @@
 """A pipeline rank's step from one that did three micro-batches after one another: any number, in any order.
 
-The first micro-batch is told apart because gradients are born in its backward pass, the last because what ZeRO puts off
-is done in it; all others are like the second. A step of two or of one is traced as such. Every forward and every backward is a stretch of the trace between marks, and is written again, as it was, at its turn.
+The first micro-batch is told apart because gradients are born in its backward pass, the last because what ZeRO puts
+off is done in it; all others are like the second. A step of two or of one is traced as such. Every forward and
+every backward is a stretch of the trace between marks, and is written again, as it was, at its turn.
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ class _Composition:
         self.source = source
         self.placed: list[tuple[_Stretch, int]] = [(source._before, -1)]
         of = 1 + max(turn.micro_batch for turn in order)
-        self.placed += [
-            (source.part(turn.micro_batch, of, forward=turn.forward), turn.micro_batch) for turn in order
-        ]
+        self.placed += [(source.part(turn.micro_batch, of, forward=turn.forward), turn.micro_batch) for turn in order]
         self.placed.append((source._after, -1))
         lengths = [part.end - part.start for part, _ in self.placed]
         self.starts = list(itertools.accumulate(lengths, initial=0))
@@ -98,9 +97,9 @@ class _Composition:
     def _storages(self) -> Iterator[Storage]:
         by_stretch: dict[_Stretch, list[Storage]] = {}
         for storage in self.source.trace.storages:
-            born = self.source.stretch_of(storage.born)
-            assert born is not None
-            by_stretch.setdefault(born, []).append(storage)
+            made_in = self.source.stretch_of(storage.born)
+            assert made_in is not None
+            by_stretch.setdefault(made_in, []).append(storage)
         for index, (part, key) in enumerate(self.placed):
             for storage in by_stretch.get(part, ()):
                 born = self.starts[index] + storage.born - part.start
@@ -133,5 +132,3 @@ class _Composition:
             if other == key and part.name == end.name:
                 return self.starts[at] + died - part.start
         raise AssertionError("a forward without its backward")
-
-

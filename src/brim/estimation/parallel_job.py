@@ -1,4 +1,5 @@
-"""What several engines are asked, and what each answers: a training job, and the step of one of its pipeline ranks."""
+"""What several engines are asked, and what each answers: a training job, and the step of one of its pipeline
+ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from brim.estimation.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelJob:
-    """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM only."""
+    """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM
+    only."""
 
     source: Source
     workload: Workload

@@ -1,9 +1,9 @@
 """One rank's training step under Megatron-LM and Transformer Engine, as a trace.
 
 The engine is not here, so its step is written down from its code instead of being watched: Megatron-LM's DDP with the
-float32 gradient buffer, its distributed optimizer (``--use-distributed-optimizer``), Transformer Engine's fused layers
-and cross entropy, sequence parallelism, context parallelism by all-to-all, 1F1B and interleaved pipelines. Beside what
-textbooks count there are: a dummy weight gradient of every shape of matrix, kept for good
+float32 gradient buffer, its distributed optimizer (``--use-distributed-optimizer``), Transformer Engine's fused
+layers and cross entropy, sequence parallelism, context parallelism by all-to-all, 1F1B and interleaved pipelines.
+Beside what textbooks count there are: a dummy weight gradient of every shape of matrix, kept for good
 (``get_dummy_wgrad`` in pytorch/module/base.py), one gathered input for the output layer (the buffer ``mpu`` of
 core/utils.py), the workspaces of Transformer Engine and of PyTorch's two threads, and on pipeline ranks the gradient
 that was sent last. Vocabularies are padded to a multiple of ``128 t``.
@@ -28,8 +28,8 @@ _POOL_BYTES = {"sm90": 32 * MIB, "other": 8_519_680}  # PyTorch 2.10, aten/src/A
 
 @dataclass(frozen=True, kw_only=True)
 class StageTrace:
-    """A pipeline rank's step. ``ops`` and ``sent`` are what one micro-batch computes and sends, through all chunks, and
-    what the optimizer computes."""
+    """A pipeline rank's step. ``ops`` and ``sent`` are what one micro-batch computes and sends, through all chunks,
+    and what the optimizer computes."""
 
     trace: Trace
     ops: tuple[Op, ...]
@@ -66,7 +66,10 @@ def stage_trace(
         rank.take(turn)
     rank.optimize()
     return StageTrace(
-        trace=rank.script.trace(shape.name), ops=tuple(rank.ops), sent=tuple(rank.sent), parameters=rank.parameters,
+        trace=rank.script.trace(shape.name),
+        ops=tuple(rank.ops),
+        sent=tuple(rank.sent),
+        parameters=rank.parameters,
         expert_parameters=rank.experts,
     )
 
@@ -103,7 +106,9 @@ class _Rank:
         self._states(self.experts, split.shards // split.ep, "experts ")  # the same ones lie on fewer ranks
         head = any(chunk.has_head for chunk in self.chunks)
         self._workspaces(head)
-        shapes = {size for number in numbers for size in self.place.matrices(number)} | ({(self._padded, self.place.shape.hidden)} if head else set())
+        shapes = {size for number in numbers for size in self.place.matrices(number)} | (
+            {(self._padded, self.place.shape.hidden)} if head else set()
+        )
         for rows, columns in sorted(shapes):
             script.alloc(2 * rows * columns, Category.WORKSPACE, name="dummy weight gradients")
         if head and self.place.gathers:
@@ -130,7 +135,7 @@ class _Rank:
                 self.script.alloc(pool, Category.WORKSPACE, name="PyTorch's cuBLAS")
 
     def _count(self, chunk: Chunk) -> int:
-        shape, t = self.place.shape, self.place.split.tp
+        shape = self.place.shape
         table = self._padded * shape.hidden
         count = sum(self.place.parameters(n) for n in range(chunk.first, chunk.first + chunk.layers))
         if chunk.embeds:
@@ -219,7 +224,9 @@ class _Rank:
             gradient = self._backward_head(output)
         else:
             gradient = script.alloc(place.between, name="received")
-        for saved, number in zip(reversed(kept), reversed(range(chunk.first, chunk.first + chunk.layers)), strict=True):
+        for saved, number in zip(
+            reversed(kept), reversed(range(chunk.first, chunk.first + chunk.layers)), strict=True
+        ):
             gradient = layer_of(script, place, number).backward(saved, gradient)
         if self._sent_before is not None:
             script.free(self._sent_before)

@@ -1,9 +1,10 @@
-"""Decoder layers of Megatron-LM that are not the plain one: latent attention, and experts in the place of a feed-forward.
+"""Decoder layers of Megatron-LM that are not the plain one: latent attention, and experts in the place of a
+feed-forward.
 
-Read from Megatron-LM (megatron/core/transformer/multi_latent_attention.py; moe/{moe_layer,token_dispatcher,experts}.py):
-grouped products, all-to-all dispatch, as many tokens at every expert (``--moe-pad-expert-input-to-capacity`` with a factor
-of 1, or a router in balance), probabilities applied with the activation. What Python's variables hold on to until a
-layer's forward returns is held here too.
+Read from Megatron-LM (megatron/core/transformer/multi_latent_attention.py;
+moe/{moe_layer,token_dispatcher,experts}.py): grouped products, all-to-all dispatch, as many tokens at every expert
+(``--moe-pad-expert-input-to-capacity`` with a factor of 1, or a router in balance), probabilities applied with the
+activation. What Python's variables hold on to until a layer's forward returns is held here too.
 """
 
 from __future__ import annotations

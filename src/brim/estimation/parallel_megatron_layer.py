@@ -1,7 +1,7 @@
 """One decoder layer under Megatron-LM and Transformer Engine: what it keeps, makes and sends, in order.
 
-Read from Megatron-LM (megatron/core/transformer/{transformer_layer,attention,mlp}.py, fusions/fused_bias_swiglu.py) and
-Transformer Engine 2.11 (pytorch/module/{layernorm_linear,linear}.py, pytorch/attention). Norms are fused into the
+Read from Megatron-LM (megatron/core/transformer/{transformer_layer,attention,mlp}.py, fusions/fused_bias_swiglu.py)
+and Transformer Engine 2.11 (pytorch/module/{layernorm_linear,linear}.py, pytorch/attention). Norms are fused into the
 product that follows, activations into one kernel, weight gradients into the float32 buffer.
 """
 
@@ -19,7 +19,8 @@ _NORMS = {"ln1": "input_layernorm", "ln2": "pre_mlp_layernorm"}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One rank's share of the model and of a micro-batch. All sizes are bytes of bfloat16 unless they say otherwise."""
+    """One rank's share of the model and of a micro-batch. All sizes are bytes of bfloat16 unless they say
+    otherwise."""
 
     shape: Shape
     split: Split
@@ -99,9 +100,10 @@ class Place:
             found["kv_down"] = (latent.key_rank + latent.rotary, h)
             found["kv_up"] = (shape.heads * (latent.plain + latent.value), latent.key_rank)
             found["proj"] = (h, shape.heads * latent.value)
-            found |= {"q_down": (latent.query_rank, h), "q_up": (width, latent.query_rank)} if latent.query_rank else {
-                "q": (width, h)
-            }  # fmt: skip
+            if latent.query_rank:
+                found |= {"q_down": (latent.query_rank, h), "q_up": (width, latent.query_rank)}
+            else:
+                found["q"] = (width, h)
         if own is not None and self.is_routed(number):
             found = {name: size for name, size in found.items() if "fc" not in name}
             found |= {"expert_fc1": (2 * own.inner, shape.hidden), "expert_fc2": (shape.hidden, own.inner)}
@@ -343,7 +345,13 @@ class Layer:
         return self._backward_norm(norm, saved.kept, gradient, scattered, None, residual)
 
     def _backward_norm(
-        self, norm: str, keep: dict[str, int], gradient: int, first: int, second: int | None, residual: int | None = None
+        self,
+        norm: str,
+        keep: dict[str, int],
+        gradient: int,
+        first: int,
+        second: int | None,
+        residual: int | None = None,
     ) -> int:
         """From the gradients of a norm's readers and of the residual stream to that of its input."""
         script, place = self.script, self.place

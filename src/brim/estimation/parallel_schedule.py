@@ -20,9 +20,9 @@ class Turn:
 def turns(split: Split, stage: int) -> list[Turn]:
     """All turns of pipeline rank ``stage`` in one step.
 
-    Without interleaving: ``p - stage - 1`` forwards ahead, then one forward and one backward in turn (Narayanan et al.,
-    arXiv 2104.04473). Interleaved: as megatron/core/pipeline_parallel/schedules.py does it, ``p`` micro-batches at a
-    time through each chunk, backward in the chunks' reverse order.
+    Without interleaving: ``p - stage - 1`` forwards ahead, then one forward and one backward in turn (Narayanan et
+    al., arXiv 2104.04473). Interleaved: as megatron/core/pipeline_parallel/schedules.py does it, ``p``
+    micro-batches at a time through each chunk, backward in the chunks' reverse order.
     """
     forwards = list(_order(split))
     if split.pp == 1:

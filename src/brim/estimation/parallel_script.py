@@ -9,7 +9,8 @@ from brim.core import Category, Op, Phase, Storage, Trace
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """One collective: ``bytes`` is the whole tensor (gathered, scattered or reduced) on one rank, ``axis`` its group."""
+    """One collective: ``bytes`` is the whole tensor (gathered, scattered or reduced) on one rank, ``axis`` its
+    group."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send
     axis: str
@@ -29,12 +30,18 @@ class Script:
         self._tick = -1
         self._start = 0
 
-    def alloc(self, bytes: int, category: Category = Category.TEMPORARY, dtype: str = "bfloat16", name: str = "") -> int:
+    def alloc(
+        self, bytes: int, category: Category = Category.TEMPORARY, dtype: str = "bfloat16", name: str = ""
+    ) -> int:
         self._storages.append(
             Storage(
-                id=len(self._storages), bytes=bytes, category=category, module=name or self.module, born=self._next(),
+                id=len(self._storages),
+                bytes=bytes,
+                category=category,
+                module=name or self.module,
+                born=self._next(),
                 dtype=dtype,
-            )  # fmt: skip
+            )
         )
         return len(self._storages) - 1
 
@@ -52,10 +59,16 @@ class Script:
         """One kernel; ``moved_bytes`` is what it reads and writes."""
         self.ops.append(
             Op(
-                name=name, module=self.module, phase=self.phase, step=0 if self.phase is not Phase.BUILD else -1,
-                at=self._next(), flops=flops, read_bytes=moved_bytes // 2, written_bytes=moved_bytes - moved_bytes // 2,
+                name=name,
+                module=self.module,
+                phase=self.phase,
+                step=0 if self.phase is not Phase.BUILD else -1,
+                at=self._next(),
+                flops=flops,
+                read_bytes=moved_bytes // 2,
+                written_bytes=moved_bytes - moved_bytes // 2,
                 dtype=dtype,
-            )  # fmt: skip
+            )
         )
 
     def send(self, kind: str, axis: str, bytes: int) -> None:
@@ -68,7 +81,11 @@ class Script:
 
     def trace(self, model: str) -> Trace:
         return Trace(
-            model=model, target="cuda", ops=tuple(self.ops), storages=tuple(self._storages), step_starts=(self._start,)
+            model=model,
+            target="cuda",
+            ops=tuple(self.ops),
+            storages=tuple(self._storages),
+            step_starts=(self._start,),
         )
 
     def _next(self) -> int:

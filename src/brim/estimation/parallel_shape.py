@@ -17,8 +17,8 @@ _LEARNED = ("gpt2", "opt")
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks, and widths of a head. ``query_rank`` 0: queries
-    are made from the hidden states."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks, and widths of a head. ``query_rank`` 0:
+    queries are made from the hidden states."""
 
     query_rank: int
     key_rank: int
@@ -29,8 +29,8 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """``chosen`` of ``count`` experts of width ``inner`` for each token, beside shared ones of width ``shared``; the first
-    ``dense_layers`` layers have none."""
+    """``chosen`` of ``count`` experts of width ``inner`` for each token, beside shared ones of width ``shared``;
+    the first ``dense_layers`` layers have none."""
 
     count: int
     chosen: int
@@ -82,7 +82,8 @@ def shape_of(source: Source) -> Shape:
     """Raises UnsupportedError for what is not a decoder of the usual kind."""
     if source.library != "transformers":
         raise UnsupportedError(
-            f"{source.name} was to be split over several GPUs.", "That is known of transformers' language models only."
+            f"{source.name} was to be split over several GPUs.",
+            "That is known of transformers' language models only.",
         )
     config: Any = transformers_config(source)
     kind = str(config.model_type)
@@ -120,9 +121,12 @@ def _latent(config: Any) -> Latent | None:
     if not getattr(config, "kv_lora_rank", None):
         return None
     return Latent(
-        query_rank=int(config.q_lora_rank or 0), key_rank=int(config.kv_lora_rank), plain=int(config.qk_nope_head_dim),
-        rotary=int(config.qk_rope_head_dim), value=int(config.v_head_dim),
-    )  # fmt: skip
+        query_rank=int(config.q_lora_rank or 0),
+        key_rank=int(config.kv_lora_rank),
+        plain=int(config.qk_nope_head_dim),
+        rotary=int(config.qk_rope_head_dim),
+        value=int(config.v_head_dim),
+    )
 
 
 def _experts(config: Any) -> Experts | None:

@@ -16,7 +16,8 @@ from brim.predict.cost import op_s
 class StageTime:
     """One pipeline rank's seconds per micro-batch (through all its chunks), and once per step.
 
-    ``communicates_s`` of them it waits for others. ``once_s``: gradients' reduction, weights' gathering, the optimizer.
+    ``communicates_s`` of them it waits for others. ``once_s``: gradients' reduction, weights' gathering, the
+    optimizer.
     """
 
     forward_s: float
@@ -81,8 +82,8 @@ def stage_time(
 ) -> StageTime:
     """From the kernels and collectives of one micro-batch, the optimizer's kernels, and what is sent once a step.
 
-    Within a micro-batch tensor-parallel collectives wait for what they need and are waited for. FSDP2 gathers the next
-    block's weights, and reduces the last one's gradients, while a block computes: only what is longer than the
+    Within a micro-batch tensor-parallel collectives wait for what they need and are waited for. FSDP2 gathers the
+    next block's weights, and reduces the last one's gradients, while a block computes: only what is longer than the
     kernels shows.
     """
     network = catalog.network(gpu)

@@ -45,7 +45,8 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelEstimate:
-    """What a split training step takes. ``time`` is None without a GPU, ``fits`` too; ``worst_rank`` takes the most."""
+    """What a split training step takes. ``time`` is None without a GPU, ``fits`` too; ``worst_rank`` takes the
+    most."""
 
     model: str
     engine: str
@@ -109,8 +110,8 @@ def estimate_ranks(
     ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
     Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW; ``fused_loss`` is its
     ``--cross-entropy-loss-fusion`` by Transformer Engine). Ranks that are alike are
-    worked out once. Raises UsageError for what does not divide, naming the nearest that does, and UnsupportedError for
-    what the engine does not do.
+    worked out once. Raises UsageError for what does not divide, naming the nearest that does, and UnsupportedError
+    for what the engine does not do.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine} was given.", f"It is one of {', '.join(ENGINES)}.")
@@ -125,7 +126,11 @@ def estimate_ranks(
     source = find_model(model)
     place = place_of(gpu)
     job = ParallelJob(
-        source=source, workload=workload, split=split, sequence=seq or _tokens(source), capability=capability_of(place),
+        source=source,
+        workload=workload,
+        split=split,
+        sequence=seq or _tokens(source),
+        capability=capability_of(place),
         fused_loss=fused_loss,
     )
     stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)

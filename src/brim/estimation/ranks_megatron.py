@@ -11,8 +11,8 @@ from brim.estimation.parallel_script import Sent
 from brim.estimation.parallel_shape import shape_of
 
 _TOLD = (
-    "engine: Megatron-LM with Transformer Engine (flash attention, fused cross entropy), bfloat16 weights and float32 "
-    "gradients, written down from its code",
+    "engine: Megatron-LM with Transformer Engine (flash attention, fused cross entropy), bfloat16 weights and "
+    "float32 gradients, written down from its code",
 )
 
 

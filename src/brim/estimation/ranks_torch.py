@@ -1,8 +1,8 @@
 """The pipeline ranks of a training job under PyTorch's own engine, traced as they would run.
 
-``techniques.pipeline`` cuts the stage, ``techniques.sharding`` splits it by FSDP2 and DTensor, and one process takes the
-place of one rank in PyTorch's fake process group. Three micro-batches are traced; a pipeline's step is put together from
-them in its order.
+``techniques.pipeline`` cuts the stage, ``techniques.sharding`` splits it by FSDP2 and DTensor, and one process
+takes the place of one rank in PyTorch's fake process group. Three micro-batches are traced; a pipeline's step is
+put together from them in its order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ from brim.techniques import checkpointing, pipeline, sharding
 
 _STEPS = 2  # the first makes the optimizer's state
 _FEWEST = 8  # layers of a stage from which on three shallower ones are traced and two layers repeated
-_TYPES = {"bf16": (torch.bfloat16, None), "fp32": (torch.float32, None), "bf16-mixed": (torch.float32, torch.bfloat16)}
+_TYPES = {
+    "bf16": (torch.bfloat16, None),
+    "fp32": (torch.float32, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+}
 # Collectives as traces name them -> kind, and whether the whole is what is read.
 _COLLECTIVES = {
     "_allgather_base_": ("all_gather", False),
@@ -107,11 +111,12 @@ def _sizes(job: ParallelJob) -> Sizes:
     )
 
 
-# -- tracing a stage ---------------------------------------------------------------------------------------------------
+# -- tracing a stage -----------------------------------------------------------------------------------------
 
 
 def _traced(job: ParallelJob, part: pipeline.Part) -> Trace:
-    """The stage's step with three micro-batches; of a deep one, two layers of shallower ones repeated where that is exact."""
+    """The stage's step with three micro-batches; of a deep one, two layers of shallower ones repeated where that is
+    exact."""
     if part.layers >= _FEWEST:
         least = UNIT + part.layers % UNIT
         few = [_of_layers(job, part, least + more * UNIT) for more in range(3)]
@@ -130,9 +135,7 @@ def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
-            made = trace(
-                program.build, steps=_STEPS, target="cuda", model=job.source.name, capability=job.capability
-            )
+            made = trace(program.build, steps=_STEPS, target="cuda", model=job.source.name, capability=job.capability)
             return _as_sharded(made)
     except BrimError:
         raise
@@ -249,14 +252,16 @@ def _layers_field(job: ParallelJob) -> str:
     return str(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
 
 
-# -- from a trace to facts ---------------------------------------------------------------------------------------------
+# -- from a trace to facts -----------------------------------------------------------------------------------
 
 
 def _facts(composer: Composer, job: ParallelJob, stage: int) -> StageFacts:
     split = job.split
     order = turns(brief(split, stage), stage)
     whole = composer.composed(order)
-    ops = composer.ops_of(max(composer.traced - 2, 0))  # like most: neither the first nor the last, where there is one
+    ops = composer.ops_of(
+        max(composer.traced - 2, 0)
+    )  # like most: neither the first nor the last, where there is one
     kernels = [op for op in ops if not _is_collective(op)]
     per_micro_batch = _sent(ops, split)
     hidden = _boundary_bytes(job)
@@ -298,7 +303,8 @@ def _is_collective(op: Op) -> bool:
 
 
 def _sent(ops: Iterable[Op], split: Split) -> list[Sent]:
-    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor by ``_c10d_functional``, over tensor-parallel ones."""
+    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor by ``_c10d_functional``, over tensor-parallel
+    ones."""
     found = []
     for op in ops:
         known = _COLLECTIVES.get(base_name(op.name)) if _is_collective(op) else None
@@ -309,4 +315,3 @@ def _sent(ops: Iterable[Op], split: Split) -> list[Sent]:
         size = op.read_bytes if reads_whole else op.written_bytes
         found.append(Sent(kind=kind, axis=axis, bytes=size, phase=op.phase))
     return found
-

@@ -1,8 +1,8 @@
 """The fastest ways to split a training job over GPUs: an outer search over meshes.
 
-Closed forms first: seconds and bytes of every mesh from one layer, the embedding and the head, worked out once for each
-way to split tensors, and states by ``6 + 12 / d`` bytes. What does not fit is left out, the rest is looked at fastest
-first, and each is proved rank by rank (``estimation.ranks``) before it is offered.
+Closed forms first: seconds and bytes of every mesh from one layer, the embedding and the head, worked out once for
+each way to split tensors, and states by ``6 + 12 / d`` bytes. What does not fit is left out, the rest is looked at
+fastest first, and each is proved rank by rank (``estimation.ranks``) before it is offered.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def meshes(
 ) -> list[Mesh]:
     """All meshes that fit by closed forms, the fastest first.
 
-    ``global_batch`` 0: eight sequences for each GPU. Raises UsageError where nothing divides, BudgetError where nothing
-    fits, naming how many GPUs would hold the model's states.
+    ``global_batch`` 0: eight sequences for each GPU. Raises UsageError where nothing divides, BudgetError where
+    nothing fits, naming how many GPUs would hold the model's states.
     """
     if shape.experts:
         raise UnsupportedError(
@@ -91,8 +91,9 @@ def meshes(
     if not found:
         raise UsageError(
             f"{shape.name} was to be split over {gpus} GPUs with {batch} sequences a step.",
-            "No mesh divides its layers, its heads and the batch.", f"Try --global-batch {_SEQUENCES_PER_GPU * gpus}.",
-        )  # fmt: skip
+            "No mesh divides its layers, its heads and the batch.",
+            f"Try --global-batch {_SEQUENCES_PER_GPU * gpus}.",
+        )
     room = gpu.capacity_bytes - gpu.context().bytes
     fitting = [mesh for mesh in found if mesh.peak_bytes + _nccl_bytes(mesh.split) <= room]
     if not fitting:
@@ -101,7 +102,8 @@ def meshes(
 
 
 def best(found: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Mesh]:
-    """The ``top`` fastest of ``found`` that ``proves`` says fit; one per split where several differ in recomputation."""
+    """The ``top`` fastest of ``found`` that ``proves`` says fit; one per split where several differ in
+    recomputation."""
     chosen: list[Mesh] = []
     seen: set[Split] = set()
     for mesh in itertools.islice(found, _MOST_PROOFS):
@@ -162,9 +164,7 @@ class _Pieces:
         for recompute in RECOMPUTE:
             ends = self._ends(split, recompute)
             peak = max(self._stage_bytes(split, stage, ends) for stage in {0, split.pp - 1})
-            yield Mesh(
-                split=split, checkpointing=recompute, time=self._step(split, recompute, ends), peak_bytes=peak
-            )
+            yield Mesh(split=split, checkpointing=recompute, time=self._step(split, recompute, ends), peak_bytes=peak)
 
     def parameters(self) -> int:
         """Of the whole model."""
@@ -248,9 +248,7 @@ class _Pieces:
                 micro_batch=split.micro_batch,
             )  # fmt: skip
             one, two = (
-                stage_trace(
-                    replace(self.shape, layers=layers), alone, 0, sequence=self.sequence, recompute=recompute
-                )
+                stage_trace(replace(self.shape, layers=layers), alone, 0, sequence=self.sequence, recompute=recompute)
                 for layers in (1, 2)
             )
             first, second = (self._all(made.ops, made.sent, alone) for made in (one, two))

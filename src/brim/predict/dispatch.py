@@ -223,7 +223,8 @@ class RecordingMode(TorchDispatchMode):
         return found
 
     def resized_storage(self, storage: torch.UntypedStorage) -> None:
-        """A storage was resized by itself, not by an operation: FSDP2 lets whole weights go and makes room for them."""
+        """A storage was resized by itself, not by an operation: FSDP2 lets whole weights go and makes room for
+        them."""
         entry = self._live.get(storage._cdata)
         if entry is None or entry[0].bytes == storage.nbytes():
             return
@@ -297,7 +298,8 @@ class RecordingMode(TorchDispatchMode):
 
 
 def mark(name: str) -> None:
-    """Write an operation of that name, which is no kernel, into the trace that is being made; without one, nothing."""
+    """Write an operation of that name, which is no kernel, into the trace that is being made; without one,
+    nothing."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, RecordingMode):
             mode.note_op(name)

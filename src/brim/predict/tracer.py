@@ -64,7 +64,8 @@ def trace(
 
 class _Streams:
     """The current stream's number, in the order in which programs use them. A trace of a GPU that is not there runs
-    device-agnostic programs (FSDP2) on ``torch.cpu``'s streams, which order nothing and are told apart all the same."""
+    device-agnostic programs (FSDP2) on ``torch.cpu``'s streams, which order nothing and are told apart all the
+    same."""
 
     def __init__(self) -> None:
         self._numbers = {id(torch.cpu.current_stream()): 0}

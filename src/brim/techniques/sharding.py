@@ -5,7 +5,8 @@ Rajbhandari et al., arXiv 1910.02054; Zhao et al., arXiv 2304.11277. brim sends 
 (``alone``) this is the prediction.
 
 * ZeRO-0: ``replicate``: every rank has everything, gradients are all-reduced.
-* ZeRO-1: weights stay whole from the first micro-batch to the last and gradients are reduced and split after the last;
+* ZeRO-1: weights stay whole from the first micro-batch to the last and gradients are reduced and split after the
+last;
   the optimizer steps on shards.
 * ZeRO-2: as 1, with gradients split after every micro-batch.
 * ZeRO-3: weights are whole only where they are needed.
@@ -40,8 +41,8 @@ AXES = ("shard", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model is split. ``dtype``: what weights compute in, their own type where it is None (gradients are reduced
-    in float32 where it is not). ``offload`` keeps shards in RAM."""
+    """How a model is split. ``dtype``: what weights compute in, their own type where it is None (gradients are
+    reduced in float32 where it is not). ``offload`` keeps shards in RAM."""
 
     zero: int = 3
     sequence_parallel: bool = False
@@ -100,7 +101,9 @@ class Sharded:
 
     def remove(self) -> None:
         raise UnsupportedError(
-            "A sharded model was to be put together again.", "FSDP2 does not undo itself.", "Save it and load it anew."
+            "A sharded model was to be put together again.",
+            "FSDP2 does not undo itself.",
+            "Save it and load it anew.",
         )
 
 
@@ -123,7 +126,6 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
 
     PyTorch's fake process group. Raises UsageError where the process is in a group already.
     """
-    import torch.distributed._meta_registrations  # gives collectives on fake tensors their shapes
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

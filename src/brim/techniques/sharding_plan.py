@@ -1,8 +1,8 @@
 """Tensor parallelism by names and shapes: which products of a model are split by outputs, and which by inputs.
 
 Within a block (a decoder layer) what reads the residual stream is split by its outputs and what writes to it by its
-inputs, so that each block sends twice (Shoeybi et al., arXiv 1909.08053); under sequence parallelism norms and residual
-stream are split along the sequence (Korthikanti et al., arXiv 2205.05198). Every split is DTensor's own.
+inputs, so that each block sends twice (Shoeybi et al., arXiv 1909.08053); under sequence parallelism norms and
+residual stream are split along the sequence (Korthikanti et al., arXiv 2205.05198). Every split is DTensor's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _NORMS = ("Norm", "LayerNorm", "RMSNorm")
 def tensor_parallel(model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Split ``model`` over ``mesh`` in place; ``blocks`` are the paths of its decoder layers.
 
-    Raises UsageError for a product that does not divide, UnsupportedError for a block that has none of the known names.
+    Raises UsageError for a product that does not divide, UnsupportedError for a block that has none of the known
+    names.
     """
     tied = _tied(model)
     for path in blocks:
@@ -100,8 +101,11 @@ def _outer_plan(
             continue
         if isinstance(module, nn.Embedding):
             output = _TOKENS if sequence_parallel else Replicate()
-            yield name, RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=output, use_local_output=not sequence_parallel
+            yield (
+                name,
+                RowwiseParallel(
+                    input_layouts=Replicate(), output_layouts=output, use_local_output=not sequence_parallel
+                ),
             )
         elif isinstance(module, nn.Linear) and name.rpartition(".")[2] in ("lm_head", "embed_out", "output"):
             yield name, ColwiseParallel(

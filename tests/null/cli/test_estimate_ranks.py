@@ -35,7 +35,14 @@ def test_json_has_every_rank_its_coordinates_and_the_worst(model, capsys):
 def test_the_table_names_the_worst_rank_and_where_its_bytes_and_seconds_go(model, capsys):
     assert main(["estimate", model, *SPLIT, "--gpu", "H100"]) == 0
     text = capsys.readouterr().out
-    for told in ("8 GPUs: tp 2 x pp 2 x dp 2", "(worst)", "worst rank:", "optimizer state", "nccl", "pipeline bubble"):
+    for told in (
+        "8 GPUs: tp 2 x pp 2 x dp 2",
+        "(worst)",
+        "worst rank:",
+        "optimizer state",
+        "nccl",
+        "pipeline bubble",
+    ):
         assert told in text
 
 

@@ -96,7 +96,7 @@ def test_nearest_is_the_closest_that_works():
     assert nearest(5, lambda n: False) == 1
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- schedules -----------------------------------------------------------------------------------------------
 
 SPLITS = [Split(gpus=p, gpus_per_node=p, pp=p, interleave=v, global_batch=m)
           for p, v, m in [(1, 1, 3), (4, 1, 8), (4, 1, 2), (4, 2, 8), (2, 3, 4), (8, 2, 16)]]  # fmt: skip
@@ -135,7 +135,9 @@ def test_the_first_stage_holds_what_korthikanti_says():
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.describe())
 def test_a_brief_step_holds_as_much_as_a_whole_one(split):
-    longer = Split(gpus=split.pp, gpus_per_node=split.pp, pp=split.pp, interleave=split.interleave, global_batch=32 * split.pp)
+    longer = Split(
+        gpus=split.pp, gpus_per_node=split.pp, pp=split.pp, interleave=split.interleave, global_batch=32 * split.pp
+    )
     for stage in range(split.pp):
         assert in_flight(brief(longer, stage), stage) == in_flight(longer, stage)
         assert brief(longer, stage).micro_batches <= longer.micro_batches

@@ -1,4 +1,5 @@
-"""A pipeline's step, put together from a trace of two micro-batches, is the one that a program in that order takes."""
+"""A pipeline's step, put together from a trace of two micro-batches, is the one that a program in that order
+takes."""
 
 import pytest
 import torch

@@ -6,16 +6,16 @@ import pytest
 
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
+from brim.estimation.models import find_model
 from brim.estimation.parallel import Split
 from brim.estimation.parallel_megatron import stage_trace
 from brim.estimation.parallel_shape import Shape, shape_of
-from brim.estimation.models import find_model
 from brim.estimation.ranks import estimate_ranks
 from brim.predict.formulas import activations_per_layer, megatron_states
 
 GPT = Shape(
-    name="gpt", layers=8, hidden=6144, heads=64, kv_heads=64, head_dim=96, ffn=4 * 6144, vocabulary=51200, positions=2048,
-    gated=False, layer_norm=True, bias=True, qkv_bias=True, tied=True, dropout=True,
+    name="gpt", layers=8, hidden=6144, heads=64, kv_heads=64, head_dim=96, ffn=4 * 6144, vocabulary=51200,
+    positions=2048, gated=False, layer_norm=True, bias=True, qkv_bias=True, tied=True, dropout=True,
 )  # fmt: skip
 SEQUENCE = 2048
 
@@ -179,9 +179,7 @@ def test_stages_hold_less_the_later_they_are_but_for_the_head(gpt3):
 
 def test_seconds_are_kernels_collectives_bubble_and_the_optimizer(gpt3):
     time = gpt3.time
-    assert time.step_s == pytest.approx(
-        time.compute_s + time.communication_s + time.bubble_s + time.once_s
-    )
+    assert time.step_s == pytest.approx(time.compute_s + time.communication_s + time.bubble_s + time.once_s)
     whole = gpt3.flops / 512 / time.step_s
     assert 0.3e15 < whole < 0.6e15  # Megatron-LM's runs of this model on H100 reach 0.4 to 0.5 PFLOP/s
 

@@ -93,7 +93,9 @@ def test_a_deep_stage_is_a_layer_repeated(model, tmp_path):
     assert repeated.peak_bytes == whole.peak_bytes
 
 
-@pytest.mark.parametrize("settings", [{"gpus": 2, "cp": 2}, {"gpus": 4, "pp": 2, "interleave": 1, "ep": 2, "global_batch": 4}])
+@pytest.mark.parametrize(
+    "settings", [{"gpus": 2, "cp": 2}, {"gpus": 4, "pp": 2, "interleave": 1, "ep": 2, "global_batch": 4}]
+)
 def test_what_is_not_modelled_is_refused(model, settings):
     with pytest.raises(UnsupportedError, match="--engine megatron"):
         estimated(model, **settings)

@@ -45,8 +45,10 @@ def test_tensors_are_split_by_outputs_and_inputs(sequence_parallel):
         decision = sharding.Sharding(zero=0, sequence_parallel=sequence_parallel)
         sharding.apply(model, sharding.mesh_of(1, 2, "cpu"), decision)
         layer = model.model.layers[0]
-        shapes = {name: tuple(local(layer.get_submodule(name).weight).shape)
-                  for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")}
+        shapes = {
+            name: tuple(local(layer.get_submodule(name).weight).shape)
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+        }
         table = tuple(local(model.model.embed_tokens.weight).shape)
     assert shapes == {
         "self_attn.q_proj": (32, 64), "self_attn.k_proj": (16, 64), "self_attn.o_proj": (64, 32),
@@ -97,7 +99,7 @@ def test_a_sharded_model_is_not_put_together_again():
         handle.remove()
 
 
-# -- stages ------------------------------------------------------------------------------------------------------------
+# -- stages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])

@@ -88,7 +88,8 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *args: objec
 
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     """Waiting for a collective gives its result; the kernel for fake tensors makes another."""
-    return _aten.alias.default(tensor)
+    arrived: torch.Tensor = _aten.alias.default(tensor)
+    return arrived
 
 
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
