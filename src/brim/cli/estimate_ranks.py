@@ -59,8 +59,8 @@ def _last_lines(console: Any, found: ParallelEstimate) -> None:
         time = found.time
         console.print(
             f"{format_seconds(time.step_s)} a step: {format_seconds(time.compute_s)} kernels, "
-            f"{format_seconds(time.communication_s)} waiting for collectives, {format_seconds(time.bubble_s)} pipeline "
-            f"bubble, {format_seconds(time.once_s)} gradients, weights and optimizer",
+            f"{format_seconds(time.communication_s)} waiting for collectives, {format_seconds(time.bubble_s)} "
+            f"pipeline bubble, {format_seconds(time.once_s)} gradients, weights and optimizer",
             markup=False, soft_wrap=True,
         )  # fmt: skip
     console.print(f"{found.flops:,} FLOP a step on all GPUs", markup=False)
