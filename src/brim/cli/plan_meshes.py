@@ -98,14 +98,18 @@ def _print(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for index, column in enumerate(("", "split", "recomputes", "worst rank", "s per step", "tokens/s", "bubble")):
-        table.add_column(column, justify="left" if index in (1, 2) else "right")
+    columns = ("", "tp", "pp", "chunks", "dp", "micro-batches", "recomputes", "worst rank", "s per step", "tokens/s",
+               "bubble")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     for number, (mesh, proof) in enumerate(rows, 1):
         step_s = proof.step_s or mesh.step_s
         tokens = mesh.split.global_batch * options["seq"] / step_s
         bubble = f"{proof.time.bubble_s / step_s:.0%}" if proof.time is not None else ""
+        split = mesh.split
         table.add_row(
-            str(number), mesh.split.describe().partition(": ")[2], mesh.checkpointing,
+            str(number), str(split.tp), str(split.pp), str(split.interleave), str(split.dp),
+            f"{split.micro_batches:,} of {split.micro_batch}", mesh.checkpointing,
             format_bytes(proof.worst.peak_bytes.process), format_seconds(step_s), f"{tokens:,.0f}", bubble,
         )  # fmt: skip
     if rows:

@@ -99,6 +99,11 @@ def _check(job: ParallelJob) -> None:
 
 def _sizes(job: ParallelJob) -> Sizes:
     config: Any = transformers_config(job.source)
+    if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
+        raise UnsupportedError(
+            f"{job.source.name} was to be split over several GPUs.",
+            "Its configuration has no number of layers and hidden size: it is no language model.",
+        )
     heads = int(getattr(config, "num_attention_heads", 0) or 1)
     ffn = next((v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), None)
     return Sizes(
