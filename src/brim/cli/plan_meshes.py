@@ -98,8 +98,7 @@ def _print(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
     table = Table(box=box.SIMPLE, pad_edge=False)
-    columns = ("", "tp", "pp", "chunks", "dp", "micro-batches", "recomputes", "worst rank", "s per step", "tokens/s",
-               "bubble")  # fmt: skip
+    columns = ("", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", "s/step", "tokens/s", "bubble")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for number, (mesh, proof) in enumerate(rows, 1):
@@ -109,11 +108,12 @@ def _print(
         split = mesh.split
         table.add_row(
             str(number), str(split.tp), str(split.pp), str(split.interleave), str(split.dp),
-            f"{split.micro_batches:,} of {split.micro_batch}", mesh.checkpointing,
+            f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
             format_bytes(proof.worst.peak_bytes.process), format_seconds(step_s), f"{tokens:,.0f}", bubble,
         )  # fmt: skip
     if rows:
         console.print(table)
+        console.print("v: model chunks a rank; micro: micro-batches a step, and sequences in each", markup=False)
         console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
     else:
         console.print("No mesh fits: more GPUs, larger ones, or a shorter sequence would.", markup=False)

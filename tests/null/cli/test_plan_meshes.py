@@ -25,7 +25,7 @@ def test_json_has_the_fastest_splits_with_a_command_for_each(capsys):
 def test_the_table_tells_split_memory_and_seconds(capsys):
     assert main([*COMMAND, "--top", "1"]) == 0
     text = capsys.readouterr().out
-    for told in ("micro-batches", "worst rank", "s per step", "brim estimate llama-3-8b", "meshes in"):
+    for told in ("micro-batches a step", "worst rank", "s/step", "brim estimate llama-3-8b", "meshes in"):
         assert told in text
 
 

@@ -100,3 +100,9 @@ def test_a_deep_stage_is_a_layer_repeated(model, tmp_path):
 def test_what_is_not_modelled_is_refused(model, settings):
     with pytest.raises(UnsupportedError, match="--engine megatron"):
         estimated(model, **settings)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "t5-small", "sd-unet"])
+def test_models_that_have_no_one_list_of_layers_are_refused(name):
+    with pytest.raises(UnsupportedError):
+        estimate_ranks(name, Split(gpus=2, zero=3), engine="torch", seq=64)
