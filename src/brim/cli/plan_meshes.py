@@ -98,18 +98,17 @@ def _print(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
     table = Table(box=box.SIMPLE, pad_edge=False)
-    columns = ("", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", "s/step", "tokens/s", "bubble")
+    columns = ("", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", "s/step", "tokens/s")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     for number, (mesh, proof) in enumerate(rows, 1):
         step_s = proof.step_s or mesh.step_s
         tokens = mesh.split.global_batch * options["seq"] / step_s
-        bubble = f"{proof.time.bubble_s / step_s:.0%}" if proof.time is not None else ""
         split = mesh.split
         table.add_row(
             str(number), str(split.tp), str(split.pp), str(split.interleave), str(split.dp),
             f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
-            format_bytes(proof.worst.peak_bytes.process), format_seconds(step_s), f"{tokens:,.0f}", bubble,
+            format_bytes(proof.worst.peak_bytes.process), format_seconds(step_s), f"{tokens:,.0f}",
         )  # fmt: skip
     if rows:
         console.print(table)
