@@ -371,8 +371,6 @@ class Layer:
             script.free(residual)
         return total
 
-    # -- kernels -------------------------------------------------------------------------------------------------
-
     def _at(self, module: str) -> None:
         self.script.module = f"{self.name}.{module}" if module else self.name
 
