@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from brim.catalog.gpus import Context, Gpu, general_context, gpu, gpu_names, known_contexts
+from brim.catalog.links import Network, nccl_bytes, nccl_source, network, training_rate
 from brim.catalog.presets import Preset, model, model_names
 
 __all__ = [
     "Context",
     "Gpu",
+    "Network",
     "Preset",
     "general_context",
     "gpu",
@@ -15,4 +17,8 @@ __all__ = [
     "known_contexts",
     "model",
     "model_names",
+    "nccl_bytes",
+    "nccl_source",
+    "network",
+    "training_rate",
 ]

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from brim.cli import estimate_ranks
 from brim.cli.options import html_option, json_option, print_json, write_html
+from brim.cli.split_options import split_of, split_options
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
@@ -24,7 +26,7 @@ _MOST_MODULES = 12
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything but MODEL, in the order of the help."""
-    options = [
+    options: list[Callable[..., Any]] = [
         click.option("--task", default="train", show_default=True, help="train or generate."),
         click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once."),
         click.option(
@@ -45,6 +47,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".'),
         click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
+        split_options,
         click.option(
             "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
         ),
@@ -73,7 +76,12 @@ def estimate(
     MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, or file.py:function. The
     function returns a step to trace, or a model and its inputs as a pair.
     """
-    if not explain_formula:
+    split = split_of(options)
+    if split is not None:
+        if explain_formula or html is not None:
+            raise UsageError("--gpus was given with --explain-formula or --html.", "They are of one GPU.")
+        estimate_ranks.report(model, options, *split, gpu, alloc_conf, as_json)
+    elif not explain_formula:
         _report(model, options, gpu, alloc_conf, html, as_json)
     elif html is None:
         _explain(model, options, as_json)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json, write_html
+from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
+        click.option("--gpus", type=count, help="Split training over so many GPUs, and search the splits."),
+        click.option("--gpus-per-node", type=count, help="GPUs of one machine, beside --gpus. [default: 8]"),
+        click.option("--global-batch", type=count, help="Sequences of a step on all --gpus. [default: 8 for each]"),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
         click.option(
             "--output",
@@ -75,6 +79,13 @@ def plan(
     """
     from rich.console import Console
 
+    if options["gpus"] is not None:
+        from brim.cli import plan_meshes
+
+        return plan_meshes.show(model, options, as_json)
+    for name in ("gpus", "gpus_per_node", "global_batch"):
+        if options.pop(name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")
     with Console(stderr=True).status("Loading PyTorch"):
         from brim.run.plan_file import write
         from brim.run.planning import plan as answer_to

@@ -14,7 +14,7 @@ from typing import Any
 
 from brim.core import codec
 
-VERSION = 1
+VERSION = 2
 
 
 EMPTY_CACHE = "torch.cuda.empty_cache"  # the name of an Op by which a step gives cached memory back to the device
@@ -56,7 +56,10 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """One allocation and its life: from tick ``born`` to tick ``died`` (None: alive at the end)."""
+    """One allocation and its life: from tick ``born`` to tick ``died`` (None: alive at the end).
+
+    ``stream`` numbers the stream that it was made on (0: the default one): the allocator keeps their blocks apart.
+    """
 
     id: int
     bytes: int
@@ -65,6 +68,7 @@ class Storage:
     born: int
     died: int | None = None
     dtype: str = ""
+    stream: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,7 @@ class Study:
         device = SimulatedDevice(place.available_bytes, place.total_bytes)
         CachingAllocator(AllocatorConfig.parse(alloc_conf), device=device)  # a mistake is told before the trace
         self.source, self.place, self.hardware, self.alloc_conf = source, place, hardware, alloc_conf
-        self.capability = _capability(place)
+        self.capability = capability_of(place)
         _check_float8(workload, place, self.capability)
         self.job = Job(source, workload)
         self.trace = traced(self.job, self.capability)
@@ -283,7 +283,7 @@ def _check_float8(workload: Workload, place: Place, capability: tuple[int, int])
         )
 
 
-def _capability(place: Place) -> tuple[int, int]:
+def capability_of(place: Place) -> tuple[int, int]:
     """The GPU's compute capability; 8.0 where there is none (no GPU named, or AMD's, which has the same kernels)."""
     known = catalog.gpu(place.name).compute_capability if place.name in catalog.gpu_names() else None
     match = re.fullmatch(r"(\d+)\.(\d+)", known or "")

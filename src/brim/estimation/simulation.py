@@ -118,7 +118,7 @@ class _Run:
 
     def _alloc(self, storage: Storage, op: Op | None) -> bool:
         try:
-            block = self._allocator.malloc(self._bytes(storage))
+            block = self._allocator.malloc(self._bytes(storage), storage.stream)
         except OutOfMemory as failure:
             label = _where(op, str(failure))
             self.timeline.add(EventKind.OOM, VRAM, storage.bytes, storage=storage.id, label=label)
@@ -165,6 +165,7 @@ class Replay:
     def __init__(self, trace: Trace, alloc_conf: str = "") -> None:
         self._config = AllocatorConfig.parse(alloc_conf)
         self._sizes = [storage.bytes for storage in trace.storages]
+        self._streams = [storage.stream for storage in trace.storages]
         self._cublas = [
             index for index, storage in enumerate(trace.storages)
             if storage.category is Category.WORKSPACE and storage.module == "cuBLAS"
@@ -190,7 +191,7 @@ class Replay:
                 if index < 0:
                     allocator.empty_cache()
                 elif born and sizes[index]:
-                    blocks[index] = allocator.malloc(sizes[index])
+                    blocks[index] = allocator.malloc(sizes[index], self._streams[index])
                 elif not born and sizes[index]:
                     allocator.free(blocks.pop(index))
         except OutOfMemory:

@@ -68,6 +68,8 @@ class RecordingMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if any(kind.__name__ == "DTensor" for kind in types):  # it runs on each rank's share, which comes back here
+            return NotImplemented
         if func is _device_of:  # C++ asks where a tensor lies; nothing runs
             return func(*args)
         if _decomposes(func):
@@ -171,6 +173,7 @@ class RecordingMode(TorchDispatchMode):
     # -- storages ------------------------------------------------------------------------------------------------
 
     def life_of(self, tensor: torch.Tensor) -> Life | None:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor is this rank's share of it
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return entry[0] if entry else None
 
@@ -218,6 +221,19 @@ class RecordingMode(TorchDispatchMode):
             if life is not None and life.bytes != (now := tensor.untyped_storage().nbytes()):
                 found.append((life, now))
         return found
+
+    def resized_storage(self, storage: torch.UntypedStorage) -> None:
+        """A storage was resized by itself, not by an operation: FSDP2 lets whole weights go and makes room for
+        them."""
+        entry = self._live.get(storage._cdata)
+        if entry is None or entry[0].bytes == storage.nbytes():
+            return
+        life, phase = entry[0], self.phase()
+        self.recorder.free(life, phase)  # nothing is copied: what was there is not kept
+        fresh = self.recorder.alloc(
+            storage.nbytes(), phase=phase, module=life.module, dtype=life.dtype, on_device=life.on_device
+        )
+        self._live[storage._cdata] = (fresh, entry[1])
 
     def _resize(self, life: Life, bytes: int, phase: Phase) -> None:
         """A resized storage takes the new bytes before it lets the old go (they are copied over)."""
@@ -279,6 +295,14 @@ class RecordingMode(TorchDispatchMode):
         if lives:
             return bool(sized)
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
+
+
+def mark(name: str) -> None:
+    """Write an operation of that name, which is no kernel, into the trace that is being made; without one,
+    nothing."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, RecordingMode):
+            mode.note_op(name)
 
 
 @contextmanager

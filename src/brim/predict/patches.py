@@ -63,6 +63,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
     """All replacements, and ``mode``, for the duration of one trace."""
     with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
          mock.patch.object(torch.utils, "swap_tensors", _set_data), \
+         mock.patch.object(torch.UntypedStorage, "resize_", _resizing(mode)), \
          mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
@@ -72,6 +73,18 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          unknown_numbers(mode.recording.values), outside_world(), as_written(mode.recording.recorder), \
          _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
+
+
+def _resizing(mode: ValueMode) -> Callable[..., Any]:
+    """``UntypedStorage.resize_`` is no operation that a mode sees."""
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        made = resize(storage, size)
+        mode.recording.resized_storage(storage)
+        return made
+
+    return resize_
 
 
 def _reentering(mode: ValueMode) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from brim.core import Category, Op, Phase, Storage
@@ -24,6 +25,7 @@ class Life:
     died_phase: Phase | None = None
     category: Category | None = None
     library: str = ""  # whose workspace this is
+    stream: int = 0
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class Recorder:
         self.uses_device = False  # whether the program put anything on the device
         self.step = -1
         self.phase = Phase.BUILD
+        self.stream: Callable[[], int] = lambda: 0  # the number of the stream that is current
         self._tick = -1
 
     def tick(self) -> int:
@@ -110,6 +113,7 @@ class Recorder:
             from_factory=from_factory,
             category=category,
             library=library,
+            stream=self.stream(),
         )
         self.lives.append(life)
         return life
@@ -136,6 +140,7 @@ class Recorder:
                 born=life.born,
                 died=life.died,
                 dtype=life.dtype,
+                stream=life.stream,
             )
             for index, life in enumerate(kept)
         )

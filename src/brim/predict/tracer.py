@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.core import Category, Trace
@@ -50,6 +51,7 @@ def trace(
     """
     _check(steps, target, routing)
     recorder, modules = Recorder(), ModuleTracker()
+    recorder.stream = _Streams()
     mode = RecordingMode(recorder, modules, KnownValues(routing), rules_for(target, capability))
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
     mode.after_backward = lambda: _mark_gradients(mode)
@@ -58,6 +60,22 @@ def trace(
         made = _written(mode, target, model or _name(modules, build))
         del held
     return made
+
+
+class _Streams:
+    """The current stream's number, in the order in which programs use them. A trace of a GPU that is not there runs
+    device-agnostic programs (FSDP2) on ``torch.cpu``'s streams, which order nothing and are told apart all the
+    same."""
+
+    def __init__(self) -> None:
+        self._numbers = {id(torch.cpu.current_stream()): 0}
+        self._known: list[Any] = []  # kept alive: another stream is never given the same identity
+
+    def __call__(self) -> int:
+        stream = torch.cpu.current_stream()
+        if id(stream) not in self._numbers:
+            self._known.append(stream)
+        return self._numbers.setdefault(id(stream), len(self._numbers))
 
 
 def _check(steps: int, target: str, routing: str) -> None:

@@ -86,6 +86,12 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *args: objec
     return torch.empty_like(log_probs)
 
 
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Waiting for a collective gives its result; the kernel for fake tensors makes another."""
+    arrived: torch.Tensor = _aten.alias.default(tensor)
+    return arrived
+
+
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._cudnn_rnn_backward.default: cuda_recurrent.backward,
     _aten._ctc_loss.Tensor: _ctc_loss,
@@ -98,3 +104,5 @@ FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
 }
+if torch.distributed.is_available():
+    FAKES[torch.ops._c10d_functional.wait_tensor.default] = _arrived

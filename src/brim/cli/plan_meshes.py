@@ -1,0 +1,121 @@
+"""``brim plan --gpus``: the fastest ways to split a training job over several GPUs."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from typing import TYPE_CHECKING, Any
+
+from brim.cli.options import print_json
+from brim.errors import UnsupportedError, UsageError
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from brim.estimation.ranks import ParallelEstimate
+    from brim.planner.meshes import Mesh
+
+INFEASIBLE = 3
+
+
+def show(model: str, options: dict[str, Any], as_json: bool) -> int | None:
+    """Search, prove and print; the exit code where nothing fits."""
+    from rich.console import Console
+
+    _check(options)
+    started = time.perf_counter()
+    with Console(stderr=True).status("Looking at meshes"):
+        from brim import catalog
+        from brim.estimation.models import find_model
+        from brim.estimation.parallel_shape import shape_of
+        from brim.planner import meshes
+
+        source, gpu = find_model(model), catalog.gpu(options["gpu"])
+        found = meshes.meshes(
+            shape_of(source), gpus=options["gpus"], gpus_per_node=options["gpus_per_node"] or 8, gpu=gpu,
+            sequence=options["seq"], global_batch=options["global_batch"] or 0,
+        )  # fmt: skip
+        proofs: dict[Mesh, ParallelEstimate] = {}
+        chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
+    rows = [(mesh, proofs[mesh]) for mesh in chosen]
+    took_s = time.perf_counter() - started
+    if as_json:
+        print_json(_document(model, options, rows, len(found), took_s))
+    else:
+        _print(model, options, rows, len(found), took_s)
+    return None if rows else INFEASIBLE
+
+
+def _check(options: dict[str, Any]) -> None:
+    if options["task"] != "train":
+        raise UnsupportedError("--gpus was given for generating.", "Training is split, so far.", "Use --task train.")
+    if not options["gpu"]:
+        raise UsageError("--gpus was given without --gpu.", "Seconds and memory need one.", 'Add --gpu "A100 80GB".')
+
+
+def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> bool:
+    """Whether every rank fits, told rank by rank."""
+    from brim.estimation.ranks import estimate_ranks
+
+    proofs[mesh] = found = estimate_ranks(
+        model, mesh.split, engine="megatron", seq=options["seq"], gpu=options["gpu"],
+        checkpointing=mesh.checkpointing, precision="bf16",
+    )  # fmt: skip
+    return bool(found.fits)
+
+
+def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
+    split = mesh.split
+    words = ["brim", "estimate", model, "--gpus", str(split.gpus), "--gpu", options["gpu"]]
+    words += ["--gpus-per-node", str(split.gpus_per_node), "--seq", str(options["seq"])]
+    for name in ("tp", "pp", "interleave", "zero", "micro_batch", "global_batch"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(split, name))]
+    words += ["--sp"] if split.sequence_parallel else []
+    return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", "megatron"])
+
+
+def _document(
+    model: str, options: dict[str, Any], rows: list[tuple[Mesh, ParallelEstimate]], looked_at: int, took_s: float
+) -> dict[str, Any]:
+    proposals = []
+    for mesh, proof in rows:
+        document = proof.to_json()
+        document.pop("ranks")
+        proposals.append(document | {
+            "interleave": mesh.split.interleave, "zero": mesh.split.zero, "micro_batch": mesh.split.micro_batch,
+            "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
+            "checkpointing": mesh.checkpointing, "command": _command(model, options, mesh),
+        })  # fmt: skip
+    return {"model": model, "gpus": options["gpus"], "meshes": looked_at, "proposals": proposals, "took_s": took_s}
+
+
+def _print(
+    model: str, options: dict[str, Any], rows: list[tuple[Mesh, ParallelEstimate]], looked_at: int, took_s: float
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    columns = ("", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", "s/step", "tokens/s")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for number, (mesh, proof) in enumerate(rows, 1):
+        step_s = proof.step_s or mesh.step_s
+        tokens = mesh.split.global_batch * options["seq"] / step_s
+        split = mesh.split
+        table.add_row(
+            str(number), str(split.tp), str(split.pp), str(split.interleave), str(split.dp),
+            f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
+            format_bytes(proof.worst.peak_bytes.process), format_seconds(step_s), f"{tokens:,.0f}",
+        )  # fmt: skip
+    if rows:
+        console.print(table)
+        console.print("v: model chunks a rank; micro: micro-batches a step, and sequences in each", markup=False)
+        console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
+    else:
+        console.print("No mesh fits: more GPUs, larger ones, or a shorter sequence would.", markup=False)
+    for note in rows[0][1].notes if rows else ():
+        console.print(note, markup=False)
+    console.print(f"looked at {looked_at:,} meshes in {format_seconds(took_s)}", markup=False)

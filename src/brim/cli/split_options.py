@@ -1,0 +1,74 @@
+"""The options by which several commands split a job over GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from brim.errors import UsageError
+
+if TYPE_CHECKING:
+    from brim.estimation.parallel import Split
+
+_FIELDS = (
+    "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "zero", "sp", "interleave", "micro_batch", "global_batch",
+)  # fmt: skip
+
+
+def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--gpus`` and all that goes with it, each given to the command as None where it was not."""
+    whole = click.INT
+    options = [
+        click.option("--gpus", type=whole, help="Split over so many GPUs, and tell what every rank takes."),
+        click.option("--gpus-per-node", type=whole, help="GPUs of one machine. [default: 8]"),
+        click.option("--tp", type=whole, help="Tensor parallelism: ranks that share every layer. [default: 1]"),
+        click.option("--pp", type=whole, help="Pipeline stages. [default: 1]"),
+        click.option("--dp", type=whole, help="Data parallelism. [default: what is left over]"),
+        click.option("--cp", type=whole, help="Context parallelism: ranks that share a sequence. [default: 1]"),
+        click.option("--ep", type=whole, help="Ranks that share a layer's experts. [default: 1]"),
+        click.option(
+            "--zero", type=whole, help="What data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients "
+            "too, 3 weights too. [default: 0]",
+        ),
+        click.option("--sp", is_flag=True, default=None, help="Sequence parallelism between tensor-parallel parts."),
+        click.option("--interleave", type=whole, help="Model chunks of a pipeline rank. [default: 1]"),
+        click.option("--micro-batch", type=whole, help="Sequences of one micro-batch. [default: 1]"),
+        click.option(
+            "--global-batch", type=whole,
+            help="Sequences of a step on all GPUs. [default: a micro-batch for each data-parallel rank and stage]",
+        ),
+        click.option(
+            "--engine", help="torch (FSDP2, DTensor, pipelining) or megatron (with Transformer Engine). "
+            "[default: torch]",
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
+    """Take these options out of ``settings``: the split and the engine, or None where one GPU is meant.
+
+    Raises UsageError where they are given without ``--gpus``.
+    """
+    taken = {name: settings.pop(name) for name in _FIELDS}
+    engine = settings.pop("engine")
+    given = [name for name, value in taken.items() if value is not None]
+    if taken["gpus"] is None:
+        if engine is not None:
+            given.append("engine")
+        if given:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise UsageError(f"{flags} was given without --gpus.", "It splits a job.", "Give --gpus.")
+        return None
+    if settings.pop("batch", 1) != 1:
+        raise UsageError("--batch was given with --gpus.", todo="Give --micro-batch and --global-batch.")
+    from brim.estimation.parallel import Split
+
+    values = {name: taken[name] for name in given}
+    if "sp" in values:
+        values["sequence_parallel"] = values.pop("sp")
+    return Split(**values), engine or "torch"

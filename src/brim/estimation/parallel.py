@@ -1,0 +1,264 @@
+"""How a training job is split over GPUs: the mesh, who sits where in it, and what cannot be split that way.
+
+Ranks are numbered as Megatron-LM and torchtitan number them: neighbours share a tensor-parallel group, then come
+context, data and pipeline parallelism, so that those who talk most sit in one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from brim.errors import UsageError
+
+ENGINES = ("torch", "megatron")
+_MOST_GPUS = 1 << 20
+_POSITIVE = ("gpus", "gpus_per_node", "tp", "pp", "cp", "ep", "interleave", "micro_batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A mesh of ``gpus`` = pp x dp x cp x tp ranks, and how a batch goes through it.
+
+    ``dp`` 0: what is left over. ``ep`` spreads experts over ranks of dp x cp. ``zero``: 0 every rank has all states,
+    1 the optimizer's are split over dp x cp, 2 gradients too, 3 weights too. ``sequence_parallel`` splits what lies
+    between tensor-parallel parts along the sequence. ``interleave`` is how many model chunks a pipeline rank has.
+    ``global_batch`` 0: one micro-batch for every data-parallel rank and pipeline stage.
+    """
+
+    gpus: int
+    gpus_per_node: int = 8
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 0
+    zero: int = 0
+    sequence_parallel: bool = False
+    interleave: int = 1
+    micro_batch: int = 1
+    global_batch: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _MOST_GPUS:
+                raise UsageError(f"{_flag(name)} {value} was given.", f"It is a whole number, 1 to {_MOST_GPUS:,}.")
+        if self.zero not in range(4):
+            raise UsageError(f"--zero {self.zero} was given.", "The stages are 0, 1, 2 and 3.")
+        _check_mesh(self)
+        object.__setattr__(self, "dp", self.gpus // (self.tp * self.pp * self.cp))
+        _check_batch(self)
+        if not self.global_batch:
+            object.__setattr__(self, "global_batch", self.micro_batch * self.dp * self.pp)
+        if self.sequence_parallel and self.tp == 1:
+            raise UsageError(
+                "--sp was given with --tp 1.",
+                "It splits over the ranks that split tensors.",
+                "Give --tp, or leave it out.",
+            )
+        if self.interleave > 1:
+            _check_interleave(self)
+        if (self.dp * self.cp) % self.ep:
+            raise UsageError(
+                f"--ep {self.ep} was given.",
+                f"Experts are spread over {self.dp * self.cp} ranks (dp x cp), which it does not divide.",
+                f"Nearest: --ep {nearest(self.ep, lambda n: (self.dp * self.cp) % n == 0)}.",
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches each rank sees in one step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold the same weights, over which ZeRO splits: data and context parallelism."""
+        return self.dp * self.cp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank sits: ``{"pp": ..., "dp": ..., "cp": ..., "tp": ...}``."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+
+    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``tp``, ``cp``, ``dp``, ``pp``, ``ep`` or ``shard`` (dp x cp)."""
+        return self.shards if axis == "shard" else int(getattr(self, axis))
+
+    def per_node(self, axis: str) -> int:
+        """Members of such a group that sit in one node, 1 at least."""
+        stride = {"tp": 1, "cp": self.tp, "ep": self.tp, "shard": self.tp, "dp": self.tp * self.cp}
+        step = stride.get(axis, self.tp * self.cp * self.dp)
+        return max(min(self.size(axis), self.gpus_per_node // step), 1)
+
+    def describe(self) -> str:
+        """``512 GPUs: tp 8 x pp 16 x dp 4, ZeRO-1, 384 micro-batches of 1``."""
+        parts = [f"{name} {self.size(name)}" for name in ("tp", "cp", "pp", "dp") if self.size(name) > 1]
+        text = f"{self.gpus:,} GPU{'s' * (self.gpus > 1)}"
+        text += f": {' x '.join(parts)}" if parts else ""
+        text += f", experts over {self.ep}" if self.ep > 1 else ""
+        text += f", ZeRO-{self.zero}" if self.zero else ""
+        text += ", sequence parallel" if self.sequence_parallel else ""
+        text += f", {self.interleave} chunks a rank" if self.interleave > 1 else ""
+        return f"{text}, {self.micro_batches:,} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What of a model must divide: ``name`` is how the configuration calls each."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    ffn: int
+    sequence: int
+    experts: int = 0
+
+
+def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> None:
+    """Raise UsageError, naming the nearest that works, where the model does not split that way.
+
+    ``even_stages``: every pipeline rank must get as many layers (Megatron-LM, and interleaving in general).
+    """
+    tensors = {"attention heads": sizes.heads, "key-value heads": sizes.kv_heads, "hidden size": sizes.hidden,
+               "feed-forward size": sizes.ffn}  # fmt: skip
+    for what, size in tensors.items():
+        if size % split.tp:
+            fits = nearest(split.tp, lambda n: all(each % n == 0 for each in tensors.values()))
+            raise UsageError(
+                f"--tp {split.tp} was given.", f"The model's {what} ({size:,}) cannot be split by it.",
+                f"Nearest: --tp {fits}.",
+            )  # fmt: skip
+    chunks = split.pp * split.interleave
+    if chunks > sizes.layers:
+        what = f"{split.pp} pipeline stages" + (f" of {split.interleave} chunks" if split.interleave > 1 else "")
+        raise UsageError(
+            f"{what} were asked for.", f"The model has {sizes.layers} layers, and a stage has one at least.",
+            f"Nearest: --pp {nearest(sizes.layers // split.interleave or 1, lambda n: _divides(sizes.layers, n))}.",
+        )  # fmt: skip
+    if (even_stages or split.interleave > 1) and sizes.layers % chunks:
+        raise UsageError(
+            f"{chunks} even pipeline stages were asked for.", f"The model's {sizes.layers} layers do not divide.",
+            f"Nearest: --pp {nearest(split.pp, lambda n: _divides(sizes.layers, n * split.interleave))}.",
+        )  # fmt: skip
+    _check_sequence(split, sizes.sequence)
+    if split.ep > 1 and (not sizes.experts or sizes.experts % split.ep):
+        found = f"The model has {sizes.experts} experts." if sizes.experts else "The model has no experts."
+        fits = nearest(split.ep, lambda n: bool(sizes.experts) and sizes.experts % n == 0) if sizes.experts else 1
+        raise UsageError(f"--ep {split.ep} was given.", found, f"Nearest: --ep {fits}.")
+
+
+def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage: as even as can be, the first and the last taking the fewer (they have more beside)."""
+    low, more = divmod(layers, stages)
+    order = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
+    larger = set(order[:more])
+    return tuple(low + (stage in larger) for stage in range(stages))
+
+
+def nearest(wanted: int, works: Callable[[int], bool]) -> int:
+    """The number from 1 on that works and is nearest to the one wanted, the smaller of two; 1 where none is."""
+    around = sorted(range(1, 2 * wanted + 1), key=lambda n: (abs(n - wanted), n))
+    return next((n for n in around if works(n)), 1)
+
+
+def _check_mesh(split: Split) -> None:
+    each = split.tp * split.pp * split.cp
+    parts = f"tp {split.tp} x pp {split.pp} x cp {split.cp}"
+    if split.dp and each * split.dp != split.gpus:
+        raise UsageError(
+            f"A mesh of {parts} x dp {split.dp} = {each * split.dp} ranks was asked for.",
+            f"There are {split.gpus} GPUs.", f"Nearest: --gpus {each * split.dp}{_of_gpus(split, each)}.",
+        )  # fmt: skip
+    if split.gpus % each:
+        low = split.gpus // each * each
+        counts = f"--gpus {low} or {low + each}" if low else f"--gpus {each}"
+        raise UsageError(
+            f"{split.gpus} GPUs were to be split into {parts}.", f"{split.gpus} is no multiple of {each}.",
+            f"Nearest: {counts}{_smaller(split)}.",
+        )  # fmt: skip
+    if split.gpus > split.gpus_per_node and split.gpus % split.gpus_per_node:
+        low = split.gpus // split.gpus_per_node * split.gpus_per_node
+        raise UsageError(
+            f"{split.gpus} GPUs in nodes of {split.gpus_per_node} were given.", "The last node would not be full.",
+            f"Nearest: --gpus {low} or {low + split.gpus_per_node}.",
+        )  # fmt: skip
+
+
+def _of_gpus(split: Split, each: int) -> str:
+    return f", or --dp {split.gpus // each}" if split.gpus % each == 0 else ""
+
+
+def _smaller(split: Split) -> str:
+    """The one size of the mesh that, changed alone, makes it fit."""
+    for name in ("tp", "pp", "cp"):
+        rest = split.tp * split.pp * split.cp // getattr(split, name)
+        if split.gpus % rest == 0:
+            fits = nearest(getattr(split, name), lambda n, rest=rest: split.gpus % (rest * n) == 0)  # type: ignore[misc]
+            return f", or --{name} {fits}"
+    return ""
+
+
+def _check_batch(split: Split) -> None:
+    each = split.micro_batch * split.dp
+    if split.global_batch < 0 or split.global_batch % each:
+        low = split.global_batch // each * each
+        counts = f"{low} or {low + each}" if low > 0 else f"{each}"
+        raise UsageError(
+            f"--global-batch {split.global_batch} was given.",
+            f"{split.dp} data-parallel ranks with micro-batches of {split.micro_batch} take multiples of {each}.",
+            f"Nearest: --global-batch {counts}.",
+        )
+
+
+def _check_interleave(split: Split) -> None:
+    if split.pp == 1:
+        raise UsageError("--interleave was given with --pp 1.", "It splits pipeline stages.", "Give --pp.")
+    if split.micro_batches % split.pp:
+        unit = split.micro_batch * split.dp * split.pp
+        low = split.global_batch // unit * unit
+        counts = f"{low} or {low + unit}" if low else f"{unit}"
+        raise UsageError(
+            f"--interleave {split.interleave} was given with {split.micro_batches} micro-batches.",
+            f"Interleaved stages take their micro-batches {split.pp} (--pp) at a time.",
+            f"Nearest: --global-batch {counts}.",
+        )
+
+
+def _check_sequence(split: Split, sequence: int) -> None:
+    unit = (2 * split.cp if split.cp > 1 else 1) * (split.tp if split.sequence_parallel else 1)
+    if sequence % unit:
+        low = sequence // unit * unit
+        counts = f"{low} or {low + unit}" if low else f"{unit}"
+        raise UsageError(
+            f"A sequence of {sequence:,} tokens was to be split.",
+            f"Context and sequence parallelism take multiples of {unit}.", f"Nearest: --seq {counts}.",
+        )  # fmt: skip
+
+
+def _divides(size: int, n: int) -> bool:
+    return n <= size and size % n == 0
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def in_flight(split: Split, stage: int) -> int:
+    """Micro-batches, times model chunks, whose activations pipeline rank ``stage`` holds at most under 1F1B.
+
+    Without interleaving ``p - stage``; with it Megatron-LM's warm-up (megatron/core/pipeline_parallel/schedules.py:
+    ``(p - stage - 1) * 2 + (v - 1) * p``) and the one that follows it. Never more than there are.
+    """
+    most = split.micro_batches * split.interleave
+    if split.pp == 1:
+        return 1
+    if split.interleave == 1:
+        return min(split.pp - stage, most)
+    return min((split.pp - stage - 1) * 2 + (split.interleave - 1) * split.pp + 1, most)

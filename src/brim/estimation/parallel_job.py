@@ -1,0 +1,39 @@
+"""What several engines are asked, and what each answers: a training job, and the step of one of its pipeline
+ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from brim.core import Op, Trace
+from brim.estimation.models import Source
+from brim.estimation.parallel import Split
+from brim.estimation.parallel_script import Sent
+from brim.estimation.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelJob:
+    """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM
+    only."""
+
+    source: Source
+    workload: Workload
+    split: Split
+    sequence: int
+    capability: tuple[int, int]
+    fused_loss: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFacts:
+    """A pipeline rank's step: its memory, its kernels and what it sends.
+
+    ``ops`` and ``sent`` are those of one micro-batch, and the optimizer's kernels; ``once`` is sent once a step.
+    """
+
+    trace: Trace
+    ops: tuple[Op, ...]
+    sent: tuple[Sent, ...]
+    once: tuple[Sent, ...]
+    not_modelled: tuple[str, ...] = ()

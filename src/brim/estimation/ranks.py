@@ -1,0 +1,206 @@
+"""``brim estimate --gpus``: what every rank of a split training job takes, and how long its step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brim import catalog
+from brim.core import Trace
+from brim.errors import UnsupportedError, UsageError
+from brim.estimation import ranks_megatron, ranks_torch
+from brim.estimation.breakdown import at_peak
+from brim.estimation.estimate import PeakBytes, capability_of
+from brim.estimation.models import Source, find_model
+from brim.estimation.parallel import ENGINES, Split
+from brim.estimation.parallel_job import ParallelJob, StageFacts
+from brim.estimation.parallel_time import StageTime, StepTime, stage_time, step_time, training_hardware
+from brim.estimation.simulation import Place, place_of, simulate
+from brim.estimation.workload import Workload
+
+_DEFAULT_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank: ``coordinates`` in the mesh, peaks as in ``PeakBytes``, and what lies there at the peak.
+
+    ``breakdown`` sums to ``peak_bytes.process`` with the allocator's slack left out: tensors by category, the CUDA
+    context and NCCL's buffers.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    peak_bytes: PeakBytes
+    breakdown: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank, "coordinates": dict(self.coordinates), "peak_bytes": peaks_json(self.peak_bytes),
+            "breakdown": dict(self.breakdown),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelEstimate:
+    """What a split training step takes. ``time`` is None without a GPU, ``fits`` too; ``worst_rank`` takes the
+    most."""
+
+    model: str
+    engine: str
+    workload: Workload
+    split: Split
+    gpu: str
+    ranks: tuple[Rank, ...]
+    worst_rank: int
+    time: StepTime | None
+    fits: bool | None
+    flops: int
+    notes: tuple[str, ...]
+    not_modelled: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> Rank:
+        return self.ranks[self.worst_rank]
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.time is None else self.time.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        split = self.split
+        return {
+            "peak_bytes": peaks_json(self.worst.peak_bytes),
+            "at_peak_bytes": dict(self.worst.breakdown),
+            "worst_rank": self.worst_rank,
+            "mesh": {name: split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")},
+            "micro_batches": split.micro_batches,
+            "engine": self.engine,
+            "step_s": self.step_s,
+            "seconds": self.time.to_json() if self.time is not None else None,
+            "flops": self.flops,
+            "not_modelled": list(self.not_modelled),
+            "fits": self.fits,
+            "ranks": [rank.to_json() for rank in self.ranks],
+        }
+
+
+def peaks_json(peak: PeakBytes) -> dict[str, int]:
+    return {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process}
+
+
+def estimate_ranks(
+    model: str | Path | Callable[[], Any],
+    split: Split,
+    *,
+    engine: str = "torch",
+    task: str = "train",
+    seq: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    checkpointing: str | None = None,
+    gpu: str | catalog.Gpu | None = None,
+    alloc_conf: str = "",
+    fused_loss: bool = True,
+) -> ParallelEstimate:
+    """What every rank of a training step of ``model`` takes when it is split as ``split`` says.
+
+    ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
+    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW; ``fused_loss`` is its
+    ``--cross-entropy-loss-fusion`` by Transformer Engine). Ranks that are alike are
+    worked out once. Raises UsageError for what does not divide, naming the nearest that does, and UnsupportedError
+    for what the engine does not do.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine} was given.", f"It is one of {', '.join(ENGINES)}.")
+    if task != "train":
+        raise UnsupportedError(
+            f"The task {task} was to be split over several GPUs.", "Training is, so far.", "Use --task train."
+        )
+    workload = Workload(
+        task=task, batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    source = find_model(model)
+    place = place_of(gpu)
+    job = ParallelJob(
+        source=source,
+        workload=workload,
+        split=split,
+        sequence=seq or _tokens(source),
+        capability=capability_of(place),
+        fused_loss=fused_loss,
+    )
+    stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
+    return _assembled(job, engine, stages, place, alloc_conf, notes)
+
+
+def _assembled(
+    job: ParallelJob, engine: str, stages: Sequence[StageFacts], place: Place, alloc_conf: str, notes: tuple[str, ...]
+) -> ParallelEstimate:
+    split = job.split
+    nccl = sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp"))
+    nccl += catalog.nccl_bytes(split.cp)
+    of_stage: dict[int, tuple[PeakBytes, dict[str, int]]] = {}
+    for facts in stages:
+        if id(facts) not in of_stage:
+            of_stage[id(facts)] = _memory(facts.trace, place, alloc_conf, nccl)
+    ranks = []
+    for number in range(split.gpus):
+        coordinates = split.coordinates(number)
+        peak, breakdown = of_stage[id(stages[coordinates["pp"]])]
+        ranks.append(Rank(rank=number, coordinates=coordinates, peak_bytes=peak, breakdown=breakdown))
+    worst = max(ranks, key=lambda rank: (rank.peak_bytes.process, -rank.rank))
+    time, told = _time(stages, split, place)
+    flops = sum(op.flops for facts in stages for op in facts.ops if op.flops)
+    context = f"CUDA context of {place.context.bytes:,} B: {place.context.source}"
+    if nccl:
+        context += f"; NCCL's buffers of {nccl:,} B: {catalog.nccl_source()}"
+    return ParallelEstimate(
+        model=job.source.name,
+        engine=engine,
+        workload=job.workload,
+        split=split,
+        gpu=place.name,
+        ranks=tuple(ranks),
+        worst_rank=worst.rank,
+        time=time,
+        fits=None if place.total_bytes is None else worst.peak_bytes.process <= place.total_bytes,
+        flops=flops * split.micro_batches * split.tp * split.cp * split.dp,
+        notes=(*notes, context, *told),
+        not_modelled=tuple(sorted({name for facts in stages for name in facts.not_modelled})),
+    )
+
+
+def _memory(trace: Trace, place: Place, alloc_conf: str, nccl: int) -> tuple[PeakBytes, dict[str, int]]:
+    """Peaks in a memory without end, and what lies there."""
+    endless = Place(
+        name=place.name, total_bytes=None, context=place.context, cublas_workspace_bytes=place.cublas_workspace_bytes
+    )
+    timeline = simulate(trace, endless, alloc_conf)
+    found, peaks = at_peak(trace, timeline), timeline.peak_bytes
+    peak = PeakBytes(allocated=peaks.allocated, reserved=peaks.reserved, process=peaks.process + nccl)
+    beside = {"rounding": found.rounding_bytes, "context": place.context.bytes, "nccl": nccl}
+    return peak, found.by_category | beside
+
+
+def _time(stages: Sequence[StageFacts], split: Split, place: Place) -> tuple[StepTime | None, tuple[str, ...]]:
+    if place.name not in catalog.gpu_names():
+        return None, ()
+    gpu = catalog.gpu(place.name)
+    hardware, source = training_hardware(gpu)
+    times: dict[int, StageTime] = {}
+    for facts in stages:
+        if id(facts) not in times:
+            times[id(facts)] = stage_time(facts.ops, facts.sent, facts.once, split, gpu, hardware)
+    return step_time([times[id(facts)] for facts in stages], split), (f"step seconds: {source}",)
+
+
+def _tokens(source: Source) -> int:
+    limit = next(
+        (source.config[name] for name in ("max_position_embeddings", "n_positions") if source.config.get(name)),
+        _DEFAULT_TOKENS,
+    )
+    return min(_DEFAULT_TOKENS, int(limit))

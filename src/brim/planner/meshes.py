@@ -1,0 +1,284 @@
+"""The fastest ways to split a training job over GPUs: an outer search over meshes.
+
+Closed forms first: seconds and bytes of every mesh from one layer, the embedding and the head, worked out once for
+each way to split tensors, and states by ``6 + 12 / d`` bytes. What does not fit is left out, the rest is looked at
+fastest first, and each is proved rank by rank (``estimation.ranks``) before it is offered.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from brim import catalog
+from brim.core import Hardware, Op, Phase, Trace
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.estimation.parallel import Split, check_sizes, in_flight
+from brim.estimation.parallel_megatron import stage_trace
+from brim.estimation.parallel_script import Sent
+from brim.estimation.parallel_shape import Shape
+from brim.estimation.parallel_time import StageTime, StepTime, kernels_s, sent_s, step_time, training_hardware
+from brim.predict.formulas import megatron_states
+
+_MICRO_BATCHES = (1, 2, 4, 8)
+_CHUNKS = (1, 2, 3, 4, 5, 6, 8)
+RECOMPUTE = ("none", "selective", "full")
+_SEQUENCES_PER_GPU = 8  # of a step where no batch was given
+_MOST_PROOFS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """One way to split a job, with its seconds and its bytes on the worst rank by closed forms."""
+
+    split: Split
+    checkpointing: str
+    time: StepTime
+    peak_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        return self.time.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """Seconds of a piece of the model for one micro-batch, forward and backward, and what of them is sent."""
+
+    forward_s: float
+    backward_s: float
+    sends_s: float
+
+    def times(self, count: int) -> _Costs:
+        return _Costs(
+            forward_s=self.forward_s * count, backward_s=self.backward_s * count, sends_s=self.sends_s * count
+        )
+
+    def plus(self, other: _Costs) -> _Costs:
+        return _Costs(
+            forward_s=self.forward_s + other.forward_s, backward_s=self.backward_s + other.backward_s,
+            sends_s=self.sends_s + other.sends_s,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """Parameters and kept bytes of one layer, and what a stage has beside its layers: by (1 or 2 stages, which)."""
+
+    layer_parameters: int
+    layer_bytes: int
+    beside_parameters: dict[tuple[int, int], int]
+    beside_bytes: dict[tuple[int, int], int]
+
+
+def meshes(
+    shape: Shape, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int = 0
+) -> list[Mesh]:
+    """All meshes that fit by closed forms, the fastest first.
+
+    ``global_batch`` 0: eight sequences for each GPU. Raises UsageError where nothing divides, BudgetError where
+    nothing fits, naming how many GPUs would hold the model's states.
+    """
+    if shape.experts:
+        raise UnsupportedError(
+            f"The fastest mesh for {shape.name} was asked for.", "Experts are not searched over.",
+            "Look at single ones: brim estimate --gpus, with --ep.",
+        )  # fmt: skip
+    batch = global_batch or _SEQUENCES_PER_GPU * gpus
+    pieces = _Pieces(shape, gpu, sequence)
+    found = [mesh for split in _splits(shape, gpus, gpus_per_node, sequence, batch) for mesh in pieces.meshes(split)]
+    if not found:
+        raise UsageError(
+            f"{shape.name} was to be split over {gpus} GPUs with {batch} sequences a step.",
+            "No mesh divides its layers, its heads and the batch.",
+            f"Try --global-batch {_SEQUENCES_PER_GPU * gpus}.",
+        )
+    room = gpu.capacity_bytes - gpu.context().bytes
+    fitting = [mesh for mesh in found if mesh.peak_bytes + _nccl_bytes(mesh.split) <= room]
+    if not fitting:
+        raise _too_small(shape, gpus, gpu, min(mesh.peak_bytes for mesh in found), pieces.parameters())
+    return sorted(fitting, key=lambda mesh: mesh.step_s)
+
+
+def best(found: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Mesh]:
+    """The ``top`` fastest of ``found`` that ``proves`` says fit; one per split where several differ in
+    recomputation."""
+    chosen: list[Mesh] = []
+    seen: set[Split] = set()
+    for mesh in itertools.islice(found, _MOST_PROOFS):
+        if mesh.split in seen:
+            continue
+        if proves(mesh):
+            chosen.append(mesh)
+            seen.add(mesh.split)
+        if len(chosen) == top:
+            break
+    return chosen
+
+
+def _which(split: Split, stage: int) -> tuple[int, int]:
+    """A model in one, or the first or the last stage of several."""
+    return (1, 0) if split.pp == 1 else (2, 0 if stage == 0 else 1)
+
+
+def _nccl_bytes(split: Split) -> int:
+    return sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp"))
+
+
+def _peak_bytes(trace: Trace) -> int:
+    """The most that is alive at once."""
+    changes = [(storage.born, storage.bytes) for storage in trace.storages]
+    changes += [(storage.died, -storage.bytes) for storage in trace.storages if storage.died is not None]
+    return max(itertools.accumulate(bytes for _, bytes in sorted(changes)), default=0)
+
+
+def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
+    tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus_per_node % n == 0 or n == gpus]
+    stages = [n for n in range(1, min(shape.layers, gpus) + 1) if shape.layers % n == 0]
+    for tp, pp, chunks, micro in itertools.product(tensors, stages, _CHUNKS, _MICRO_BATCHES):
+        if gpus % (tp * pp) or (chunks > 1 and (pp == 1 or shape.layers % (pp * chunks))):
+            continue
+        try:
+            split = Split(
+                gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, pp=pp, interleave=chunks, micro_batch=micro,
+                global_batch=batch, sequence_parallel=tp > 1, zero=1,
+            )  # fmt: skip
+            check_sizes(split, shape.sizes(sequence), even_stages=True)
+        except UsageError:
+            continue  # what does not divide is no candidate
+        yield split
+
+
+class _Pieces:
+    """The model's pieces on one GPU, each worked out once for every way to split tensors."""
+
+    def __init__(self, shape: Shape, gpu: catalog.Gpu, sequence: int) -> None:
+        self.shape, self.gpu, self.sequence = shape, gpu, sequence
+        self.hardware: Hardware = training_hardware(gpu)[0]
+        self.network = catalog.network(gpu)
+        self._all_ends: dict[tuple[int, int, str], _Ends] = {}
+        self._known: dict[tuple[int, int, int, str], tuple[_Costs, _Costs, _Costs]] = {}
+
+    def meshes(self, split: Split) -> Iterator[Mesh]:
+        for recompute in RECOMPUTE:
+            ends = self._ends(split, recompute)
+            peak = max(self._stage_bytes(split, stage, ends) for stage in {0, split.pp - 1})
+            yield Mesh(split=split, checkpointing=recompute, time=self._step(split, recompute, ends), peak_bytes=peak)
+
+    def parameters(self) -> int:
+        """Of the whole model."""
+        ends = self._ends(Split(gpus=1), "none")
+        return self.shape.layers * ends.layer_parameters + ends.beside_parameters[1, 0]
+
+    def _stage_bytes(self, split: Split, stage: int, ends: _Ends) -> int:
+        """States, kept activations of all micro-batches in flight, and all that does not grow with either."""
+        layers = self.shape.layers // split.pp
+        count = layers * ends.layer_parameters + ends.beside_parameters[_which(split, stage)]
+        states = megatron_states(count, data_parallel=split.shards, distributed_optimizer=True).value
+        kept = in_flight(split, stage) * layers // split.interleave * ends.layer_bytes
+        return states + kept + ends.beside_bytes[_which(split, stage)]
+
+    def _ends(self, split: Split, recompute: str) -> _Ends:
+        key = (split.tp, split.micro_batch, recompute)
+        if key not in self._all_ends:
+            self._all_ends[key] = self._of_few_layers(split, recompute)
+        return self._all_ends[key]
+
+    def _of_few_layers(self, split: Split, recompute: str) -> _Ends:
+        """From models of so few layers that a stage has one or two of them."""
+        peaks: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for stages, stage, each in itertools.product((1, 2), (0, 1), (1, 2)):
+            if stage < stages:
+                little = Split(
+                    gpus=split.tp * stages, gpus_per_node=split.tp * stages, tp=split.tp, pp=stages,
+                    sequence_parallel=split.sequence_parallel, micro_batch=split.micro_batch,
+                )  # fmt: skip
+                made = stage_trace(
+                    replace(self.shape, layers=each * stages), little, stage, sequence=self.sequence,
+                    recompute=recompute,
+                )  # fmt: skip
+                peaks[stages, stage, each] = (made.parameters, _peak_bytes(made.trace))
+        layer_parameters = peaks[1, 0, 2][0] - peaks[1, 0, 1][0]
+        states = megatron_states(layer_parameters).value
+        layer_bytes = peaks[1, 0, 2][1] - peaks[1, 0, 1][1] - states
+        beside_parameters, beside_bytes = {}, {}
+        for (stages, stage, each), (count, peak) in peaks.items():
+            if each == 1:
+                held = (stages - stage) * layer_bytes
+                beside_parameters[stages, stage] = count - layer_parameters
+                beside_bytes[stages, stage] = peak - megatron_states(count).value - held
+        return _Ends(
+            layer_parameters=layer_parameters, layer_bytes=layer_bytes, beside_parameters=beside_parameters,
+            beside_bytes=beside_bytes,
+        )  # fmt: skip
+
+    def _step(self, split: Split, recompute: str, ends: _Ends) -> StepTime:
+        layer, embedding, head = self._costs(split, recompute)
+        layers = self.shape.layers // split.pp
+        each = layer.times(layers)
+        once = self._once_s(split, layers * ends.layer_parameters + max(ends.beside_parameters.values()))
+        stages = []
+        for stage in range(split.pp):
+            cost = each
+            if stage == 0:
+                cost = cost.plus(embedding)
+            if stage == split.pp - 1:
+                cost = cost.plus(head)
+            stages.append(StageTime(
+                forward_s=cost.forward_s, backward_s=cost.backward_s, communicates_s=cost.sends_s, once_s=once
+            ))  # fmt: skip
+        return step_time(stages, split)
+
+    def _once_s(self, split: Split, count: int) -> float:
+        sent = (
+            Sent(kind="reduce_scatter", axis="shard", bytes=4 * count, phase=Phase.OPTIMIZER),
+            Sent(kind="all_gather", axis="shard", bytes=2 * count, phase=Phase.OPTIMIZER),
+        )
+        rate = self.hardware.tier(self.hardware.compute).bytes_per_s
+        moved = 4 * count + 34 * count / split.shards
+        return sum(sent_s(each, split, self.network) for each in sent) + moved / rate
+
+    def _costs(self, split: Split, recompute: str) -> tuple[_Costs, _Costs, _Costs]:
+        """One layer, the embedding, the head."""
+        key = (split.tp, split.gpus_per_node, split.micro_batch, recompute)
+        if key not in self._known:
+            alone = Split(
+                gpus=split.tp, gpus_per_node=split.tp, tp=split.tp, sequence_parallel=split.sequence_parallel,
+                micro_batch=split.micro_batch,
+            )  # fmt: skip
+            one, two = (
+                stage_trace(replace(self.shape, layers=layers), alone, 0, sequence=self.sequence, recompute=recompute)
+                for layers in (1, 2)
+            )
+            first, second = (self._all(made.ops, made.sent, alone) for made in (one, two))
+            layer = second.plus(first.times(-1))
+            rest = first.plus(layer.times(-1))
+            embedding = self._all([op for op in one.ops if op.module == "embedding"], (), alone)
+            self._known[key] = (layer, embedding, rest.plus(embedding.times(-1)))
+        return self._known[key]
+
+    def _all(self, ops: list[Op] | tuple[Op, ...], sent: tuple[Sent, ...], split: Split) -> _Costs:
+        sends = {
+            phase: sum(sent_s(each, split, self.network) for each in sent if each.phase is phase)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        }
+        works = {
+            phase: kernels_s((op for op in ops if op.phase is phase), self.hardware)
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        }
+        return _Costs(
+            forward_s=works[Phase.FORWARD] + sends[Phase.FORWARD],
+            backward_s=works[Phase.BACKWARD] + sends[Phase.BACKWARD],
+            sends_s=sum(sends.values()),
+        )
+
+
+def _too_small(shape: Shape, gpus: int, gpu: catalog.Gpu, least: int, parameters: int) -> BudgetError:
+    enough = -(-megatron_states(parameters).value // gpu.capacity_bytes)
+    return BudgetError(
+        f"{shape.name} was to be split over {gpus} {gpu.name}.",
+        f"It takes {least:,} B on each of them at least, and one has {gpu.capacity_bytes:,} B.",
+        f"About {enough} hold its states alone.",
+        smallest_bytes={"vram": least},
+    )

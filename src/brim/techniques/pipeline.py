@@ -1,0 +1,131 @@
+"""Pipelining: a model cut into stages of consecutive layers, each on ranks of its own.
+
+Huang et al., arXiv 1811.06965; Narayanan et al., arXiv 2104.04473. A stage is the model itself with the other layers
+left out: the first has the embedding, the last the head and the loss. ``torch.distributed.pipelining`` runs them; a
+prediction runs one stage's forward and backward on fake tensors, in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from brim.errors import UnsupportedError, UsageError
+from brim.techniques.checkpointing import blocks
+
+NAME = "pipeline"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Layers ``[first, first + layers)`` of ``of`` in all."""
+
+    first: int
+    layers: int
+    of: int
+
+    @property
+    def embeds(self) -> bool:
+        return self.first == 0
+
+    @property
+    def has_head(self) -> bool:
+        return self.first + self.layers == self.of
+
+
+def cut(model: Any, part: Part) -> nn.Module:
+    """``model`` (transformers' causal language model) with the layers of ``part`` only, in place.
+
+    Raises UsageError for layers that it does not have, UnsupportedError where its one list of layers is not found.
+    """
+    stack, path = _stack(model)
+    if part.of != len(stack) or part.layers < 1 or part.first < 0 or part.first + part.layers > part.of:
+        raise UsageError(
+            f"Layers {part.first} to {part.first + part.layers - 1} of {part.of} were asked for.",
+            f"{type(model).__name__} has {len(stack)}.",
+        )
+    del stack[part.first + part.layers :]
+    del stack[: part.first]
+    inner = model.get_submodule(path.rpartition(".")[0])
+    if not part.has_head:
+        _leave_out_head(model, inner)
+    if not part.embeds:
+        _leave_out_embedding(inner)
+    return Stage(model, inner, part)
+
+
+class Stage(nn.Module):
+    """One stage. The first takes ``input_ids``, the others hidden states; the last gives the loss, the others hidden
+    states. ``tokens_over``: a mesh that the tokens of hidden states are split over."""
+
+    def __init__(self, model: nn.Module, inner: nn.Module, part: Part) -> None:
+        super().__init__()
+        self.model, self.part = model, part
+        self._inner = [inner]  # a part of ``model``: not a second child
+        self.tokens_over: DeviceMesh | None = None
+
+    def forward(self, given: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if self.tokens_over is not None and not self.part.embeds:
+            given = DTensor.from_local(given, self.tokens_over, [Shard(1)], run_check=False)
+        named = {"input_ids" if self.part.embeds else "inputs_embeds": given}
+        if self.part.has_head:
+            loss: torch.Tensor = self.model(**named, labels=labels, use_cache=False).loss
+            return loss
+        hidden: torch.Tensor = self._inner[0](**named, use_cache=False)[0]
+        return hidden.to_local() if isinstance(hidden, DTensor) else hidden
+
+
+def _stack(model: nn.Module) -> tuple[nn.ModuleList, str]:
+    parents = {path.rpartition(".")[0] for path in blocks(model)}
+    lists = [(model.get_submodule(path), path) for path in parents]
+    found = [(module, path) for module, path in lists if isinstance(module, nn.ModuleList)]
+    if len(found) != 1 or len(lists) != 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} was to be cut into stages.", f"It has {len(found)} lists of layers, not one."
+        )
+    return found[0]
+
+
+def _leave_out_head(model: Any, inner: nn.Module) -> None:
+    """No last norm and no output layer; a tied weight stays with the embedding."""
+    names = [name for name, child in inner.named_children() if _is_norm(child)]
+    if names:
+        setattr(inner, names[-1], nn.Identity())
+    for name, child in list(model.named_children()):
+        if child is not inner and isinstance(child, nn.Linear):
+            delattr(model, name)
+
+
+def _leave_out_embedding(inner: nn.Module) -> None:
+    """Hidden states come in: tables of tokens go, tables of positions add nothing, dropout was done."""
+    for name, child in list(inner.named_children()):
+        if isinstance(child, nn.Embedding):
+            setattr(inner, name, _Nothing())
+        elif isinstance(child, nn.Dropout):
+            setattr(inner, name, nn.Identity())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("Norm", "LayerNorm", "RMSNorm"))
+
+
+class _Nothing(nn.Module):
+    """In the place of a table of positions that an earlier stage has added."""
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), device=positions.device, dtype=torch.get_default_dtype())
+
+
+def parts(layers: Sequence[int]) -> list[Part]:
+    """Consecutive parts of so many layers each."""
+    found, first = [], 0
+    for count in layers:
+        found.append(Part(first=first, layers=count, of=sum(layers)))
+        first += count
+    return found

@@ -1,0 +1,79 @@
+"""``brim estimate --gpus`` as a user meets it."""
+
+import json
+
+import pytest
+
+from brim.cli import main
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+}  # fmt: skip
+SPLIT = ["--gpus", "8", "--tp", "2", "--pp", "2", "--zero", "1", "--sp", "--seq", "64", "--engine", "megatron"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def test_json_has_every_rank_its_coordinates_and_the_worst(model, capsys):
+    assert main(["estimate", model, *SPLIT, "--gpu", "H100", "--global-batch", "16", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["ranks"]) == 8
+    assert document["mesh"] == {"pp": 2, "dp": 2, "cp": 1, "tp": 2, "ep": 1}
+    assert document["micro_batches"] == 8
+    for rank in document["ranks"]:
+        assert set(rank) == {"rank", "coordinates", "peak_bytes", "breakdown"}
+        assert rank["peak_bytes"]["allocated"] <= rank["peak_bytes"]["reserved"] < rank["peak_bytes"]["process"]
+    assert document["fits"] is True
+    assert document["step_s"] > 0
+
+
+def test_the_table_names_the_worst_rank_and_where_its_bytes_and_seconds_go(model, capsys):
+    assert main(["estimate", model, *SPLIT, "--gpu", "H100"]) == 0
+    text = capsys.readouterr().out
+    for told in (
+        "8 GPUs: tp 2 x pp 2 x dp 2",
+        "(worst)",
+        "worst rank:",
+        "optimizer state",
+        "nccl",
+        "pipeline bubble",
+    ):
+        assert told in text
+
+
+def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
+    assert main(["estimate", model, *SPLIT, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is None and document["step_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--tp", "2"], "--gpus"),
+        (["--engine", "megatron"], "--gpus"),
+        (["--gpus", "8", "--batch", "4"], "--micro-batch"),
+        (["--gpus", "8", "--tp", "3"], "--gpus 6 or 9"),
+        (["--gpus", "8", "--tp", "8"], "--tp 2"),
+        (["--gpus", "8", "--pp", "8"], "--pp 4"),
+        (["--gpus", "6", "--pp", "3", "--engine", "megatron"], "--pp 2"),
+        (["--gpus", "8", "--dp", "3"], "--dp 8"),
+        (["--gpus", "8", "--global-batch", "12"], "--global-batch 8 or 16"),
+        (["--gpus", "8", "--zero", "4"], "0, 1, 2 and 3"),
+        (["--gpus", "0"], "--gpus 0"),
+        (["--gpus", "8", "--engine", "megatro"], "megatron"),
+        (["--gpus", "8", "--explain-formula"], "one GPU"),
+        (["--gpus", "8", "--task", "generate"], "Training"),
+        (["--gpus", "8", "--method", "lora"], "--method"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error_naming_what_works(model, capsys, arguments, told):
+    assert main(["estimate", model, "--seq", "64", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "Traceback" not in error

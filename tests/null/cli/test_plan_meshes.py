@@ -1,0 +1,45 @@
+"""``brim plan --gpus`` as a user meets it."""
+
+import json
+import shlex
+
+import pytest
+
+from brim.cli import main
+
+COMMAND = ["plan", "llama-3-8b", "--task", "train", "--gpus", "16", "--gpu", "A100 80GB", "--seq", "2048"]
+
+
+def test_json_has_the_fastest_splits_with_a_command_for_each(capsys):
+    assert main([*COMMAND, "--top", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    first, second = document["proposals"]
+    assert first["fits"] and second["fits"]
+    assert first["step_s"] <= 1.02 * second["step_s"]
+    assert main([*shlex.split(first["command"])[1:], "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["peak_bytes"] == first["peak_bytes"]
+    assert again["step_s"] == first["step_s"]
+
+
+def test_the_table_tells_split_memory_and_seconds(capsys):
+    assert main([*COMMAND, "--top", "1"]) == 0
+    text = capsys.readouterr().out
+    for told in ("micro-batches a step", "worst rank", "s/step", "brim estimate llama-3-8b", "meshes in"):
+        assert told in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--task", "generate", "--gpus", "8", "--gpu", "H100"], "--task train"),
+        (["--task", "train", "--gpus", "8"], "--gpu"),
+        (["--task", "train", "--gpus-per-node", "8"], "--gpus"),
+        (["--task", "train", "--gpus", "1", "--gpu", "RTX 4090"], "hold its states"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_error(capsys, arguments, told):
+    assert main(["plan", "llama-3-8b", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "Traceback" not in error

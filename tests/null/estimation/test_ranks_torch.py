@@ -1,0 +1,108 @@
+"""PyTorch's own engine, traced on one rank of a fake process group."""
+
+import json
+
+import pytest
+
+from brim.errors import UnsupportedError
+from brim.estimation.parallel import Split
+from brim.estimation.ranks import estimate_ranks
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = 128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 256 + 2 * 128
+PARAMETERS = 2 * LAYER + 2 * 512 * 128 + 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def estimated(model, **settings):
+    others = {name: settings.pop(name) for name in ("precision", "checkpointing", "gpu") if name in settings}
+    return estimate_ranks(model, Split(**settings), engine="torch", seq=64, **others)
+
+
+def test_states_are_a_ranks_share(model):
+    """A batch so large that the peak is in the second step, where the optimizer's state is there."""
+    found = estimated(model, gpus=4, zero=3, precision="fp32", micro_batch=8).worst.breakdown
+    assert found["optimizer_state"] == 2 * 4 * PARAMETERS // 4
+    assert found["parameters"] == pytest.approx(4 * PARAMETERS // 4, rel=0.01)  # angles of rotation beside them
+
+
+def test_memory_falls_from_stage_to_stage(model):
+    peaks = [estimated(model, gpus=4, zero=zero, precision="fp32", global_batch=16).worst for zero in (0, 1, 3)]
+    allocated = [rank.peak_bytes.allocated for rank in peaks]
+    assert allocated == sorted(allocated, reverse=True)
+    assert len(set(allocated)) == 3
+    assert peaks[0].breakdown["optimizer_state"] == 2 * 4 * PARAMETERS  # every rank has all states
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_share_weights_and_activations(model, sequence_parallel):
+    alone = estimated(model, gpus=1, precision="fp32", micro_batch=4).worst.breakdown
+    shared = estimated(
+        model, gpus=4, tp=4, sequence_parallel=sequence_parallel, precision="fp32", micro_batch=4
+    ).worst.breakdown
+    assert shared["optimizer_state"] == pytest.approx(alone["optimizer_state"] / 4, rel=0.02)
+    assert shared["activations"] < (0.35 if sequence_parallel else 0.6) * alone["activations"]
+
+
+def test_pipeline_stages_differ_and_the_worst_is_named(model):
+    found = estimated(model, gpus=2, pp=2, precision="fp32", global_batch=8, gpu="A100 80GB")
+    peaks = [rank.peak_bytes.allocated for rank in found.ranks]
+    assert len(set(peaks)) > 1
+    assert found.worst_rank == peaks.index(max(peaks))
+    assert found.time.bubble_s > 0
+
+
+def test_three_kinds_of_parallelism_at_once(model):
+    found = estimated(model, gpus=8, tp=2, pp=2, zero=3, precision="bf16-mixed", global_batch=8, gpu="H100")
+    assert len(found.ranks) == 8
+    assert found.step_s > 0
+    assert found.time.communication_s > 0
+
+
+@pytest.mark.slow
+def test_checkpointing_composes_with_sharding(model):
+    plain, full = (
+        estimated(model, gpus=2, zero=3, precision="fp32", micro_batch=8, checkpointing=kind).worst.breakdown
+        for kind in ("none", "full")
+    )
+    assert full["activations"] < 0.7 * plain["activations"]
+
+
+@pytest.mark.slow
+def test_a_deep_stage_is_a_layer_repeated(model, tmp_path):
+    """Eight layers from traces of two, three and four, and all of them traced."""
+    from brim.estimation import ranks_torch
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 8}))
+    repeated = estimated(tmp_path, gpus=2, zero=3, precision="fp32").worst
+    before = ranks_torch._FEWEST
+    ranks_torch._FEWEST = 100
+    try:
+        whole = estimated(tmp_path, gpus=2, zero=3, precision="fp32").worst
+    finally:
+        ranks_torch._FEWEST = before
+    assert repeated.peak_bytes == whole.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gpus": 2, "cp": 2}, {"gpus": 4, "pp": 2, "interleave": 1, "ep": 2, "global_batch": 4}]
+)
+def test_what_is_not_modelled_is_refused(model, settings):
+    with pytest.raises(UnsupportedError, match="--engine megatron"):
+        estimated(model, **settings)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "t5-small", "sd-unet"])
+def test_models_that_have_no_one_list_of_layers_are_refused(name):
+    with pytest.raises(UnsupportedError):
+        estimate_ranks(name, Split(gpus=2, zero=3), engine="torch", seq=64)
