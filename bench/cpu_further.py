@@ -57,7 +57,7 @@ ENCODERS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 IMAGES: dict[str, Callable[[], nn.Module]] = {
     "bit": vision("Bit", embedding_size=32, hidden_sizes=[32, 64, 96, 128], depths=[1, 1, 1, 1], num_groups=8),
-    "cvt": vision("Cvt", embed_dim=[16, 32, 64], num_heads=[1, 2, 4], depth=[1, 1, 1]),
+    "cvt": vision("Cvt", embed_dim=[16, 32, 64], num_heads=[1, 2, 4], depth=[1, 2, 3]),
     "hiera": vision("Hiera", embed_dim=24, image_size=[64, 64], depths=[1, 1, 1, 1]),
     "levit": vision("Levit", image_size=64, hidden_sizes=[32, 48, 64], num_attention_heads=[2, 3, 4],
                     depths=[1, 1, 1], key_dim=[8, 8, 8]),
@@ -87,18 +87,6 @@ def _episode() -> dict[str, Any]:
         "returns_to_go": torch.randn(4, 16, 1), "timesteps": torch.arange(16).repeat(4, 1),
         "attention_mask": torch.ones(4, 16),
     }  # fmt: skip
-
-
-def _mask2former() -> nn.Module:
-    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
-
-    backbone = SwinConfig(image_size=64, patch_size=4, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 2, 4, 4],
-                          window_size=4, out_features=["stage1", "stage2", "stage3", "stage4"])  # fmt: skip
-    made: nn.Module = Mask2FormerForUniversalSegmentation(Mask2FormerConfig(
-        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=64,
-        encoder_layers=1, decoder_layers=2, num_attention_heads=4, dim_feedforward=64, num_queries=10, num_labels=10,
-    ))  # fmt: skip
-    return made
 
 
 _sam = hugging_face(
@@ -148,7 +136,6 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
         _pixels,
     ),
     "informer": (hugging_face("InformerForPrediction", "InformerConfig", **_SERIES), _series),
-    "mask2former": (_mask2former, _pixels),
     "musicgen": (
         hugging_face("MusicgenForCausalLM", "MusicgenDecoderConfig", vocab_size=1000, num_hidden_layers=2,
                      ffn_dim=128, num_attention_heads=4, hidden_size=64, num_codebooks=2, pad_token_id=1000,

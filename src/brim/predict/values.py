@@ -153,8 +153,10 @@ class KnownValues:
     def _masked_index(self, args: tuple[Any, ...]) -> Any:
         """``self[mask]`` with a known mask: the same as indexing with the mask's positions."""
         indices: list[Any] = []
+        if not any(_is_mask(index) for index in args[1]):
+            return None
         for index in args[1]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
+            if not _is_mask(index):
                 indices.append(index)
                 continue
             mask = known(index)
@@ -164,7 +166,11 @@ class KnownValues:
             with _disable_current_modes():
                 positions = mask.value.nonzero(as_tuple=True)
             indices += [torch.empty(p.shape, dtype=p.dtype) for p in positions]
-        return _aten.index.Tensor(args[0], indices)
+        result = _aten.index.Tensor(args[0], indices)
+        real = self._compute(_aten.index.Tensor, args, {}) if _small(result) else None
+        if real is not None:
+            self._attach(result, real, args, {})
+        return result
 
     def _attach(self, fake: torch.Tensor, value: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Give ``fake`` its values; one that views an input shares that input's state."""
@@ -177,6 +183,10 @@ class KnownValues:
         made = Known(value)
         made.state["routing"] = any(s.state["routing"] for s in sources)
         fake._brim_known = made  # type: ignore[attr-defined]
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _route(args: tuple[Any, ...], result: Any, crowded: bool) -> None:
