@@ -9,11 +9,12 @@ computes pointwise operations again (torch/_functorch/partitioners.py), so here 
 Inductor fuses the rest into one loop that writes the gradient. The note ``eager GiB`` is the rung predicted with the
 loss as it is written, uncompiled.
 
-QLoRA is predicted with the layers of 4 bits that ``brim estimate`` has: bitsandbytes', whose scales take 4 bytes per 64
-weights where torchtune's (torchao's NF4) take a little over one. Left out are the rungs between the first and the third
-(what a compiler makes of whole layers, batches of unknown lengths) and that of 8-bit AdamW: it is torchao's, a compiled
-step over each parameter in float32, and which of its intermediate results lie in memory is Inductor's choice. The states
-alone, which is what ``adamw8bit`` of bitsandbytes takes, are 5.9 GiB smaller; published is a step of 4.2 GiB.
+QLoRA is predicted with the layers of 4 bits that ``brim estimate`` has: bitsandbytes', whose scales take 4 bytes per
+64 weights where torchtune's (torchao's NF4) take a little over one. Left out are the baseline (batches of lengths that
+were not published), the rungs between packing and checkpointing (what a compiler makes of whole layers) and 8-bit
+AdamW: it is torchao's, a compiled step over each parameter in float32, and which of its intermediate results lie in
+memory is Inductor's choice. The states alone, which is what bitsandbytes' ``adamw8bit`` takes, are 5.9 GiB smaller;
+published is a step of 4.2 GiB.
 """
 
 from __future__ import annotations
@@ -85,15 +86,19 @@ class CompiledLoss(torch.autograd.Function):
 def _model(rung: Rung, layers: int) -> Any:
     settings = dict(preset("llama-3.2-3b").config) | {"num_hidden_layers": layers}
     config: Any = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda")
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config.use_cache = False
     if rung.four_bits:
         quantize(model, "int4", training=True)
+    model.to("cuda")
     if rung.lora:
         linear = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         wanted = LoraConfig(r=64, lora_alpha=128, target_modules=list(linear), base_model_name_or_path="llama")
         wanted._register_custom_module(lora_layers())
         model = get_peft_model(model, wanted, autocast_adapter_dtype=False)
+        for parameter in model.parameters():  # over packed weights peft makes float32 ones, torchtune bfloat16
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
         model.enable_input_require_grads()
     if rung.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
