@@ -6,7 +6,6 @@ libraries load while a step runs is in the measurement only: transformers show n
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,30 +20,20 @@ from accuracy.early_2025 import from_config, transformers_4_51
 from accuracy.table import Row
 from brim.catalog.gpus import gpu as find_gpu
 from brim.catalog.presets import model as preset
-from brim.core import Timeline, Trace
+from brim.core import Trace
 from brim.estimation.bounds import margins
 from brim.estimation.simulation import place_of
 from zoo import MODELS
 
 STEPS = 4
 _TOKENS = 128
-# A batch is as long as its longest line, cut at 128 tokens, and lines are drawn in a random order that was not
-# recorded: small batches differ from one another, and what is cached for one does not serve the next. Predicted is
-# the middle one of so many runs, drawn here. The bound is also for lengths that rise and for short batches between
-# full ones.
-_RUNS = 7
+# Batches of fewer than ten lines are often shorter than the 128 tokens that a line is cut at, and differ from one
+# another. How long they were was not recorded: predicted is a run of full ones, which is also the middle one of runs
+# of five lines drawn with the lengths that WikiText-2's lines have. The bound is also for lengths that
+# rise and for short batches between full ones, where what is cached does not serve the next batch.
+_FULL_FROM = 10
 _FULL = (_TOKENS,) * STEPS
 _VARIED = ((32, 64, 96, 128), (64, 128, 96, 128))
-# Words of a line of WikiText-2, from short to long, one value for each fortieth of the lines (valid and test of the
-# copy in pytorch/examples, word_language_model/data/wikitext-2; empty lines count, as they did there).
-_WORDS = (
-    0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 5, 5, 6, 7, 8, 9, 11, 15, 30, 44, 57, 67, 79, 88, 97, 107, 116, 126,
-    138, 150, 164, 180, 202, 226, 285,
-)  # fmt: skip
-# Tokens per word: its test set has 245,569 words (arXiv 1609.07843), 287,644 tokens of GPT-2 (transformers' guide on
-# perplexity) and 341,469 of a SentencePiece vocabulary of 32,000 (Llama 2, as evaluations of it print).
-_TOKENS_PER_WORD = {"t5": 341_469 / 245_569}
-_OF_GPT2 = 287_644 / 245_569
 _CNNS = {
     "vgg16": "vgg16", "vgg19": "vgg19", "resnet101": "resnet101", "resnet152": "resnet152",
     "mobilenetv2": "mobilenet_v2", "mobilenetv3small": "mobilenet_v3_small", "mobilenetv3large": "mobilenet_v3_large",
@@ -128,27 +117,6 @@ def _stepped(loop: Callable[[], Iterator[None]]) -> Callable[[], Callable[[], No
     return build
 
 
-def lengths_of_runs(model: str, batch: int) -> list[tuple[int, ...]]:
-    """How long the batches of each of several runs are; the same for every call."""
-    per_word = next((rate for name, rate in _TOKENS_PER_WORD.items() if name in model.lower()), _OF_GPT2)
-    draw = random.Random(0)
-
-    def length() -> int:
-        words = max(draw.choice(_WORDS) for _ in range(batch))
-        return max(1, min(_TOKENS, round(words * per_word)))
-
-    return [tuple(length() for _ in range(STEPS)) for _ in range(_RUNS)]
-
-
-def _timelines(row: dict[str, str]) -> list[tuple[Trace, Timeline]]:
-    """Every different run that the row may be, one entry per run, from the least reserved to the most."""
-    gpu = find_gpu(row["gpu"]).name
-    runs = [_FULL] if row["family"] == "CNN" else lengths_of_runs(row["model"], int(row["batch_size"]))
-    made = {lengths: _traced(row, lengths) for lengths in dict.fromkeys(runs)}
-    told = {lengths: (trace, brim.simulate(trace, gpu=gpu)) for lengths, trace in made.items()}
-    return sorted((told[lengths] for lengths in runs), key=lambda run: run[1].peak_bytes.reserved)
-
-
 def _traced(row: dict[str, str], lengths: tuple[int, ...]) -> Trace:
     model, optimizer, batch = row["model"], row["optimizer"], int(row["batch_size"])
     if row["family"] == "CNN":
@@ -168,12 +136,13 @@ def _bound_bytes(made: Trace, gpu: str) -> int:
 
 def predict(row: dict[str, str]) -> Row:
     started = time.perf_counter()
-    gpu, runs = find_gpu(row["gpu"]).name, _timelines(row)
-    timeline = runs[len(runs) // 2][1]
+    card = find_gpu(row["gpu"])
+    made = _traced(row, _FULL)
+    timeline = brim.simulate(made, gpu=card.name)
     reserved = timeline.peak_bytes.reserved
-    bound = _bound_bytes(runs[-1][0], gpu)
-    if runs[0][0] is not runs[-1][0]:
-        bound = max(bound, *(_bound_bytes(_traced(row, lengths), gpu) for lengths in (_FULL, *_VARIED)))
+    bound = _bound_bytes(made, card.name)
+    if row["family"] != "CNN" and int(row["batch_size"]) < _FULL_FROM:
+        bound = max(bound, *(_bound_bytes(_traced(row, lengths), card.name) for lengths in _VARIED))
     measured = float(row["ground_bytes"])
     rivals = {name: row[f"{name}_rel_err"] for name in ("xMem", "DNNmem", "SchedTune", "LLmem")}
     return Row(

@@ -149,6 +149,35 @@ def test_a_check_that_fails_on_known_values_fails_in_the_trace_too():
         on_cuda(build)
 
 
+def test_values_are_known_through_indices_and_masks():
+    seen = []
+
+    def build() -> Step:
+        def step() -> None:
+            numbers, mask = torch.arange(6).float(), torch.arange(6) % 2 == 0
+            picked = numbers[torch.tensor([5, 3])]
+            kept = numbers[mask]
+            kept[kept == 4] = 7.0
+            seen.append((picked.tolist(), kept.tolist(), bool((kept > 6).any())))
+
+        return step
+
+    on_cuda(build, steps=1)
+    assert seen == [([5.0, 3.0], [0.0, 2.0, 7.0], True)]
+
+
+def test_an_index_of_unknown_values_has_unknown_values():
+    def build() -> Step:
+        def step() -> None:
+            if torch.randn(4)[torch.tensor([0])] > 0:
+                pass
+
+        return step
+
+    with pytest.raises(UnsupportedError, match="needs the values"):
+        on_cuda(build)
+
+
 def test_values_for_numpy_are_given_where_known_and_refused_where_not():
     def known() -> Step:
         def step() -> None:
