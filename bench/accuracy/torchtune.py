@@ -10,7 +10,7 @@ Inductor fuses the rest into one loop that writes the gradient. The note ``eager
 loss as it is written, uncompiled.
 
 QLoRA is predicted with the layers of 4 bits that ``brim estimate`` has: bitsandbytes', whose scales take 4 bytes per
-64 weights where torchtune's (torchao's NF4) take a little over one. Left out are the baseline (batches of lengths that
+64 weights where torchtune's (torchao's NF4) take a little over one. Left out are the baseline (its batches' lengths
 were not published), the rungs between packing and checkpointing (what a compiler makes of whole layers) and 8-bit
 AdamW: it is torchao's, a compiled step over each parameter in float32, and which of its intermediate results lie in
 memory is Inductor's choice. The states alone, which is what bitsandbytes' ``adamw8bit`` takes, are 5.9 GiB smaller;

@@ -1,4 +1,4 @@
-"""Hybrids, state spaces, sparse attention, time series, sound and diffusion: predicted and run for real on the CPU."""
+"""Hybrids, state spaces, sparse attention, time series, sound and diffusion: predicted and run on the CPU."""
 
 from __future__ import annotations
 

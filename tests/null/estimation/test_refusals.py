@@ -95,7 +95,13 @@ def test_an_operation_that_is_given_a_fake_kernel_is_traced(tmp_path, monkeypatc
 
 
 def test_a_fake_kernel_that_needs_values_is_refused_with_the_line(refused, tmp_path):
-    program(tmp_path, OPAQUE.replace("{name}", "_values") + "\nopaque.register_fake(lambda v: v.new_empty(int(v[0])))\n")
+    program(
+        tmp_path,
+        OPAQUE.replace("{name}", "_values")
+        + """
+opaque.register_fake(lambda value: value.new_empty(int(value[0])))
+""",
+    )
     said = refused(STEP)
     assert "needs the values of a tensor" in said
     assert "factory.py" in said
@@ -113,7 +119,9 @@ def test_a_fake_kernel_that_needs_values_is_refused_with_the_line(refused, tmp_p
     ],
 )
 def test_a_step_that_needs_a_value_names_the_line(refused, tmp_path, line):
-    program(tmp_path, f"""
+    program(
+        tmp_path,
+        f"""
 model = torch.nn.Linear(4, 4)
 
 def build():
@@ -122,23 +130,29 @@ def build():
         {line}
         loss.backward()
     return step
-""")
+""",
+    )
     said = refused(STEP)
     assert f"factory.py:8: {line}" in said or f"factory.py:8: {line.partition(':')[0]}" in said
 
 
 def test_a_value_that_is_needed_inside_a_library_names_the_users_line_too(refused, tmp_path):
-    program(tmp_path, """
+    program(
+        tmp_path,
+        """
 def build():
     def step():
         torch.distributions.Categorical(probs=torch.rand(3), validate_args=True).sample((int(torch.randn(1)),))
     return step
-""")
+""",
+    )
     assert "factory.py:5: torch.distributions.Categorical" in refused(STEP)
 
 
 def test_an_operation_of_the_backward_pass_without_a_fake_kernel_is_refused_too(refused, tmp_path):
-    program(tmp_path, """
+    program(
+        tmp_path,
+        """
 @torch.library.custom_op("brim_refusals::slope", mutates_args=())
 def slope(value: torch.Tensor) -> torch.Tensor:
     return value.clone()
@@ -158,7 +172,8 @@ def build():
     def step():
         Square.apply(weight).sum().backward()
     return step
-""")
+""",
+    )
     assert "brim_refusals.slope.default has no fake kernel" in refused(STEP)
 
 

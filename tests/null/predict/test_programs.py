@@ -137,7 +137,7 @@ def test_what_a_distribution_checks_is_taken_to_hold_and_the_trace_says_so():
 
         return step
 
-    assert on_cuda(build).notes["checks"] == "where the program checks that all of a tensor is true, it is taken to be"
+    assert "checks that all of a tensor is true" in on_cuda(build).notes["checks"]
     assert "checks" not in on_cuda(lambda: lambda: model()(torch.randn(8, 16).cuda())).notes
 
 

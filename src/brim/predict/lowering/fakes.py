@@ -60,7 +60,7 @@ def _layer_norm_backward(
 
 
 def _batch_norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """Normalization.cpp, cudnn/BatchNorm.cpp: dense results, or channels last; the fake kernel takes over any strides."""
+    """Normalization.cpp, cudnn/BatchNorm.cpp: results are dense or channels last; here they took over any strides."""
     output, mean, variance = _aten.native_batch_norm.default(input, *args, **kwargs)
     if not dense_or_channels_last(input):
         output = torch.empty(input.shape, dtype=output.dtype)
