@@ -2,6 +2,7 @@
 
     python bench/catalog_walk.py                     all models: training, generating, and three more settings each
     python bench/catalog_walk.py --only llama --all  every setting for the models whose name matches
+    python bench/catalog_walk.py --brief             training and generating alone
 
 Each result must add up: categories and modules to the same sum, with the rounding to the allocated peak, and
 allocated <= reserved < process <= upper bound. A refusal is one clear error (a BrimError); anything else is a defect
@@ -54,7 +55,7 @@ def main() -> int:
     for column in ("model", "settings", "allocated", "process", "bound", "s", "outcome"):
         table.add_column(column, justify="left" if column in ("model", "settings", "outcome") else "right")
     defects = 0
-    for name, settings in _plan(names, options.all):
+    for name, settings in _plan(names, _turns(options)):
         start_s = time.perf_counter()
         cells, outcome = _tried(name, settings | {"gpu": options.gpu})
         defects += outcome.startswith("DEFECT")
@@ -66,9 +67,14 @@ def main() -> int:
     return int(defects > 0)
 
 
-def _plan(names: list[str], everything: bool) -> Iterator[tuple[str, Settings]]:
+def _turns(options: argparse.Namespace) -> int:
+    """How many of the settings that are tried by turns each model gets."""
+    return len(BY_TURNS) if options.all else 0 if options.brief else _EACH
+
+
+def _plan(names: list[str], each: int) -> Iterator[tuple[str, Settings]]:
     for index, name in enumerate(names):
-        turns = range(len(BY_TURNS)) if everything else (_EACH * index + more for more in range(_EACH))
+        turns = range(each * index, each * (index + 1))
         for settings in (*ALWAYS, *(BY_TURNS[turn % len(BY_TURNS)] for turn in turns)):
             yield name, settings
 
@@ -117,7 +123,9 @@ def _written(settings: Settings) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a regular expression of model names")
-    parser.add_argument("--all", action="store_true", help="every setting for every model")
+    how_many = parser.add_mutually_exclusive_group()
+    how_many.add_argument("--all", action="store_true", help="every setting for every model")
+    how_many.add_argument("--brief", action="store_true", help="training and generating only")
     parser.add_argument("--gpu", default="H200")
     return parser.parse_args()
 

@@ -171,7 +171,7 @@ def _detr() -> nn.Module:
     return made
 
 
-def _diffusers(kind: str, shapes: Callable[[], dict[str, Any]], infer: bool, **values: Any) -> Build:
+def diffuser(kind: str, shapes: Callable[[], dict[str, Any]], infer: bool, **values: Any) -> Build:
     def build() -> Step:
         import diffusers
 
@@ -191,7 +191,7 @@ def _latents(channels: int = 4, size: int = 16) -> torch.Tensor:
 
 
 def _conditioned(infer: bool) -> Build:
-    return _diffusers(
+    return diffuser(
         "UNet2DConditionModel",
         lambda: {"sample": _latents(), "timestep": torch.tensor([3, 7]),
                  "encoder_hidden_states": torch.randn(2, 8, 32)},
@@ -202,14 +202,14 @@ def _conditioned(infer: bool) -> Build:
 
 
 def _autoencoder(infer: bool) -> Build:
-    return _diffusers(
+    return diffuser(
         "AutoencoderKL", lambda: {"sample": torch.randn(2, 3, 32, 32)}, infer, block_out_channels=(32, 64),
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=8,
     )  # fmt: skip
 
 
 def _transformer_2d(infer: bool) -> Build:
-    return _diffusers(
+    return diffuser(
         "DiTTransformer2DModel",
         lambda: {"hidden_states": _latents(), "timestep": torch.tensor([3, 7]), "class_labels": torch.tensor([1, 2])},
         infer, num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2,

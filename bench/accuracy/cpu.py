@@ -1,4 +1,4 @@
-"""Peaks of real runs on this machine's CPU, for every configuration of the three ``cpu_`` zoos."""
+"""Peaks of real runs on this machine's CPU, for every configuration of the four ``cpu_`` zoos."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import brim
 from accuracy.table import Row
 from brim.errors import BrimError
 from cpu_families import CONFIGURATIONS as FAMILIES
+from cpu_further import CONFIGURATIONS as FURTHER
 from cpu_programs import CONFIGURATIONS as PROGRAMS
 from cpu_truth import measured_peak_bytes
 from cpu_zoo import CONFIGURATIONS as ZOO
@@ -17,7 +18,7 @@ from cpu_zoo import CONFIGURATIONS as ZOO
 def rows(only: str = "") -> list[Row]:
     """Every configuration; one that cannot be traced is named on standard error."""
     found = []
-    for name, build in {**ZOO, **FAMILIES, **PROGRAMS}.items():
+    for name, build in {**ZOO, **FAMILIES, **FURTHER, **PROGRAMS}.items():
         if only not in name:
             continue
         started = time.perf_counter()

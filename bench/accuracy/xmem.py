@@ -28,7 +28,8 @@ from zoo import MODELS
 STEPS = 4
 _TOKENS = 128
 # Batches of fewer than ten lines are often shorter than the 128 tokens that a line is cut at, and differ from one
-# another. How long they were was not recorded: predicted is a run of full ones. The bound is also for lengths that
+# another. How long they were was not recorded: predicted is a run of full ones, which is also the middle one of runs
+# of five lines drawn with the lengths that WikiText-2's lines have. The bound is also for lengths that
 # rise and for short batches between full ones, where what is cached does not serve the next batch.
 _FULL_FROM = 10
 _FULL = (_TOKENS,) * STEPS

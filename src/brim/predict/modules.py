@@ -36,7 +36,8 @@ class ModuleTracker:
         """The innermost module; in the backward pass the one whose forward made the graph's node."""
         if self._stack:
             if torch._C._current_graph_task_id() == -1:
-                self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = self._stack[-1]
+                # The operation that made the latest node is the first to ask; those after it may make none.
+                self._by_sequence.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._stack[-1])
             return self._stack[-1]
         if torch._C._current_graph_task_id() == -1:
             return -1

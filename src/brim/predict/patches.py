@@ -49,6 +49,8 @@ class ValueMode(TorchFunctionMode):
             args[0]._brim_known = getattr(args[1], "_brim_known", None)
         if func in _FINITE and isinstance(args[0], FakeTensor):
             return self.recording.values.taken_as(_FINITE[func], args[0], func(*args, **kwargs))
+        if func is torch._is_all_true and isinstance(args[0], FakeTensor):
+            return self.recording.values.taken_as(True, args[0], func(*args, **kwargs), check=True)
         if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
             return as_numpy(args[0])
         if func is torch.asarray and isinstance(args[0], torch.UntypedStorage):

@@ -122,6 +122,8 @@ def _written(mode: RecordingMode, target: str, model: str) -> Trace:
         recorder.notes["routing"] = _ROUTING_NOTES[mode.values.routing]
     if mode.values.used_finite:
         recorder.notes["finite"] = "values are taken to be finite where the program asks"
+    if mode.values.used_checks:
+        recorder.notes["checks"] = "where the program checks that all of a tensor is true, it is taken to be"
     return Trace(
         model=model,
         target=target,

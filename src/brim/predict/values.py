@@ -4,7 +4,8 @@ Small tensors whose values follow from the program alone (``arange``, ``ones``, 
 computed from them) are computed for real beside their fakes, so that masks and index tables can be asked about.
 The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...; or, where
 the worst case is asked for, as crowded: every token goes to the first k experts.
-A program that asks whether values are finite hears that they are: only a run that is well can be planned.
+A program that asks whether values are finite hears that they are, and one that checks whether all of a tensor is true
+(as distributions check their parameters) that it is: only a run that is well can be planned.
 Nothing else is guessed, and a trace notes which of these it was asked for. A draw from [0, 1) that is compared with a
 number outside of it, or with 0 itself (how layers are dropped with probability 0), has one answer.
 """
@@ -63,6 +64,7 @@ class KnownValues:
         self.routing = routing
         self.used_routing = False
         self.used_finite = False  # whether the program asked if values are finite
+        self.used_checks = False  # whether it checked that all of a tensor is true
 
     def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
         """What a question about a value (``item``) is answered with, if the value is known."""
@@ -75,10 +77,13 @@ class KnownValues:
         with _disable_current_modes():
             return Item(source.value.item())
 
-    def taken_as(self, answer: bool, asked: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def taken_as(
+        self, answer: bool, asked: torch.Tensor, result: torch.Tensor, *, check: bool = False
+    ) -> torch.Tensor:
         """Let all of ``result`` be ``answer``, unless the values that were asked about are known."""
         if known(asked) is None:
-            self.used_finite = True
+            self.used_checks |= check
+            self.used_finite |= not check
             with _disable_current_modes():
                 result._brim_known = Known(torch.tensor(answer).expand(result.shape))  # type: ignore[attr-defined]
         return result
@@ -148,8 +153,10 @@ class KnownValues:
     def _masked_index(self, args: tuple[Any, ...]) -> Any:
         """``self[mask]`` with a known mask: the same as indexing with the mask's positions."""
         indices: list[Any] = []
+        if not any(_is_mask(index) for index in args[1]):
+            return None
         for index in args[1]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
+            if not _is_mask(index):
                 indices.append(index)
                 continue
             mask = known(index)
@@ -159,7 +166,11 @@ class KnownValues:
             with _disable_current_modes():
                 positions = mask.value.nonzero(as_tuple=True)
             indices += [torch.empty(p.shape, dtype=p.dtype) for p in positions]
-        return _aten.index.Tensor(args[0], indices)
+        result = _aten.index.Tensor(args[0], indices)
+        real = self._compute(_aten.index.Tensor, args, {}) if _small(result) else None
+        if real is not None:
+            self._attach(result, real, args, {})
+        return result
 
     def _attach(self, fake: torch.Tensor, value: torch.Tensor, args: Any, kwargs: Any) -> None:
         """Give ``fake`` its values; one that views an input shares that input's state."""
@@ -172,6 +183,10 @@ class KnownValues:
         made = Known(value)
         made.state["routing"] = any(s.state["routing"] for s in sources)
         fake._brim_known = made  # type: ignore[attr-defined]
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _route(args: tuple[Any, ...], result: Any, crowded: bool) -> None:

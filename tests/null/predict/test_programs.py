@@ -125,6 +125,59 @@ def test_values_are_finite_and_the_trace_says_that_this_was_asked():
     assert "finite" not in on_cuda(lambda: lambda: model()(torch.randn(8, 16).cuda())).notes
 
 
+def test_what_a_distribution_checks_is_taken_to_hold_and_the_trace_says_so():
+    def build() -> Step:
+        layer, actions = nn.Linear(16, 4).cuda(), torch.randint(4, (8,)).cuda()
+        source = torch.randn(8, 16).cuda()
+
+        def step() -> None:
+            policy = torch.distributions.Categorical(logits=layer(source))
+            spread = torch.distributions.Normal(layer(source), layer(source).exp())
+            (-policy.log_prob(actions).mean() - spread.log_prob(spread.rsample()).mean()).backward()
+
+        return step
+
+    assert "checks that all of a tensor is true" in on_cuda(build).notes["checks"]
+    assert "checks" not in on_cuda(lambda: lambda: model()(torch.randn(8, 16).cuda())).notes
+
+
+def test_a_check_that_fails_on_known_values_fails_in_the_trace_too():
+    def build() -> Step:
+        return lambda: torch.distributions.Normal(torch.zeros(3), -torch.ones(3))
+
+    with pytest.raises(ValueError, match="scale"):
+        on_cuda(build)
+
+
+def test_values_are_known_through_indices_and_masks():
+    seen = []
+
+    def build() -> Step:
+        def step() -> None:
+            numbers, mask = torch.arange(6).float(), torch.arange(6) % 2 == 0
+            picked = numbers[torch.tensor([5, 3])]
+            kept = numbers[mask]
+            kept[kept == 4] = 7.0
+            seen.append((picked.tolist(), kept.tolist(), bool((kept > 6).any())))
+
+        return step
+
+    on_cuda(build, steps=1)
+    assert seen == [([5.0, 3.0], [0.0, 2.0, 7.0], True)]
+
+
+def test_an_index_of_unknown_values_has_unknown_values():
+    def build() -> Step:
+        def step() -> None:
+            if torch.randn(4)[torch.tensor([0])] > 0:
+                pass
+
+        return step
+
+    with pytest.raises(UnsupportedError, match="needs the values"):
+        on_cuda(build)
+
+
 def test_values_for_numpy_are_given_where_known_and_refused_where_not():
     def known() -> Step:
         def step() -> None:

@@ -232,6 +232,20 @@ def test_a_loss_may_be_read_for_the_log_but_not_decided_on():
         on_cpu(decide)
 
 
+def test_a_gradients_kernel_belongs_to_the_module_whose_forward_asked_for_it():
+    """Batch norm counts its batches first, which is no node of the graph: the node before it is the convolution's."""
+
+    def build():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        return lambda: model(torch.randn(2, 3, 8, 8)).sum().backward()
+
+    made = trace(build, steps=2, target="cpu")
+    modules = {op.name: op.module for op in made.ops if op.phase is Phase.BACKWARD}
+    assert modules["aten.convolution_backward.default"] == "0"
+    assert modules["aten.native_batch_norm_backward.default"] == "1"
+    assert modules["aten.threshold_backward.default"] == "2"
+
+
 def test_an_operation_without_a_fake_kernel_is_named():
     @torch.library.custom_op("brim_test::opaque", mutates_args=())
     def opaque(value: torch.Tensor) -> torch.Tensor:

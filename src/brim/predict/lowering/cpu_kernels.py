@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from brim.predict.lowering import cpu_recurrent
-from brim.predict.lowering.kernel import Kernel, Rule, nbytes
+from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -103,8 +103,13 @@ def _statistics(source: torch.Tensor, weight: torch.Tensor | None) -> int:
 
 
 def _batch_norm(kernel: Kernel) -> None:
-    """Normalization.cpp: running statistics are updated through temporaries, alpha and beta are worked out first."""
+    """Normalization.cpp: running statistics are updated through temporaries, alpha and beta are worked out first.
+
+    Other layouts than those two are read element by element, which takes nothing.
+    """
     source = kernel.arg("input")
+    if not dense_or_channels_last(source):
+        return
     row = _statistics(source, kernel.arg("weight"))
     kernel.emit(0)
     if kernel.arg("training"):
@@ -120,13 +125,16 @@ def _batch_norm(kernel: Kernel) -> None:
 
 
 def _batch_norm_backward(kernel: Kernel) -> None:
-    """Normalization.cpp: the contiguous kernel works on a copy as large as the input; channels-last adds sums."""
+    """Normalization.cpp: the contiguous kernel works on a copy as large as the input; channels-last adds sums.
+
+    In another layout the gradient's sum for each channel is all that is made.
+    """
     source = kernel.arg("input")
     row = _statistics(source, kernel.arg("weight"))
     kernel.emit(0)
     for index in range(1, len(kernel.outputs)):
         kernel.emit(index)
-    kernel.free(kernel.temp(nbytes(source)))
+    kernel.free(kernel.temp(nbytes(source) if dense_or_channels_last(source) else row))
     if _channels_last(source):
         kernel.temp(2 * torch.get_num_threads() * row)
 

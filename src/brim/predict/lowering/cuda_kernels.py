@@ -11,7 +11,7 @@ import torch
 
 from brim.predict.lowering import cuda_convolution, cuda_recurrent, cuda_sorting
 from brim.predict.lowering.cpu_kernels import ctc_backward
-from brim.predict.lowering.kernel import Kernel, Rule, nbytes
+from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -47,6 +47,14 @@ def _statistics_in_float(kernel: Kernel) -> None:
     kernel.emit(0)
     for index in range(1, len(kernel.outputs)):
         kernel.emit(index, bytes=kernel.outputs[index].numel() * max(4, kernel.outputs[index].element_size()))
+
+
+def _batch_norm(kernel: Kernel) -> None:
+    """Normalization.cpp, ``_batch_norm_impl_index``: cuDNN gets a copy of an input of another layout than its two."""
+    source = kernel.arg("input")
+    if not dense_or_channels_last(source):
+        kernel.temp(nbytes(source))
+    _statistics_in_float(kernel)
 
 
 def _group_norm(kernel: Kernel) -> None:
@@ -177,7 +185,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_recurrent.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
-    _aten.native_batch_norm.default: _statistics_in_float,
+    _aten.native_batch_norm.default: _batch_norm,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.mse_loss.default: _structured_loss,

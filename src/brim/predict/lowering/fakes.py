@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.predict.lowering import cuda_recurrent
+from brim.predict.lowering.kernel import dense_or_channels_last
 from brim.predict.values import known
 
 _aten = torch.ops.aten
@@ -58,6 +59,14 @@ def _layer_norm_backward(
     )
 
 
+def _batch_norm(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Normalization.cpp, cudnn/BatchNorm.cpp: results are dense or channels last; here they took over any strides."""
+    output, mean, variance = _aten.native_batch_norm.default(input, *args, **kwargs)
+    if not dense_or_channels_last(input):
+        output = torch.empty(input.shape, dtype=output.dtype)
+    return output, mean, variance
+
+
 def _histc(source: torch.Tensor, bins: int = 100, *args: object, **kwargs: object) -> torch.Tensor:
     """CUDA counts integers too; the fake kernel speaks for the CPU, which does not."""
     return torch.empty(bins, dtype=source.dtype)
@@ -102,6 +111,7 @@ FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._fused_adagrad_.tensor_lr: _fused,
     _aten.histc.default: _histc,
     _aten._grouped_mm.default: _grouped_mm,
+    _aten.native_batch_norm.default: _batch_norm,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
 }
 if torch.distributed.is_available():

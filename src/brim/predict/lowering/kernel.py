@@ -71,6 +71,12 @@ class Kernel:
 Rule = Callable[[Kernel], None]
 
 
+def dense_or_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie as its sizes say, or with the channels last."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return tensor.is_contiguous() or (layout is not None and tensor.is_contiguous(memory_format=layout))
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """What a dense copy of the tensor takes."""
     return tensor.numel() * tensor.element_size()
