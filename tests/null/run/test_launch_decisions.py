@@ -1,0 +1,300 @@
+"""What becomes of models under budgets that are too small, shared, or nothing, and when memory runs out all the same."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from brim.run.launch import Program
+from brim.units import KIB, MIB
+from launching import Ended, budgeted, plainly
+
+HEAD = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+def net(width=256, count=8):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)])
+def train(model, optimizer, steps=3):
+    for _ in range(steps):
+        loss = model(torch.randn(4, 256)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+"""
+Run = Callable[..., tuple[Ended, Ended]]
+
+
+@pytest.fixture
+def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a program plainly and under a budget."""
+    monkeypatch.setenv("BRIM_SCRATCH", "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path))
+
+    def run(text: str, **settings: Any) -> tuple[Ended, Ended]:
+        path = tmp_path / "program.py"
+        path.write_text(HEAD + textwrap.dedent(text))
+        what = Program(target=str(path))
+        return plainly(what, tmp_path, measure=False), budgeted(what, tmp_path, **settings)
+
+    return run
+
+
+def same(plain: Ended, ended: Ended) -> list[dict[str, Any]]:
+    assert (ended.code, ended.out) == (plain.code, plain.out), ended.err
+    models: list[dict[str, Any]] = ended.found["models"]
+    return models
+
+
+def test_a_budget_of_nothing_is_one_clear_error(both: Run) -> None:
+    _, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=0)
+    assert ended.code == 2
+    assert ended.out == ""
+    assert ended.err.startswith("Error: Sequential was to run in 0 B of RAM.")
+    assert "Traceback" not in ended.err and "--mode off" in ended.err
+
+
+def test_a_budget_of_nothing_for_a_program_without_models_is_no_matter(both: Run) -> None:
+    plain, ended = both("print(torch.randn(3).tolist())", ram=0)
+    assert same(plain, ended) == []
+
+
+def test_mode_off_changes_nothing(both: Run) -> None:
+    plain, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=0, mode="off")
+    assert same(plain, ended) == []
+    assert ended.err == plain.err
+
+
+def test_unified_without_cuda_is_one_clear_error(both: Run) -> None:
+    _, ended = both("print('here')", mode="unified")
+    assert ended.code in (1, 2) and ended.out == ""
+    assert "torch sees no CUDA device here." in ended.err
+
+
+def test_a_program_that_catches_the_refusal_goes_on(both: Run) -> None:
+    _, ended = both("""
+        try:
+            net()(torch.randn(4, 256))
+        except Exception as error:
+            print(type(error).__name__)
+        print("on")
+    """, ram=0)  # fmt: skip
+    assert (ended.code, ended.out) == (0, "BudgetError\non\n"), ended.err
+
+
+def test_two_models_share_the_budget_in_proportion(both: Run) -> None:
+    plain, ended = both("""
+        first, second = net(), net(count=4)
+        optimizers = [torch.optim.AdamW(m.parameters()) for m in (first, second)]
+        for _ in range(3):
+            loss = second(first(torch.randn(4, 256))).square().mean()
+            for o in optimizers: o.zero_grad()
+            loss.backward()
+            for o in optimizers: o.step()
+            print(loss.item())
+    """, ram=6 * MIB)  # fmt: skip
+    first, second = same(plain, ended)
+    assert first["choice"] == second["choice"] == "fitted"
+    assert first["promised_bytes"]["ram"] + second["promised_bytes"]["ram"] <= 6 * MIB
+    assert first["budget_bytes"]["ram"] == pytest.approx(2 * second["budget_bytes"]["ram"], rel=0.3)
+
+
+def test_one_optimizer_of_two_models_makes_them_one(both: Run) -> None:
+    plain, ended = both("""
+        import itertools
+        first, second = net(), net(count=4)
+        optimizer = torch.optim.AdamW(itertools.chain(first.parameters(), second.parameters()))
+        train(lambda x: second(first(x)), optimizer)
+    """, ram=6 * MIB)  # fmt: skip
+    (model,) = same(plain, ended)
+    assert (model["model"], model["choice"]) == ("Sequential and Sequential", "fitted")
+
+
+def test_a_model_that_two_optimizers_train_is_left_alone_where_it_fits_and_refused_where_not(both: Run) -> None:
+    text = """
+        model = net()
+        one, other = torch.optim.SGD(model[:4].parameters(), 0.1), torch.optim.SGD(model[4:].parameters(), 0.1)
+        model(torch.randn(4, 256)).sum().backward()
+        one.step(), other.step()
+        print(sum(p.sum().item() for p in model.parameters()))
+    """
+    plain, ended = both(text, ram=64 * MIB)
+    (model,) = same(plain, ended)
+    assert model["choice"] == "untouched" and "2 optimizers train it" in ended.err
+    _, ended = both(text, ram=3 * MIB)
+    assert ended.code == 2 and "2 optimizers train it" in ended.err
+
+
+def test_gradients_without_an_optimizer(both: Run) -> None:
+    plain, ended = both("""
+        model = net()
+        for _ in range(3):
+            model(torch.randn(4, 256)).square().mean().backward()
+            print([p.grad.norm().item() for p in model.parameters()][:3])
+            model.zero_grad()
+    """, ram=int(3.4 * MIB))  # fmt: skip
+    (model,) = same(plain, ended)
+    assert model["choice"] == "fitted" and model["task"] == "train"
+
+
+def test_a_model_evaluated_first_and_trained_later_is_planned_twice(both: Run) -> None:
+    plain, ended = both("""
+        model = net()
+        with torch.no_grad():
+            print(model(torch.randn(4, 256)).sum().item())
+        train(model, torch.optim.AdamW(model.parameters()))
+    """, ram=4 * MIB)  # fmt: skip
+    (model,) = same(plain, ended)
+    assert (model["choice"], model["task"]) == ("fitted", "train")
+
+
+def test_a_forward_that_needs_values_is_planned_without_them(both: Run) -> None:
+    plain, ended = both("""
+        class Branching(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = net()
+            def forward(self, x):
+                print("forward")
+                return self.net(x) if x.sum().item() > -1e9 else x
+        model = Branching()
+        train(model, torch.optim.AdamW(model.parameters()))
+    """, ram=5 * MIB)  # fmt: skip
+    (model,) = same(plain, ended)
+    assert model["choice"] == "fitted"
+    assert "what Branching does in a step is not known" in ended.err
+
+
+def test_the_program_s_own_hooks_numbers_and_warnings_are_as_they_were(both: Run) -> None:
+    plain, ended = both("""
+        import random, warnings
+        import numpy as np
+        class Telling(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.calls = net(), 0
+            def forward(self, x):
+                self.calls += 1
+                warnings.warn("forward")
+                return nn.functional.dropout(self.net(x), 0.3) + random.random() + float(np.random.rand())
+        random.seed(0); np.random.seed(0)
+        model = Telling()
+        seen = []
+        model.net.register_forward_hook(lambda m, a, o: seen.append(o.sum().item()))
+        train(model, torch.optim.AdamW(model.parameters()))
+        print(seen, model.calls, random.random(), np.random.rand(), torch.rand(2).tolist())
+    """, ram=5 * MIB)  # fmt: skip
+    (model,) = same(plain, ended)
+    assert model["choice"] == "fitted"
+    assert ended.err.count("UserWarning: forward") == plain.err.count("UserWarning: forward") == 1
+
+
+def test_copies_and_files_of_a_fitted_model_are_those_of_a_plain_one(both: Run) -> None:
+    plain, ended = both("""
+        import copy, io
+        model = net()
+        model[0].register_forward_hook(lambda m, a, o: o * 1.5)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer)
+        twin = copy.deepcopy(model)
+        part = copy.deepcopy(model[3])
+        print(sorted(vars(twin)) , sorted(vars(part)), len(twin[0]._forward_hooks))
+        print([k for k, v in vars(twin[0]).items() if callable(v)])
+        file = io.BytesIO()
+        torch.save(copy.deepcopy(model[5]), file)
+        x = torch.randn(4, 256)
+        with torch.no_grad():
+            print(model(x).sum().item(), twin(x).sum().item(), part(x).sum().item())
+        train(twin, torch.optim.AdamW(twin.parameters()))
+        train(model, optimizer)
+        for name, value in model.state_dict().items():
+            print(name, value.double().sum().item())
+    """, ram=6 * MIB)  # fmt: skip
+    models = same(plain, ended)
+    assert models[0]["choice"] == "fitted"
+
+
+def test_a_call_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(both: Run) -> None:
+    text = """
+        class Hungry(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net, self.drop = net(), nn.Dropout(0.2)
+            def forward(self, x):
+                x = self.drop(self.net(x))
+                global hungry
+                if hungry:
+                    hungry = False
+                    raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 999999999999 bytes. Error code 12 (Cannot allocate memory)")
+                return x
+        hungry = False
+        model = Hungry()
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer)
+        hungry = {hungry}
+        train(model, optimizer)
+    """
+    plain, _ = both(text.replace("{hungry}", "False"), mode="off")
+    _, ended = both(text.replace("{hungry}", "True"), ram=6 * MIB)
+    (model,) = same(plain, ended)
+    assert "memory ran out in Hungry: a smaller plan is in force" in ended.err
+    assert model["promised_bytes"]["ram"] <= 6 * MIB * 0.8
+
+
+def test_a_call_that_has_left_traces_is_not_repeated_and_explained(both: Run) -> None:
+    _, ended = both("""
+        model = nn.Sequential(net(), nn.BatchNorm1d(256))
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer)
+        model.forward = lambda x: nn.Sequential.forward(model, x) and None or torch.empty(1 << 55)
+        train(model, optimizer)
+    """, ram=6 * MIB)  # fmt: skip
+    assert ended.code == 1
+    assert "not repeated with less memory" in ended.err or "can't allocate memory" in ended.err
+    assert "brim: " in ended.err.splitlines()[-1]
+
+
+def test_an_error_of_the_program_shows_no_line_of_brim(both: Run) -> None:
+    plain, ended = both("""
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer)
+        model(torch.randn(4, 255))
+    """, ram=5 * MIB)  # fmt: skip
+    assert plain.code == ended.code == 1
+    assert "/brim/" not in ended.err
+    assert ended.err.strip().splitlines()[-1] == plain.err.strip().splitlines()[-1]
+
+
+def test_cuda_that_is_the_cpu_is_planned_as_well(both: Run) -> None:
+    text = """
+        device = torch.device(DEVICE)
+        model = net().to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=64.0)
+        for _ in range(3):
+            x = torch.randn(4, 256, device=device)
+            with torch.autocast(DEVICE, dtype=torch.bfloat16):
+                loss = model(x).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            print(loss.item(), norm.item())
+    """
+    plain, _ = both(text.replace("DEVICE", "'cpu'"), mode="off", device="auto")
+    _, ended = both(text.replace("DEVICE", "'cuda'"), ram=5 * MIB, device="cpu")
+    (model,) = same(plain, ended)
+    assert model["choice"] == "fitted"
+
+
+def test_what_a_budget_is_not_enough_for_is_told_with_what_would_be(both: Run) -> None:
+    _, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=100 * KIB)
+    assert ended.code == 2
+    assert "Sequential was to run in 100 KiB of RAM." in ended.err and "Give --ram" in ended.err
