@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,57 +12,29 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from brim.core import Hardware, Plan, Timeline
-from brim.core.hardware import RAM
+from brim.core import Hardware
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError, UnsupportedError
 from brim.memory import heap
-from brim.memory.pool import Pool
 from brim.run.fitting import Device, Need, budgets, forward_need, machine, make_plan, put_in_force
 from brim.run.inference import resident_bytes
 from brim.run.launch import Settings
 from brim.run.launch_copies import allow_copies
 from brim.run.launch_hooks import Call, living, parameter_bytes, roots
+from brim.run.launch_needs import STAND_IN, held_bytes, optimizers_of, plain, within_fraction
+from brim.run.launch_outcome import FITTED, UNTOUCHED, Outcome
 from brim.run.launch_retry import repeat_no_more, repeat_when_out_of_memory
 from brim.run.launch_unseen import example_of, same_random_numbers, unseen
 from brim.run.training_fit import Search, enforce, tensor_bytes_of
 from brim.run.training_ladder import Found, fits
-from brim.techniques import optimizer_offload
 from brim.techniques.base import HANDLE_ATTRIBUTE
 from brim.techniques.blocks import Partition
 from brim.techniques.weight_streaming import Weights
 from brim.units import format_bytes
 
-UNTOUCHED, FITTED = "untouched", "fitted"
 _LESS = 0.8  # of what the plan that failed had promised
 _NOT_TAKEN_APART = ("torch.nn.parallel", "torch.distributed", "deepspeed")
-_STAND_IN = "brim_stand_in"  # an optimizer that only predictions are made with
 _Example = Mapping[str, Any] | Sequence[Any] | None
-
-
-@dataclass(kw_only=True, eq=False)
-class Outcome:
-    """What became of a model. ``untouched_bytes`` is what it would take by itself, as far as that is known.
-
-    ``timeline`` and ``pools`` are there where it was fitted; the model itself is not kept alive.
-    """
-
-    name: str
-    task: str
-    choice: str
-    parameter_bytes: int
-    budget_bytes: Mapping[str, int]
-    untouched_bytes: Mapping[str, int]
-    why: str = ""
-    plan: Plan | None = None
-    timeline: Timeline | None = None
-    pools: tuple[Pool, ...] = ()
-    model: weakref.ref[nn.Module] | None = None
-    has_optimizer: bool = False
-    example: Any = None  # of the call, as tensors without bytes
-
-    @property
-    def promised_bytes(self) -> Mapping[str, int]:
-        return self.untouched_bytes if self.plan is None else self.plan.promise.peak_bytes
 
 
 @dataclass(eq=False)
@@ -116,10 +88,19 @@ class Decisions:
         if self.hardware is None:
             self.hardware = machine(self._device)
             self._budget = budgets(self.hardware, self._settings.vram, self._settings.ram, self._device)
+            if self.hardware.compute == VRAM:
+                self._respect_the_program()
         with same_random_numbers():
             outcome = self._decide(model, call)
         self.outcomes.append(outcome)
         return outcome
+
+    def _respect_the_program(self) -> None:
+        """Its own limit on PyTorch's allocator holds as well; with an allocator of its own, promises are of tensors."""
+        total = self.hardware.tier(VRAM).capacity_bytes if self.hardware is not None else 0
+        self._budget = within_fraction(self._budget, torch.cuda.get_per_process_memory_fraction(), total)
+        if torch.cuda.memory.get_allocator_backend() != "native":
+            self._note("the program has an allocator of its own: what it reserves beside tensors is not foreseen")
 
     def _known(self, model: nn.Module) -> Outcome | None:
         return next((one for one in self.outcomes if one.model is not None and one.model() is model), None)
@@ -280,7 +261,7 @@ class Decisions:
         assert self.hardware is not None
         with unseen(case.whole):
             plainest = torch.optim.SGD([p for p in case.whole.parameters() if p.requires_grad], lr=0.0)
-            vars(plainest)[_STAND_IN] = True
+            vars(plainest)[STAND_IN] = True
             search = self._search(case, plainest)
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
@@ -355,38 +336,6 @@ class Decisions:
     def _note(self, text: str) -> None:
         """One line on stderr."""
         sys.stderr.write(f"brim: {' '.join(text.split())}\n")
-
-
-def plain(model: nn.Module) -> nn.Module:
-    """What ``torch.compile``'s wrapper calls."""
-    inner = vars(model).get("_modules", {}).get("_orig_mod")
-    return model if inner is None else inner
-
-
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """The optimizers that train parameters of ``model``; what wraps another one (accelerate's) is not counted."""
-    mine = {id(p) for p in model.parameters()}
-    found = [o for o in living(torch.optim.Optimizer) if "param_groups" in vars(o) and _STAND_IN not in vars(o)]
-    return [o for o in found if any(id(p) in mine for group in o.param_groups for p in group["params"])]
-
-
-def held_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """What ``model`` holds from the second step on, activations apart."""
-    tensors = [*model.parameters(), *model.buffers()]
-    held = sum(t.numel() * t.element_size() for t in tensors)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    mine = {id(p) for p in trained}
-    for optimizer in optimizers:
-        count = sum(
-            p.numel() * p.element_size() for g in optimizer.param_groups for p in g["params"] if id(p) in mine
-        )
-        try:
-            blocks = optimizer_offload.find_blocks(model, optimizer)
-            states = sum(block.state_bytes for block in blocks)
-        except UnsupportedError:  # it is not known what it keeps; most keep two of each
-            states = 2 * count
-        held += count + states
-    return held
 
 
 def _as_shapes(example: _Example, make: Callable[..., torch.Tensor], **options: Any) -> Any:

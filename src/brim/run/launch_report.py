@@ -11,7 +11,7 @@ from brim.errors import UsageError
 
 if TYPE_CHECKING:
     from brim.run.launch import Settings
-    from brim.run.launch_decisions import Outcome
+    from brim.run.launch_outcome import Outcome
     from brim.run.unified import Unified
 
 _COLUMNS = ("model", "task", "choice", "parameter_bytes", "budget_bytes", "untouched_bytes", "promised_bytes")

@@ -15,8 +15,9 @@ from brim.run.launch_hooks import Call, Watcher
 from brim.units import parse_bytes
 
 if TYPE_CHECKING:
-    from brim.run.launch_decisions import Decisions, Outcome
+    from brim.run.launch_decisions import Decisions
     from brim.run.launch_device import PretendedDevice
+    from brim.run.launch_outcome import Outcome
     from brim.run.unified import Unified
 
 _SMALL_BYTES = 1 << 20
