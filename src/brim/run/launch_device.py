@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from brim.predict.torch_cuda import Device, Event, Stream
+from brim.run.launch_moves import leave
 
 _CPU = torch.device("cpu")
 _SILENT = (
@@ -42,7 +43,9 @@ class PretendedDevice:
         for name in _AUTOCAST:
             self._stack.enter_context(mock.patch.object(torch, name, _autocast_of_cpu(getattr(torch, name))))
         self._stack.enter_context(mock.patch.object(torch, "load", _loading(torch.load)))
-        self._stack.enter_context(_CudaIsCpu())
+        mode = _CudaIsCpu()
+        mode.__enter__()
+        self._stack.callback(leave, mode)
 
     def end(self) -> None:
         """Everything is as it was. A second call does nothing."""

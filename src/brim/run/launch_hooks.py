@@ -65,6 +65,7 @@ class Watcher:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._new_bytes = 0
         self.busy = False  # while brim itself calls modules
+        self.on_armed: Callable[[bool], None] = lambda armed: None  # told when every call begins or ends to be seen
 
     # -- coming and going
 
@@ -100,10 +101,13 @@ class Watcher:
         marking = global_hooks.register_module_forward_pre_hook(_plain(mark))
         global_hooks._global_forward_pre_hooks.move_to_end(marking.id, last=False)  # type: ignore[attr-defined]
         self._hooks = [marking, arrive]
+        self.on_armed(True)
 
     def _disarm(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._hooks:
+            self.on_armed(False)
         self._hooks = []
         self._new_bytes = 0
 

@@ -17,6 +17,7 @@ from brim.units import parse_bytes
 if TYPE_CHECKING:
     from brim.run.launch_decisions import Decisions
     from brim.run.launch_device import PretendedDevice
+    from brim.run.launch_moves import DeferredMoves
     from brim.run.launch_outcome import Outcome
     from brim.run.unified import Unified
 
@@ -35,6 +36,7 @@ class Launched:
         self._decisions: Decisions | None = None
         self._device: PretendedDevice | None = None
         self._unified: Unified | None = None
+        self._moves: DeferredMoves | None = None
         self._tries: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     @property
@@ -55,7 +57,15 @@ class Launched:
             self.refusal = error
             raise
         if self.settings.mode in ("auto", "stream"):
+            if self.settings.device != "cpu" and self.settings.vram is not None and torch.cuda.is_available():
+                self._defer(parse_bytes(self.settings.vram))
             self._watcher.begin()
+
+    def _defer(self, vram_bytes: int) -> None:
+        from brim.run.launch_moves import DeferredMoves
+
+        moves = self._moves = DeferredMoves(vram_bytes)
+        self._watcher.on_armed = lambda armed: moves.begin() if armed else moves.end()
 
     def _begin_unified(self) -> None:
         from brim.run.unified import Unified
@@ -93,6 +103,8 @@ class Launched:
             raise
         if outcome is None:
             return
+        if self._moves is not None and outcome.choice != "fitted":
+            self._moves.finish(call.model)
         if outcome.has_optimizer or not any(p.requires_grad for p in call.model.parameters()):
             return
         tries = self._tries.get(call.model, 0)

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 
 from brim.run.launch_device import PretendedDevice
+from brim.run.launch_moves import DeferredMoves
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 
@@ -85,3 +87,23 @@ def test_checkpoints_are_loaded_to_where_cuda_is(pretended: PretendedDevice, tmp
     torch.save({"x": torch.ones(3)}, path)
     for where in ("cuda", torch.device("cuda:0"), lambda storage, location: storage, None):
         assert torch.load(path, map_location=where)["x"].device.type == "cpu"
+
+
+def test_parameters_without_room_wait_for_the_plan() -> None:
+    """With the meta device in the place of the GPU."""
+    moves = DeferredMoves(5000, kind="meta")
+    first, second = nn.Linear(32, 32), nn.Linear(32, 32)
+    moves.begin()
+    moves.begin()
+    with torch.device("cpu"):  # a mode that the program enters in between
+        for model in (first, second):
+            model.to("meta", torch.float64)
+        moves.end()
+        assert torch.zeros(1).device.type == "cpu"
+    assert not _get_current_function_mode_stack()
+    assert first.weight.is_meta and not second.weight.is_meta
+    assert second.weight.dtype == torch.float64
+    moves.finish(second)
+    assert second.weight.is_meta and second.weight.dtype == torch.float64
+    third = nn.Linear(4, 4).to("meta")
+    assert third.weight.is_meta
