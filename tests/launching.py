@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from brim.run.launch import Program, Settings, run
 from brim.run.launch_script import execute
@@ -52,6 +55,8 @@ def in_child(work: Callable[[Told], int | None], folder: Path) -> Ended:
 def _child(work: Callable[[Told], int | None], out: Path, err: Path, found: Path) -> None:
     code = 1
     try:
+        gc.collect()
+        gc.freeze()  # what is alive in this process is not the program's
         for number, file in ((1, out), (2, err)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdin = Path(os.devnull).open()
@@ -105,7 +110,8 @@ def budgeted(what: Program, folder: Path, **settings: Any) -> Ended:
     """Under ``brim run`` with ``settings``. ``found`` is its report."""
     report = folder / "report.json"
     report.unlink(missing_ok=True)
-    options = Settings(report=report, **{"device": "cpu", **settings})
+    device = "cpu" if torch.cuda.is_available() else "auto"
+    options = Settings(report=report, **{"device": device, **settings})
     ended = in_child(lambda told: run(what, options), folder)
     found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else None
     return Ended(code=ended.code, out=ended.out, err=ended.err, found=found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brim.errors import BrimError, UsageError
+from brim.errors import UsageError
 from brim.run.launch_script import Program, end_as_python, execute
 from brim.run.launch_torch import when_imported
 from brim.units import parse_bytes
@@ -75,21 +75,32 @@ def run(program: Program, settings: Settings) -> int:
     """
     watched = watch(settings)
     try:
+        error = _error_of(program)
+        return 0 if error is None else _tell(error, watched)
+    finally:
+        watched.end()
+
+
+def _error_of(program: Program) -> BaseException | None:
+    try:
         execute(program)
     except SystemExit:
         raise
     except BaseException as error:
-        refusal = None if watched.launched is None else watched.launched.refusal
-        if refusal is not None and error is refusal:
-            sys.stdout.flush()
-            sys.stderr.write(f"Error: {error}\n")
-            return refusal.exit_code
-        end_as_python(error)
-        watched.explain(error)
-        raise
-    finally:
-        watched.end()
-    return 0
+        return error
+    return None
+
+
+def _tell(error: BaseException, watched: Watched) -> int:
+    """Outside of any ``except``: the program's own ``sys.excepthook`` finds nothing being handled."""
+    refusal = None if watched.launched is None else watched.launched.refusal
+    if refusal is not None and error is refusal:
+        sys.stdout.flush()
+        sys.stderr.write(f"Error: {error}\n")
+        return refusal.exit_code
+    end_as_python(error)
+    watched.explain(error)
+    raise error
 
 
 class Watched:
@@ -145,6 +156,3 @@ def watch(settings: Settings) -> Watched:
 def is_watched() -> bool:
     """Whether this process has a budget from ``brim run`` or ``brim.auto``."""
     return bool(_watched) and _watched[0]._pid == os.getpid()
-
-
-__all__ = ["BrimError", "Program", "Settings", "is_watched", "run", "watch"]

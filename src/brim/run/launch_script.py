@@ -81,7 +81,11 @@ def end_as_python(error: BaseException) -> None:
     strip(error)
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception as failure:
+    except Exception as failed:
+        failure: Exception | None = failed
+    else:
+        failure = None
+    if failure is not None:
         sys.stderr.write("Error in sys.excepthook:\n")
         strip(failure)
         sys.__excepthook__(type(failure), failure, failure.__traceback__)
