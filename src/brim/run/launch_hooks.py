@@ -135,7 +135,7 @@ class Watcher:
     def _find(self) -> None:
         """Let every model that is there and not known yet wait for its first call."""
         for model in roots(living(nn.Module)):
-            if model in self._known or parameter_bytes(model) < self._small_bytes or _is_hollow(model):
+            if model in self._known or parameter_bytes(model) < self._small_bytes or _is_fake(model):
                 continue
             self._known.add(model)
             self._wait(model)
@@ -168,7 +168,7 @@ class Watcher:
             return None
         model = waiting.model()
         assert model is not None
-        if _is_no_time() or any(is_lazy(p) for p in model.parameters()):
+        if _is_no_time() or any(is_lazy(p) or p.is_meta for p in model.parameters()):
             return None
         waiting.stop()
         self._waiting.remove(waiting)
@@ -216,11 +216,10 @@ def _has(model: nn.Module | None, module: nn.Module) -> bool:
     return model is not None and any(part is module for part in model.modules())
 
 
-def _is_hollow(model: nn.Module) -> bool:
-    """Whether it has no bytes: on the meta device, or left over from a prediction."""
+def _is_fake(model: nn.Module) -> bool:
+    """Whether it is left over from a prediction."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    kind = () if fakes is None else fakes.FakeTensor
-    return any(p.is_meta or isinstance(p, kind) for p in model.parameters())
+    return fakes is not None and any(isinstance(p, fakes.FakeTensor) for p in model.parameters())
 
 
 def _is_no_time() -> bool:
