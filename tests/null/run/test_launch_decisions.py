@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from brim.run.launch import Program
+from brim.run.launch_needs import within_fraction
 from brim.units import KIB, MIB
 from launching import Ended, budgeted, plainly
 
@@ -298,3 +300,27 @@ def test_what_a_budget_is_not_enough_for_is_told_with_what_would_be(both: Run) -
     _, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=100 * KIB)
     assert ended.code == 2
     assert "Sequential was to run in 100 KiB of RAM." in ended.err and "Give --ram" in ended.err
+
+
+def test_two_programs_at_once_keep_to_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIM_SCRATCH", "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path))
+    path = tmp_path / "program.py"
+    path.write_text(HEAD + "model = net(); train(model, torch.optim.AdamW(model.parameters()), 8)")
+    folders = [tmp_path / name for name in ("plain", "one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    plain = plainly(Program(target=str(path)), folders[0], measure=False)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(budgeted, Program(target=str(path)), folder, ram=ram)
+            for folder, ram in zip(folders[1:], (4 * MIB, 6 * MIB), strict=True)
+        ]
+        for run, ram in zip(runs, (4 * MIB, 6 * MIB), strict=True):
+            (model,) = same(plain, run.result())
+            assert model["choice"] == "fitted" and model["held_bytes"]["ram"] <= ram
+
+
+def test_a_program_s_own_memory_fraction_holds_as_well() -> None:
+    budget = {"vram": 8 * MIB, "ram": 64 * MIB}
+    assert within_fraction(budget, 1.0, 16 * MIB) == budget
+    assert within_fraction(budget, 0.25, 16 * MIB) == {"vram": 4 * MIB, "ram": 64 * MIB}
