@@ -2,10 +2,10 @@
 
     python bench/run_overhead.py [--rounds 9] [--steps 300] [--output measurements/run_overhead_cpu.jsonl]
 
-Two programs. ``import``: imports PyTorch and ends; its wall time beside plain ``python``. ``train``: a small transformer
-under AdamW whose steps time themselves; the time until its first step is over, and the median of the later steps.
-Plain and ``brim run`` take turns in fresh processes; ratios are of the two runs of one round, and their median is what
-is printed. One JSON line per run is appended to --output.
+Two programs. ``import``: imports PyTorch and ends; its wall time beside plain ``python``. ``train``: a small
+transformer under AdamW whose steps time themselves; the time of its first step, and the median of the later ones.
+Plain and ``brim run`` take turns in fresh processes; ratios are of the two runs of one round, and their median is
+printed. One JSON line per run is appended to --output.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def once(script: Path, arguments: list[str], *, with_brim: bool) -> dict[str, fl
 
 
 def pairs(script: Path, arguments: list[str], rounds: int) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """(plain, under brim run) of each round, the one that goes first taking turns; one round to warm up is not kept."""
+    """(plain, under brim run) of each round, who goes first taking turns; a round to warm up is not kept."""
     found = []
     for number in range(rounds + 1):
         order = (False, True) if number % 2 else (True, False)

@@ -4,8 +4,8 @@
 
 A stack of linear layers in bf16 of ``--set`` bytes; forward passes of one token (bound by the link) and of 2,048.
 Managed memory is measured only where the whole set is below what the card has free: more has hung drivers. Each way
-runs in a fresh process per round, rounds are interleaved, numbers are medians; ``times`` is the time of unified memory
-over that of streaming. One JSON line per run is appended to --output. Needs an NVIDIA GPU, and RMM for two of them.
+runs in a fresh process per round, rounds are interleaved, numbers are medians; ``times`` is the time of unified
+memory over that of streaming. One JSON line per run is appended to --output. Needs an NVIDIA GPU, and RMM.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def test_both_kinds_of_report(tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     ended = budgeted(program("exits", "--code", "0"), tmp_path, ram="4MiB")
     assert {"weight_streaming", "optimizer_offload"} <= ended.found["models"][0]["techniques"].keys()
-    from launching import in_child, run
     from brim.run.launch import Settings
+    from launching import in_child, run
 
     told = in_child(lambda _: run(program("exits"), Settings(ram="4MiB", device="cpu", report=page)), tmp_path)
     assert told.code == 0, told.err

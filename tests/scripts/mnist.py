@@ -1,4 +1,4 @@
-"""Re-creates PyTorch's basic MNIST example on random digits: argparse, Adadelta, a schedule, a test after each epoch."""
+"""Re-creates PyTorch's basic MNIST example on random digits: argparse, Adadelta, a schedule, a test each epoch."""
 
 import argparse
 

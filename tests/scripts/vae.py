@@ -32,7 +32,7 @@ class VAE(nn.Module):
 
 model = VAE()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-for epoch in range(2):
+for _ in range(2):
     for _ in range(3):
         data = torch.rand(16, 400)
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Re-creates diffusers' unconditional training: a UNet learns to tell noise, through accelerate, with its schedule."""
+"""Re-creates diffusers' unconditional training: a UNet learns to tell noise, through accelerate."""
 
 import torch
 import torch.nn.functional as F

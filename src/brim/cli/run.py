@@ -64,8 +64,9 @@ def run(
     Options after SCRIPT (or -m MODULE) are the program's own. Its output, exit code, signals and tracebacks are those
     of python SCRIPT. Models that fit are left alone; others are planned and fitted at their first call.
     """
-    from brim.run.launch import Program, Settings
+    from brim.run.launch import Settings
     from brim.run.launch import run as launch
+    from brim.run.launch_script import Program
 
     if module is None and not arguments:
         raise click.UsageError("Name a script, or a module with -m.")
@@ -76,7 +77,5 @@ def run(
     else:
         target, rest = module, list(arguments)
     program = Program(target=target, arguments=tuple(rest), is_module=module is not None)
-    settings = Settings(
-        vram=vram, ram=ram, mode=mode, device=device, report=report, managed=managed, insist=insist
-    )
+    settings = Settings(vram=vram, ram=ram, mode=mode, device=device, report=report, managed=managed, insist=insist)
     return lambda: launch(program, settings)

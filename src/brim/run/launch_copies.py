@@ -57,7 +57,9 @@ def unfitted_copy(model: nn.Module, part: nn.Module, memo: dict[int, Any]) -> nn
 def has_other_hooks(model: nn.Module) -> bool:
     """Whether somebody else has put forward hooks on ``model`` or its parts."""
     kinds = ("_forward_pre_hooks", "_forward_hooks")
-    return any(not _is_own(hook) for module in model.modules() for kind in kinds for hook in vars(module)[kind].values())
+    return any(
+        not _is_own(hook) for module in model.modules() for kind in kinds for hook in vars(module)[kind].values()
+    )
 
 
 @contextlib.contextmanager

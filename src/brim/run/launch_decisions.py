@@ -96,7 +96,7 @@ class Decisions:
         return outcome
 
     def _respect_the_program(self) -> None:
-        """Its own limit on PyTorch's allocator holds as well; with an allocator of its own, promises are of tensors."""
+        """Its own limit on PyTorch's allocator holds too; with an allocator of its own, promises are of tensors."""
         total = self.hardware.tier(VRAM).capacity_bytes if self.hardware is not None else 0
         self._budget = within_fraction(self._budget, torch.cuda.get_per_process_memory_fraction(), total)
         if torch.cuda.memory.get_allocator_backend() != "native":
@@ -135,7 +135,7 @@ class Decisions:
         case.name = " and ".join(type(m).__name__ for m in case.holder)
 
     def _share(self, case: _Case, others: Sequence[nn.Module]) -> dict[str, int]:
-        """What of the budget this model may take: what is not promised to others, and what those will hold themselves.
+        """What of the budget this model may take: others have their promises, and those to come what they hold.
 
         Where that is too little for all, it is shared in proportion.
         """
@@ -169,13 +169,12 @@ class Decisions:
             model=weakref.ref(model),
             has_optimizer=bool(case.optimizers),
         )
-        for part in case.holder or ():
-            self._held.add(part)
+        self._held.update([] if case.holder is None else case.holder.children())
         self._plan(case, outcome)
         return outcome
 
     def smaller(self, outcome: Outcome) -> bool:
-        """Put the next smaller plan into force after memory ran out under the one of ``outcome``; whether there is one.
+        """Put a smaller plan into force after memory ran out under the one of ``outcome``; whether there is one.
 
         Raises BudgetError where none is found; then the model is not fitted any more.
         """
@@ -283,7 +282,9 @@ class Decisions:
             except Exception as error:  # whatever the model's own code raises for tensors without values
                 self._note(f"what {case.name} does in a step is not known: {_first_line(error)}")
                 need = forward_need(model, case.share, self.hardware, None, None)
-            whole = need.step_bytes + sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+            whole = need.step_bytes + sum(
+                t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]
+            )
             outcome.untouched_bytes = {compute: whole}
             if whole <= case.share[compute]:
                 return

@@ -44,7 +44,7 @@ class PretendedDevice:
             self._stack.enter_context(mock.patch.object(torch, name, _autocast_of_cpu(getattr(torch, name))))
         self._stack.enter_context(mock.patch.object(torch, "load", _loading(torch.load)))
         mode = _CudaIsCpu()
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         self._stack.callback(leave, mode)
 
     def end(self) -> None:
@@ -90,14 +90,11 @@ def _torch_cuda() -> dict[str, Any]:
         return int(memory.available), int(memory.total)
 
     return {
-        **dict.fromkeys(_SILENT, _nothing),
-        **dict.fromkeys(_NUMBERS, lambda *args, **kwargs: 0),
-        **dict.fromkeys(_SEEDS, _nothing),  # torch.manual_seed is what seeds the CPU
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        # torch.manual_seed is what seeds the CPU.
+        **{name: _answering(None) for name in (*_SILENT, *_SEEDS, "set_rng_state", "set_rng_state_all")},
+        **{name: _answering(0) for name in (*_NUMBERS, "current_device")},
+        **{name: _answering(True) for name in ("is_available", "is_initialized", "is_bf16_supported")},
         "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "is_bf16_supported": lambda *args, **kwargs: True,
         "get_device_capability": lambda *args: (0, 0),
         "get_device_name": lambda *args: "CPU",
         "get_device_properties": lambda *args: properties,
@@ -106,20 +103,19 @@ def _torch_cuda() -> dict[str, Any]:
         "memory_summary": lambda *args, **kwargs: "",
         "get_rng_state": lambda *args: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "set_rng_state": _nothing,
-        "set_rng_state_all": _nothing,
         "Stream": Stream,
         "Event": Event,
         "current_stream": lambda *args: Stream(),
         "default_stream": lambda *args: Stream(),
         "stream": lambda stream: contextlib.nullcontext(),
         "device": Device,
-        "device_of": Device,
+        "device_of": type("device_of", (Device,), {}),
     }
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _answering(value: Any) -> Callable[..., Any]:
+    """A function of its own for each name: Dynamo has a rule for every function object of PyTorch."""
+    return lambda *args, **kwargs: value
 
 
 def _autocast_of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -202,7 +202,7 @@ def _run_new_hooks(
 
 
 def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own that ``copy.deepcopy`` of a module leaves as it is, and that Dynamo does not look into."""
+    """A function that ``copy.deepcopy`` of a module leaves as it is, and that Dynamo does not look into."""
 
     def call(*args: Any) -> Any:
         return hook(*args)
@@ -224,7 +224,7 @@ def _is_fake(model: nn.Module) -> bool:
 
 def _is_no_time() -> bool:
     """Whether this is no call of its own: within another module's, in a backward pass, traced or being compiled."""
-    if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return True
     if _get_current_dispatch_mode_stack():
         return True

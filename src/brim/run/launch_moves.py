@@ -1,8 +1,8 @@
 """Models that a program moves to the GPU before they are called: what has no room there waits on the host.
 
-``module.cuda()`` and ``module.to("cuda")`` move every parameter with a call that PyTorch lets a ``TorchFunctionMode``
-see. While a model may be about to be planned, parameters beyond the budget stay where they are; its first call decides
-where each goes. Buffers and plain tensors move as ever.
+``module.cuda()`` and ``module.to("cuda")`` move every parameter with a call that a ``TorchFunctionMode`` sees. While
+a model may be about to be planned, parameters beyond the budget stay where they are; its first call decides where each
+goes. Buffers and plain tensors move as ever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 
 class DeferredMoves(TorchFunctionMode):
-    """Lets ``limit_bytes`` of parameters move to a device of ``kind``; what is more waits for ``finish`` or a plan."""
+    """Lets ``limit_bytes`` of parameters move to a device of ``kind``; more waits for ``finish`` or a plan."""
 
     def __init__(self, limit_bytes: int, kind: str = "cuda") -> None:
         super().__init__()

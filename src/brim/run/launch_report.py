@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("model", "task", "choice", "parameter_bytes", "budget_bytes", "untouched_bytes", "promised_bytes")
 
 
-def write_report(
-    path: Path, settings: Settings, outcomes: Sequence[Outcome], unified: Unified | None
-) -> None:
+def write_report(path: Path, settings: Settings, outcomes: Sequence[Outcome], unified: Unified | None) -> None:
     """Write ``path``: JSON for ``.json``, else a page. Raises UsageError where it cannot be written."""
     document = report(settings, outcomes, unified)
     if path.suffix == ".json":

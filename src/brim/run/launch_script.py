@@ -1,7 +1,7 @@
 """A script or a module run as ``python`` runs it: as ``__main__`` of this process, with its own tracebacks.
 
-Sources: CPython, Modules/main.c and Python/pythonrun.c (what ``__main__``, ``sys.argv`` and ``sys.path`` hold, and how
-an exception ends the process); coverage.py, which replaces ``__main__`` in the same way.
+Sources: CPython, Modules/main.c and Python/pythonrun.c (what ``__main__``, ``sys.argv`` and ``sys.path`` hold, and
+how an exception ends the process); coverage.py, which replaces ``__main__`` in the same way.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def execute(program: Program) -> None:
     sys.modules["__main__"] = main
     if program.is_module:
         sys.argv = ["-m", *program.arguments]
-        _replace_first_path(os.getcwd())
+        _replace_first_path(os.getcwd())  # noqa: PTH109
         runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]  # what `python -m` itself calls
         return
     sys.argv = [program.target, *program.arguments]
     if pkgutil.get_importer(program.target) is not None:
-        _replace_first_path(program.target, in_any_case=True)
+        _replace_first_path(os.path.abspath(program.target), in_any_case=True)  # noqa: PTH100
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
     _replace_first_path(os.path.dirname(os.path.realpath(program.target)))  # noqa: PTH120
@@ -59,7 +59,7 @@ def _replace_first_path(folder: str, *, in_any_case: bool = False) -> None:
 
 def _execute_file(main: types.ModuleType, target: str) -> None:
     # As Python has it since 3.9: absolute, and otherwise as it was typed.
-    path = target if os.path.isabs(target) else os.path.join(os.getcwd(), target.removeprefix("./"))  # noqa: PTH117, PTH118
+    path = target if os.path.isabs(target) else os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH117, PTH118
     loader: importlib.machinery.SourceFileLoader | importlib.machinery.SourcelessFileLoader
     if path.endswith(".pyc"):
         loader = importlib.machinery.SourcelessFileLoader("__main__", path)

@@ -1,4 +1,4 @@
-"""Rehearsing a program's model without the program noticing: its random numbers, its output, its hooks, its warnings."""
+"""Rehearsing a program's model unnoticed: its random numbers, its output, its hooks and its warnings are its own."""
 
 from __future__ import annotations
 

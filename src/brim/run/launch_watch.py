@@ -1,4 +1,4 @@
-"""A program that has imported PyTorch: its models are watched for, and what planning needs is imported at the first."""
+"""A program that has imported PyTorch: its models are watched for; what planning needs is imported at the first."""
 
 from __future__ import annotations
 

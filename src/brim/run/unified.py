@@ -113,8 +113,8 @@ class Unified:
     def for_process(cls, settings: Settings) -> Unified:
         """PyTorch allocates here from now on, in all threads. To be called before CUDA is first used.
 
-        Raises UnsupportedError without CUDA or RMM, or when CUDA is in use already; UsageError for more managed memory
-        than the device has free.
+        Raises UnsupportedError without CUDA or RMM, or when CUDA is in use already; UsageError for more managed
+        memory than the device has free.
         """
         spilling, allocator = _make(settings)
         try:
@@ -137,7 +137,11 @@ class Unified:
         pool = torch.cuda.MemPool(allocator.allocator())
         context: AbstractContextManager[None] = torch.cuda.use_mem_pool(pool)
         context.__enter__()
-        return cls(spilling, (allocator, pool), lambda: context.__exit__(None, None, None) and None)
+
+        def leave() -> None:
+            context.__exit__(None, None, None)
+
+        return cls(spilling, (allocator, pool), leave)
 
     def statistics(self) -> dict[str, int]:
         """Bytes: held at most, spilled now and at most, and asked for over all time."""

@@ -58,7 +58,8 @@ def test_managed_memory_beyond_what_is_free_is_refused(tmp_path: object) -> None
 def test_a_program_s_own_memory_fraction_bounds_the_budget(tmp_path: object) -> None:
     path, report = f"{tmp_path}/program.py", f"{tmp_path}/report.json"
     with open(path, "w") as file:
-        file.write(textwrap.dedent("""
+        file.write(
+            textwrap.dedent("""
             import torch
             from torch import nn
             total = torch.cuda.get_device_properties(0).total_memory
@@ -66,7 +67,8 @@ def test_a_program_s_own_memory_fraction_bounds_the_budget(tmp_path: object) -> 
             model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(32)])
             with torch.no_grad():
                 print(model(torch.randn(2, 2048).cuda()).shape)
-        """))
+        """)
+        )
     done = run(path, "--vram", "8GiB", report=report)
     assert done.returncode == 0, done.stderr
     with open(report) as file:

@@ -61,7 +61,9 @@ def test_settings_come_from_the_environment() -> None:
 
 def test_brim_auto_does_nothing_under_brim_run_and_a_program_has_one_budget(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import sys, brim.auto\nfrom brim.run import launch\nprint(launch.is_watched(), 'torch' in sys.modules)\n")
+    script.write_text(
+        "import sys, brim.auto\nfrom brim.run import launch\nprint(launch.is_watched(), 'torch' in sys.modules)\n"
+    )
     command = [sys.executable, "-m", "brim", "run", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "BRIM_MODE": "nonsense"})
     assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr

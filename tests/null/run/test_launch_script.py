@@ -19,7 +19,7 @@ WHAT_IT_SEES = """
     import os, sys
     main = sys.modules["__main__"]
     print(sorted(name for name in vars(main) if name not in ("main", "os", "sys")))
-    print(__name__, __file__, __spec__, __package__, __doc__, type(__loader__).__name__, __builtins__)
+    print(__name__, __file__, __spec__ and __spec__.name, __package__, __doc__, type(__loader__).__name__, __builtins__)
     print(main.__dict__ is globals(), sys.argv, sys.path[0], sys.flags.safe_path, os.getcwd())
     print(sys.stdin.read(), os.environ["GIVEN"], sys.excepthook is sys.__excepthook__)
     import signal, warnings
@@ -56,7 +56,13 @@ def both(arguments: list[str], folder: Path, *, options: tuple[str, ...] = (), p
     found = []
     for command in ([sys.executable, *python], [sys.executable, *python, "-m", "brim", "run", *options]):
         done = subprocess.run(
-            [*command, *arguments], cwd=folder, env=environment, input="typed", capture_output=True, text=True, timeout=60
+            [*command, *arguments],
+            cwd=folder,
+            env=environment,
+            input="typed",
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         found.append((done.returncode, done.stdout, done.stderr))
     assert found[1] == found[0]
@@ -126,7 +132,8 @@ def test_processes_that_are_spawned_find_the_script_by_its_path(tmp_path: Path) 
 
 
 def test_ctrl_c_kills_it_as_it_kills_python(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import time, atexit\natexit.register(print, 'end')\nprint('go', flush=True)\ntime.sleep(30)\n")
+    body = "import time, atexit\natexit.register(print, 'end')\nprint('go', flush=True)\ntime.sleep(30)\n"
+    (tmp_path / "script.py").write_text(body)
     found = []
     for command in ([sys.executable], BRIM):
         with subprocess.Popen(

@@ -123,9 +123,7 @@ def test_clipping_twice_and_going_on_after_it_is_what_pytorch_does(memory: Memor
 def test_pytorchs_own_clipping_sees_gradients_that_are_away(norm_type: float, parts: int, memory: Memory) -> None:
     model, twin = make(), make()
     optimizer, plain = (torch.optim.AdamW(groups(m), lr=1e-2) for m in (model, twin))
-    clips = [
-        lambda m=m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.3, norm_type) for m in (model, twin)
-    ]
+    clips = [lambda m=m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.3, norm_type) for m in (model, twin)]
     want = train(twin, plain, parts=parts, clip=clips[1])
     with offloaded(model, optimizer, memory, states="disk", gradients="disk"):
         assert train(model, optimizer, parts=parts, clip=clips[0]) == want
