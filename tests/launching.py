@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import brim.run.launch_decisions  # noqa: F401  # once here, not in every child
 from brim.run.launch import Program, Settings, run
 from brim.run.launch_script import execute
 from cpu_truth import memory_events, peak_bytes

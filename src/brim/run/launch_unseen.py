@@ -7,6 +7,7 @@ import inspect
 import io
 import random
 import sys
+import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_ASKED = "transformers.utils.import_utils"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -29,6 +31,7 @@ def unseen(model: nn.Module) -> Iterator[None]:
         contextlib.redirect_stdout(io.StringIO()),
         warnings.catch_warnings(),
         _without_hooks(model),
+        _no_transformers(),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
@@ -66,6 +69,22 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, hooks in before:
             vars(module)[name] = hooks
+
+
+@contextlib.contextmanager
+def _no_transformers() -> Iterator[None]:
+    """A program that has not imported transformers has no model of theirs, and importing it takes a second.
+
+    A trace looks for this module of theirs, to replace what its models ask of it, and imports it where it is not there.
+    """
+    if "transformers" in sys.modules:
+        yield
+        return
+    sys.modules[_ASKED] = types.ModuleType(_ASKED)
+    try:
+        yield
+    finally:
+        del sys.modules[_ASKED]
 
 
 def _is_part_of_model(hook: Any) -> bool:

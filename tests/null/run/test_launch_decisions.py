@@ -1,4 +1,4 @@
-"""What becomes of models under budgets that are too small, shared, or nothing, and when memory runs out all the same."""
+"""What becomes of models under budgets that are too small, shared, or nothing, and when memory runs out anyway."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def test_two_models_share_the_budget_in_proportion(both: Run) -> None:
             loss.backward()
             for o in optimizers: o.step()
             print(loss.item())
-    """, ram=6 * MIB)  # fmt: skip
+    """, ram=9 * MIB)  # fmt: skip
     first, second = same(plain, ended)
     assert first["choice"] == second["choice"] == "fitted"
-    assert first["promised_bytes"]["ram"] + second["promised_bytes"]["ram"] <= 6 * MIB
+    assert first["promised_bytes"]["ram"] + second["promised_bytes"]["ram"] <= 9 * MIB
     assert first["budget_bytes"]["ram"] == pytest.approx(2 * second["budget_bytes"]["ram"], rel=0.3)
 
 
@@ -231,7 +231,7 @@ def test_a_call_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(both: Ru
                 global hungry
                 if hungry:
                     hungry = False
-                    raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 999999999999 bytes. Error code 12 (Cannot allocate memory)")
+                    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
                 return x
         hungry = False
         model = Hungry()
