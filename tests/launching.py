@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimizer imports it, and it takes a while
 
 import brim.run.launch_decisions  # noqa: F401  # once here, not in every child
 from brim.run.launch import Program, Settings, run
@@ -64,6 +65,7 @@ def _child(work: Callable[[Told], int | None], out: Path, err: Path, found: Path
         sys.stdout = os.fdopen(1, "w", encoding="utf-8")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
         warnings.resetwarnings()
+        sys.meta_path[:] = [one for one in sys.meta_path if not type(one).__module__.startswith("_pytest")]
         told = Told()
         try:
             code = work(told) or 0
@@ -107,12 +109,21 @@ def _run(what: Program, code: list[Any]) -> Callable[[], Any]:
     return lambda: None
 
 
+def _told_by_brim(what: Program, options: Settings) -> int:
+    try:
+        return run(what, options)
+    except SystemExit:
+        raise
+    except BaseException:  # it is on stderr already
+        return 1
+
+
 def budgeted(what: Program, folder: Path, **settings: Any) -> Ended:
     """Under ``brim run`` with ``settings``. ``found`` is its report."""
     report = folder / "report.json"
     report.unlink(missing_ok=True)
     device = "cpu" if torch.cuda.is_available() else "auto"
     options = Settings(report=report, **{"device": device, **settings})
-    ended = in_child(lambda told: run(what, options), folder)
+    ended = in_child(lambda told: _told_by_brim(what, options), folder)
     found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else None
     return Ended(code=ended.code, out=ended.out, err=ended.err, found=found)

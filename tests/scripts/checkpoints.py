@@ -10,13 +10,13 @@ torch.manual_seed(6)
 
 
 def make():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(288, 288), nn.Tanh()) for _ in range(8)], nn.Linear(288, 1))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(368, 368), nn.Tanh()) for _ in range(8)], nn.Linear(368, 1))
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
 def train(model, optimizer, steps):
     for _ in range(steps):
-        loss = model(torch.randn(8, 288)).square().mean()
+        loss = model(torch.randn(8, 368)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 torch.manual_seed(5)
-model = nn.Sequential(*[nn.Sequential(nn.Linear(288, 288), nn.BatchNorm1d(288), nn.ReLU()) for _ in range(8)])
+model = nn.Sequential(*[nn.Sequential(nn.Linear(368, 368), nn.BatchNorm1d(368), nn.ReLU()) for _ in range(8)])
 average = copy.deepcopy(model).requires_grad_(False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-x = torch.randn(16, 288)
+x = torch.randn(16, 368)
 best, best_loss = None, float("inf")
 for step in range(5):
     loss = (model(x) - x).square().mean()

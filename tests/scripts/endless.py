@@ -7,11 +7,11 @@ from torch import nn
 
 atexit.register(lambda: print("the end", flush=True))
 torch.manual_seed(8)
-model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)])
+model = nn.Sequential(*[nn.Sequential(nn.Linear(368, 368), nn.ReLU()) for _ in range(8)])
 optimizer = torch.optim.AdamW(model.parameters())
 step = 0
 while True:
-    model(torch.randn(4, 256)).square().mean().backward()
+    model(torch.randn(4, 368)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     step += 1

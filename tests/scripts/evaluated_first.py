@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 torch.manual_seed(11)
-model = nn.Sequential(*[nn.Sequential(nn.Linear(288, 288), nn.ReLU()) for _ in range(8)])
-x = torch.randn(16, 288)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(368, 368), nn.ReLU()) for _ in range(8)])
+x = torch.randn(16, 368)
 model.eval()
 with torch.no_grad():
     print("before", (model(x) - x).square().mean().item())

@@ -17,13 +17,13 @@ class Squares(Dataset):
 
     def __getitem__(self, index):
         assert os.getpid() != self.parent, "this is to run in a worker"
-        x = torch.sin(torch.arange(256.0) * (index + 1))
+        x = torch.sin(torch.arange(368.0) * (index + 1))
         return x, x.square()
 
 
 def main():
     torch.manual_seed(3)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)], nn.Linear(256, 256))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(368, 368), nn.Tanh()) for _ in range(8)], nn.Linear(368, 368))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Squares(), batch_size=8, shuffle=True, num_workers=2, multiprocessing_context=sys.argv[1])
     for epoch in range(2):

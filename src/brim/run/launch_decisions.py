@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,8 @@ class Decisions:
             self._budget = budgets(self.hardware, self._settings.vram, self._settings.ram, self._device)
             if self.hardware.compute == VRAM:
                 self._respect_the_program()
+        if self.outcomes:
+            gc.collect()  # a fitted model that the program has let go of is a cycle, and takes its share until then
         with same_random_numbers():
             outcome = self._decide(model, call)
         self.outcomes.append(outcome)

@@ -19,11 +19,11 @@ HEAD = """
 import torch
 from torch import nn
 torch.manual_seed(0)
-def net(width=256, count=8):
+def net(width=384, count=8):
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)])
 def train(model, optimizer, steps=3):
     for _ in range(steps):
-        loss = model(torch.randn(4, 256)).square().mean()
+        loss = model(torch.randn(4, 384)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -80,7 +80,7 @@ def test_unified_without_cuda_is_one_clear_error(both: Run) -> None:
 def test_a_program_that_catches_the_refusal_goes_on(both: Run) -> None:
     _, ended = both("""
         try:
-            net()(torch.randn(4, 256))
+            net()(torch.randn(4, 384))
         except Exception as error:
             print(type(error).__name__)
         print("on")
@@ -93,15 +93,15 @@ def test_two_models_share_the_budget_in_proportion(both: Run) -> None:
         first, second = net(), net(count=4)
         optimizers = [torch.optim.AdamW(m.parameters()) for m in (first, second)]
         for _ in range(3):
-            loss = second(first(torch.randn(4, 256))).square().mean()
+            loss = second(first(torch.randn(4, 384))).square().mean()
             for o in optimizers: o.zero_grad()
             loss.backward()
             for o in optimizers: o.step()
             print(loss.item())
-    """, ram=9 * MIB)  # fmt: skip
+    """, ram=16 * MIB)  # fmt: skip
     first, second = same(plain, ended)
     assert first["choice"] == second["choice"] == "fitted"
-    assert first["promised_bytes"]["ram"] + second["promised_bytes"]["ram"] <= 9 * MIB
+    assert first["promised_bytes"]["ram"] + second["promised_bytes"]["ram"] <= 16 * MIB
     assert first["budget_bytes"]["ram"] == pytest.approx(2 * second["budget_bytes"]["ram"], rel=0.3)
 
 
@@ -111,7 +111,7 @@ def test_one_optimizer_of_two_models_makes_them_one(both: Run) -> None:
         first, second = net(), net(count=4)
         optimizer = torch.optim.AdamW(itertools.chain(first.parameters(), second.parameters()))
         train(lambda x: second(first(x)), optimizer)
-    """, ram=6 * MIB)  # fmt: skip
+    """, ram=12 * MIB)  # fmt: skip
     (model,) = same(plain, ended)
     assert (model["model"], model["choice"]) == ("Sequential and Sequential", "fitted")
 
@@ -120,14 +120,14 @@ def test_a_model_that_two_optimizers_train_is_left_alone_where_it_fits_and_refus
     text = """
         model = net()
         one, other = torch.optim.SGD(model[:4].parameters(), 0.1), torch.optim.SGD(model[4:].parameters(), 0.1)
-        model(torch.randn(4, 256)).sum().backward()
+        model(torch.randn(4, 384)).sum().backward()
         one.step(), other.step()
         print(sum(p.sum().item() for p in model.parameters()))
     """
     plain, ended = both(text, ram=64 * MIB)
     (model,) = same(plain, ended)
     assert model["choice"] == "untouched" and "2 optimizers train it" in ended.err
-    _, ended = both(text, ram=3 * MIB)
+    _, ended = both(text, ram=7 * MIB)
     assert ended.code == 2 and "2 optimizers train it" in ended.err
 
 
@@ -135,10 +135,10 @@ def test_gradients_without_an_optimizer(both: Run) -> None:
     plain, ended = both("""
         model = net()
         for _ in range(3):
-            model(torch.randn(4, 256)).square().mean().backward()
+            model(torch.randn(4, 384)).square().mean().backward()
             print([p.grad.norm().item() for p in model.parameters()][:3])
             model.zero_grad()
-    """, ram=int(3.4 * MIB))  # fmt: skip
+    """, ram=7 * MIB)  # fmt: skip
     (model,) = same(plain, ended)
     assert model["choice"] == "fitted" and model["task"] == "train"
 
@@ -147,9 +147,9 @@ def test_a_model_evaluated_first_and_trained_later_is_planned_twice(both: Run) -
     plain, ended = both("""
         model = net()
         with torch.no_grad():
-            print(model(torch.randn(4, 256)).sum().item())
+            print(model(torch.randn(4, 384)).sum().item())
         train(model, torch.optim.AdamW(model.parameters()))
-    """, ram=4 * MIB)  # fmt: skip
+    """, ram=9 * MIB)  # fmt: skip
     (model,) = same(plain, ended)
     assert (model["choice"], model["task"]) == ("fitted", "train")
 
@@ -165,7 +165,7 @@ def test_a_forward_that_needs_values_is_planned_without_them(both: Run) -> None:
                 return self.net(x) if x.sum().item() > -1e9 else x
         model = Branching()
         train(model, torch.optim.AdamW(model.parameters()))
-    """, ram=5 * MIB)  # fmt: skip
+    """, ram=11 * MIB)  # fmt: skip
     (model,) = same(plain, ended)
     assert model["choice"] == "fitted"
     assert "what Branching does in a step is not known" in ended.err
@@ -189,7 +189,7 @@ def test_the_program_s_own_hooks_numbers_and_warnings_are_as_they_were(both: Run
         model.net.register_forward_hook(lambda m, a, o: seen.append(o.sum().item()))
         train(model, torch.optim.AdamW(model.parameters()))
         print(seen, model.calls, random.random(), np.random.rand(), torch.rand(2).tolist())
-    """, ram=5 * MIB)  # fmt: skip
+    """, ram=11 * MIB)  # fmt: skip
     (model,) = same(plain, ended)
     assert model["choice"] == "fitted"
     assert ended.err.count("UserWarning: forward") == plain.err.count("UserWarning: forward") == 1
@@ -208,14 +208,14 @@ def test_copies_and_files_of_a_fitted_model_are_those_of_a_plain_one(both: Run) 
         print([k for k, v in vars(twin[0]).items() if callable(v)])
         file = io.BytesIO()
         torch.save(copy.deepcopy(model[5]), file)
-        x = torch.randn(4, 256)
+        x = torch.randn(4, 384)
         with torch.no_grad():
             print(model(x).sum().item(), twin(x).sum().item(), part(x).sum().item())
         train(twin, torch.optim.AdamW(twin.parameters()))
         train(model, optimizer)
         for name, value in model.state_dict().items():
             print(name, value.double().sum().item())
-    """, ram=6 * MIB)  # fmt: skip
+    """, ram=12 * MIB)  # fmt: skip
     models = same(plain, ended)
     assert models[0]["choice"] == "fitted"
 
@@ -241,23 +241,27 @@ def test_a_call_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(both: Ru
         train(model, optimizer)
     """
     plain, _ = both(text.replace("{hungry}", "False"), mode="off")
-    _, ended = both(text.replace("{hungry}", "True"), ram=6 * MIB)
+    _, ended = both(text.replace("{hungry}", "True"), ram=12 * MIB)
     (model,) = same(plain, ended)
     assert "memory ran out in Hungry: a smaller plan is in force" in ended.err
-    assert model["promised_bytes"]["ram"] <= 6 * MIB * 0.8
+    assert model["promised_bytes"]["ram"] <= 12 * MIB * 0.8
 
 
 def test_a_call_that_has_left_traces_is_not_repeated_and_explained(both: Run) -> None:
     _, ended = both("""
-        model = nn.Sequential(net(), nn.BatchNorm1d(256))
+        model = nn.Sequential(net(), nn.BatchNorm1d(384))
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer)
-        model.forward = lambda x: nn.Sequential.forward(model, x) and None or torch.empty(1 << 55)
+        def forward(x):
+            nn.Sequential.forward(model, x)
+            return torch.empty(1 << 55)
+        model.forward = forward
         train(model, optimizer)
-    """, ram=6 * MIB)  # fmt: skip
+    """, ram=12 * MIB)  # fmt: skip
     assert ended.code == 1
-    assert "not repeated with less memory" in ended.err or "can't allocate memory" in ended.err
-    assert "brim: " in ended.err.splitlines()[-1]
+    assert "not repeated with less memory, as what was done of it shows already" in ended.err
+    assert "can't allocate memory" in ended.err
+    assert ended.err.splitlines()[-1].startswith("brim: ")
 
 
 def test_an_error_of_the_program_shows_no_line_of_brim(both: Run) -> None:
@@ -265,8 +269,8 @@ def test_an_error_of_the_program_shows_no_line_of_brim(both: Run) -> None:
         model = net()
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer)
-        model(torch.randn(4, 255))
-    """, ram=5 * MIB)  # fmt: skip
+        model(torch.randn(4, 383))
+    """, ram=11 * MIB)  # fmt: skip
     assert plain.code == ended.code == 1
     assert "/brim/" not in ended.err
     assert ended.err.strip().splitlines()[-1] == plain.err.strip().splitlines()[-1]
@@ -291,7 +295,7 @@ def test_cuda_that_is_the_cpu_is_planned_as_well(both: Run) -> None:
             print(loss.item(), norm.item())
     """
     plain, _ = both(text.replace("DEVICE", "'cpu'"), mode="off", device="auto")
-    _, ended = both(text.replace("DEVICE", "'cuda'"), ram=5 * MIB, device="cpu")
+    _, ended = both(text.replace("DEVICE", "'cuda'"), ram=11 * MIB, device="cpu")
     (model,) = same(plain, ended)
     assert model["choice"] == "fitted"
 
@@ -313,9 +317,9 @@ def test_two_programs_at_once_keep_to_their_budgets(tmp_path: Path, monkeypatch:
     with ThreadPoolExecutor(2) as pool:
         runs = [
             pool.submit(budgeted, Program(target=str(path)), folder, ram=ram)
-            for folder, ram in zip(folders[1:], (4 * MIB, 6 * MIB), strict=True)
+            for folder, ram in zip(folders[1:], (9 * MIB, 12 * MIB), strict=True)
         ]
-        for run, ram in zip(runs, (4 * MIB, 6 * MIB), strict=True):
+        for run, ram in zip(runs, (9 * MIB, 12 * MIB), strict=True):
             (model,) = same(plain, run.result())
             assert model["choice"] == "fitted" and model["held_bytes"]["ram"] <= ram
 
