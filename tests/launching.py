@@ -1,4 +1,4 @@
-"""Programs in children of this process, plain and under ``brim run``, and what they take when nothing restricts them."""
+"""Programs in children of this process, plain and under ``brim run``, and what they take with nothing to restrict."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _child(work: Callable[[Told], int | None], out: Path, err: Path, found: Path
         gc.freeze()  # what is alive in this process is not the program's
         for number, file in ((1, out), (2, err)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdin = Path(os.devnull).open()
+        sys.stdin = Path(os.devnull).open()  # noqa: SIM115  # for the rest of the child's life
         sys.stdout = os.fdopen(1, "w", encoding="utf-8")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
         warnings.resetwarnings()

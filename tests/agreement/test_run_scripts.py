@@ -1,7 +1,7 @@
 """Programs that know nothing of brim, under budgets of 40 to 60 % of what they take: the same output, bit for bit.
 
-What a program takes is what a run without a budget says of its models: weights, gradients, states, activations and what
-kernels take, as budgets count them (of several models the sum). That it is what is really taken has a test of its own.
+What a program takes is what a run without a budget says of its models: weights, gradients, states, activations and
+what kernels take, as budgets count them (of several models the sum). That it really takes that is a test of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Re-creates PyTorch's basic MNIST example on random digits, deeper: argparse, Adadelta, a schedule, a test each epoch."""
+"""Re-creates PyTorch's basic MNIST example on random digits, deeper: argparse, Adadelta, a schedule, tests."""
 
 import argparse
 

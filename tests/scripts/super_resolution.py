@@ -1,4 +1,4 @@
-"""Re-creates PyTorch's super-resolution example, deeper: sub-pixel convolutions, an orthogonal start, signal-to-noise."""
+"""Re-creates PyTorch's super-resolution example, deeper: sub-pixel convolutions, an orthogonal start."""
 
 import math
 

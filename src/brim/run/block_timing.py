@@ -28,7 +28,8 @@ from brim.measure.probe import probe
 from brim.memory.pool import HostSource
 from brim.predict.cost import EAGER, flops_per_s
 from brim.run.block_calls import Call, Calls, Example, calls_of, copied, held_tensors
-from brim.run.block_seconds import OUTSIDE, BlockSeconds
+from brim.run.block_seconds import OUTSIDE
+from brim.run.block_seconds import BlockSeconds as BlockSeconds
 from brim.run.expert_reading import reading
 from brim.run.remembered import Remembered
 from brim.run.step_memory import Inputs

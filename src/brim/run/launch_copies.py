@@ -32,21 +32,22 @@ _COPIES, _PICKLES = "__deepcopy__", "__reduce_ex__"
 
 
 def allow_copies(model: nn.Module) -> None:
-    """Let ``model``, which is fitted, and its parts be copied and pickled. ``remove`` of the handle undoes it."""
+    """Let ``model``, which is fitted, and its parts be copied and pickled, also once it is not fitted any more."""
     for module in model.modules():
-        mine = vars(module)
-        if _COPIES in mine:
-            mine[_COPIES] = lambda memo, module=module: unfitted_copy(model, module, memo)
-        if _PICKLES in mine:
-            mine[_PICKLES] = lambda protocol, module=module: unfitted_copy(model, module, {}).__reduce_ex__(protocol)
+        if _COPIES in vars(module) and not _is_own(vars(module)[_COPIES]):
+            continue  # the program's own way
+        vars(module)[_COPIES] = lambda memo, module=module: unfitted_copy(model, module, memo)
+        vars(module)[_PICKLES] = lambda protocol, module=module: unfitted_copy(model, module, {}).__reduce_ex__(
+            protocol
+        )
 
 
 def unfitted_copy(model: nn.Module, part: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of ``part`` of the fitted ``model`` as it would be if nothing had been fitted."""
-    handle = vars(model)[HANDLE_ATTRIBUTE]
+    handle = vars(model).get(HANDLE_ATTRIBUTE)
     streaming = getattr(handle, "streaming", handle)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter in part.parameters():
+    for parameter in part.parameters() if streaming is not None else ():
         if id(parameter) not in memo:
             value = streaming.value(names[id(parameter)]).to(parameter.device)
             memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)

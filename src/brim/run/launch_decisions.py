@@ -20,12 +20,12 @@ from brim.memory import heap
 from brim.run.fitting import Device, Need, budgets, forward_need, machine, make_plan, put_in_force
 from brim.run.inference import resident_bytes
 from brim.run.launch import Settings
-from brim.run.launch_copies import allow_copies
+from brim.run.launch_copies import allow_copies, has_other_hooks
 from brim.run.launch_hooks import Call, living, parameter_bytes, roots
 from brim.run.launch_needs import STAND_IN, held_bytes, optimizers_of, plain, within_fraction
 from brim.run.launch_outcome import FITTED, UNTOUCHED, Outcome
 from brim.run.launch_retry import repeat_no_more, repeat_when_out_of_memory
-from brim.run.launch_unseen import example_of, same_random_numbers, unseen
+from brim.run.launch_unseen import example_of, quiet, same_random_numbers, unseen
 from brim.run.training_fit import Search, enforce, tensor_bytes_of
 from brim.run.training_ladder import Found, fits
 from brim.techniques.base import HANDLE_ATTRIBUTE
@@ -49,6 +49,7 @@ class _Case:
     trains: bool
     share: Mapping[str, int] = field(default_factory=dict)
     holder: nn.Module | None = None  # of several models that one optimizer trains
+    has_hooks: bool = False  # of the program's own
 
     @property
     def whole(self) -> nn.Module:
@@ -228,8 +229,9 @@ class Decisions:
         assert self.hardware is not None
         reserve = case.share[self.hardware.compute] // 8
         arguments = (case.whole, optimizer, self.hardware, case.share, self._device)
+        in_place = not case.has_hooks
         if case.example is not None:
-            search = Search(*arguments, case.example, reserve, states_leave=states_leave)
+            search = Search(*arguments, case.example, reserve, states_leave=states_leave, in_place=in_place)
             try:
                 search.untouched()
                 return search
@@ -241,13 +243,15 @@ class Decisions:
     def _training(self, case: _Case, outcome: Outcome) -> None:
         (optimizer,) = case.optimizers
         start_bytes = resident_bytes() - tensor_bytes_of(case.whole, optimizer)
+        case.has_hooks = has_other_hooks(case.whole)
         with unseen(case.whole):
             search = self._search(case, optimizer)
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
                 return
             search, partition, found = self._found(case, search)
-        fitted = enforce(search, partition, found, start_bytes)
+        with quiet():
+            fitted = enforce(search, partition, found, start_bytes)
         self._fitted(case, outcome, fitted)
 
     def _found(self, case: _Case, search: Search) -> tuple[Search, Partition, Found]:

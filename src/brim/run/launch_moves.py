@@ -1,8 +1,8 @@
 """Models that a program moves to the GPU before they are called: what has no room there waits on the host.
 
 ``module.cuda()`` and ``module.to("cuda")`` move every parameter with a call that a ``TorchFunctionMode`` sees. While
-a model may be about to be planned, parameters beyond the budget stay where they are; its first call decides where each
-goes. Buffers and plain tensors move as ever.
+a model may be about to be planned, parameters beyond the budget stay where they are; its first call decides where
+each goes. Buffers and plain tensors move as ever.
 """
 
 from __future__ import annotations

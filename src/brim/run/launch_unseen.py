@@ -26,15 +26,14 @@ def unseen(model: nn.Module) -> Iterator[None]:
 
     The program's own hooks on modules are not there meanwhile: they would be called with tensors without values.
     """
-    with (
-        same_random_numbers(),
-        contextlib.redirect_stdout(io.StringIO()),
-        warnings.catch_warnings(),
-        _without_hooks(model),
-        _no_transformers(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with quiet(), _without_hooks(model), _no_transformers(), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within: nothing is printed or warned of, and random numbers are put back in the end."""
+    with same_random_numbers(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -75,7 +74,7 @@ def _without_hooks(model: nn.Module) -> Iterator[None]:
 def _no_transformers() -> Iterator[None]:
     """A program that has not imported transformers has no model of theirs, and importing it takes a second.
 
-    A trace looks for this module of theirs, to replace what its models ask of it, and imports it where it is not there.
+    A trace looks for this module of theirs, to replace what models ask of it, and imports it where it is missing.
     """
     if "transformers" in sys.modules:
         yield

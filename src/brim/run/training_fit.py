@@ -97,7 +97,8 @@ def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_byt
 class Search:
     """The ladder without what only a loop of brim's own can do, and below it weight streaming.
 
-    ``states_leave`` False: for an optimizer that cannot be stepped block by block.
+    ``states_leave`` False: for an optimizer that cannot be stepped block by block. ``in_place`` False: activations
+    are not to be tried in place, which calls the model's hooks on tensors without values when put into force.
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class Search:
         reserve_bytes: int,
         *,
         states_leave: bool = True,
+        in_place: bool = True,
     ) -> None:
         self.model, self.optimizer, self.hardware = model, optimizer, hardware
         self.budget_bytes, self.device, self.example = budget_bytes, device, example
-        self._reserve, self._states_leave = reserve_bytes, states_leave
+        self._reserve, self._states_leave, self._in_place = reserve_bytes, states_leave, in_place
         self._known: list[tuple[Choice, Prediction]] = []
         self._partition = find_blocks(model)
         self._rehearsal = Rehearsal(
@@ -142,7 +144,7 @@ class Search:
             compute=self.hardware.compute,
             batch=1,
             blocks=blocks,
-            in_place=known and works_in_place(self.model, self.example),
+            in_place=known and self._in_place and works_in_place(self.model, self.example),
             chunkable=False,
             single_pass=False,
             states_leave=self._states_leave,

@@ -200,6 +200,6 @@ def check_managed(wanted_bytes: int, free_bytes: int, *, insist: bool) -> None:
     if wanted_bytes > free_bytes and not insist:
         raise UsageError(
             f"{format_bytes(wanted_bytes)} of managed memory were asked for.",
-            f"The device has {format_bytes(max(0, free_bytes))} free beside the budget; more of it can hang a driver.",
+            f"The device has {format_bytes(max(0, free_bytes))} free beside the budget; more can hang a driver.",
             f"Give --ram {max(0, free_bytes) >> 20}MiB, or insist with --insist.",
         )

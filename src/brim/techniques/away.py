@@ -32,7 +32,7 @@ class Keeper(Protocol):
 
 
 class Away(torch.Tensor):
-    """Made by ``away``. Setting it to zero is passed on to whoever keeps the values; what else works is the keeper's."""
+    """Made by ``away``. Setting it to zero is passed on to whoever keeps the values; the rest is the keeper's."""
 
     what: str
     todo: str

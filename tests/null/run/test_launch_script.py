@@ -19,7 +19,8 @@ WHAT_IT_SEES = """
     import os, sys
     main = sys.modules["__main__"]
     print(sorted(name for name in vars(main) if name not in ("main", "os", "sys")))
-    print(__name__, __file__, __spec__ and __spec__.name, __package__, __doc__, type(__loader__).__name__, __builtins__)
+    print(__name__, __file__, __spec__ and __spec__.name, __package__, __doc__)
+    print(type(__loader__).__name__, __builtins__)
     print(main.__dict__ is globals(), sys.argv, sys.path[0], sys.flags.safe_path, os.getcwd())
     print(sys.stdin.read(), os.environ["GIVEN"], sys.excepthook is sys.__excepthook__)
     import signal, warnings
