@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -64,6 +65,7 @@ def _child(work: Callable[[Told], int | None], out: Path, err: Path, found: Path
         sys.stdin = Path(os.devnull).open()  # noqa: SIM115  # for the rest of the child's life
         sys.stdout = os.fdopen(1, "w", encoding="utf-8")
         sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
+        importlib.reload(warnings)  # without what pytest records them with
         warnings.resetwarnings()
         sys.meta_path[:] = [one for one in sys.meta_path if not type(one).__module__.startswith("_pytest")]
         told = Told()

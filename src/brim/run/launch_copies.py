@@ -45,7 +45,7 @@ def allow_copies(model: nn.Module) -> None:
 def unfitted_copy(model: nn.Module, part: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of ``part`` of the fitted ``model`` as it would be if nothing had been fitted."""
     handle = vars(model).get(HANDLE_ATTRIBUTE)
-    streaming = getattr(handle, "streaming", handle)
+    streaming: Any = getattr(handle, "streaming", handle)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter in part.parameters() if streaming is not None else ():
         if id(parameter) not in memo:
