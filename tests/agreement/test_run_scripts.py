@@ -6,13 +6,16 @@ what kernels take, as budgets count them (of several models the sum). That it re
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from brim.run.launch import Settings, run
 from brim.run.launch_script import Program
-from launching import Ended, budgeted, in_child, plainly, program
+from launching import SCRIPTS, Ended, budgeted, in_child, plainly, program
 
 # Name, arguments, share of the need. The two models of checkpoints are never there at once: it is half of one.
 QUICK = [
@@ -108,6 +111,18 @@ def test_what_fits_is_left_alone_and_its_need_is_what_it_takes(tmp_path: Path) -
     (model,) = ended.found["models"]
     assert model["choice"] == "untouched"
     assert model["untouched_bytes"]["ram"] == pytest.approx(plain.found, rel=0.05)
+
+
+def test_a_training_is_killed_by_ctrl_c_as_python_is(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "brim", "run", "--ram", "9MiB", str(SCRIPTS / "endless.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert out == "the end\n"
+    assert "fitted for train" in err and "/brim/" not in err
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_both_kinds_of_report(tmp_path: Path) -> None:

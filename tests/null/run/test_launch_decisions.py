@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +15,7 @@ import pytest
 
 from brim.run.launch import Program
 from brim.run.launch_needs import within_fraction
-from brim.units import KIB, MIB
+from brim.units import MIB
 from launching import Ended, budgeted, plainly
 
 HEAD = """
@@ -71,10 +74,17 @@ def test_mode_off_changes_nothing(both: Run) -> None:
     assert ended.err == plain.err
 
 
-def test_unified_without_cuda_is_one_clear_error(both: Run) -> None:
-    _, ended = both("print('here')", mode="unified")
-    assert ended.code in (1, 2) and ended.out == ""
-    assert "torch sees no CUDA device here." in ended.err
+def test_unified_without_cuda_is_one_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("import torch\nprint('here')\n")
+    command = [sys.executable, "-m", "brim", "run", "--mode", "unified", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=without_cuda())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: Unified memory was asked for.\ntorch sees no CUDA device here.")
+
+
+def without_cuda() -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_a_program_that_catches_the_refusal_goes_on(both: Run) -> None:
@@ -90,7 +100,7 @@ def test_a_program_that_catches_the_refusal_goes_on(both: Run) -> None:
 
 def test_two_models_share_the_budget_in_proportion(both: Run) -> None:
     plain, ended = both("""
-        first, second = net(), net(count=4)
+        first, second = net(), net()
         optimizers = [torch.optim.AdamW(m.parameters()) for m in (first, second)]
         for _ in range(3):
             loss = second(first(torch.randn(4, 384))).square().mean()
@@ -98,11 +108,11 @@ def test_two_models_share_the_budget_in_proportion(both: Run) -> None:
             loss.backward()
             for o in optimizers: o.step()
             print(loss.item())
-    """, ram=16 * MIB)  # fmt: skip
+    """, ram=22 * MIB)  # fmt: skip
     first, second = same(plain, ended)
     assert first["choice"] == second["choice"] == "fitted"
-    assert first["promised_bytes"]["ram"] + second["promised_bytes"]["ram"] <= 16 * MIB
-    assert first["budget_bytes"]["ram"] == pytest.approx(2 * second["budget_bytes"]["ram"], rel=0.3)
+    assert first["promised_bytes"]["ram"] + second["promised_bytes"]["ram"] <= 22 * MIB
+    assert first["budget_bytes"]["ram"] == pytest.approx(second["budget_bytes"]["ram"], rel=0.3)
 
 
 def test_one_optimizer_of_two_models_makes_them_one(both: Run) -> None:
@@ -299,12 +309,6 @@ def test_cuda_that_is_the_cpu_is_planned_as_well(both: Run) -> None:
     _, ended = both(text.replace("DEVICE", "'cuda'"), ram=11 * MIB, device="cpu")
     (model,) = same(plain, ended)
     assert model["choice"] == "fitted"
-
-
-def test_what_a_budget_is_not_enough_for_is_told_with_what_would_be(both: Run) -> None:
-    _, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=100 * KIB)
-    assert ended.code == 2
-    assert "Sequential was to run in 100 KiB of RAM." in ended.err and "Give --ram" in ended.err
 
 
 def test_two_programs_at_once_keep_to_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
