@@ -100,7 +100,8 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         args[0].keeper.scale(args[1])
         return args[0]
     written = _written(func, args)
-    if any(isinstance(value, (list, tuple)) and any(_aways(value)) for value in args) or len(written) > 1:
+    listed = [one for value in args if isinstance(value, (list, tuple)) for one in _aways(value)]
+    if listed or len(written) > 1:
         raise _refusal(func, next(_aways(args)))
     values = {id(one): one.keeper.value() for one in _aways([*args, *kwargs.values()]) if one.keeper is not None}
     made = func(*(values.get(id(a), a) for a in args), **{k: values.get(id(v), v) for k, v in kwargs.items()})

@@ -143,7 +143,7 @@ def test_a_gradient_that_is_away_is_read_and_written_like_another(memory: Memory
         assert type(model.embed.weight.grad) is Away
         assert torch.equal(model.embed.weight.grad.clone(), wanted)
         with pytest.raises(UnsupportedError, match="not in memory"):
-            torch._foreach_add_([p.grad for p in model.parameters()], 1.0)
+            torch._foreach_add_([gradient], 1.0)
 
 
 @pytest.mark.parametrize("how", ["none", "zeros", "model", "foreach"])
