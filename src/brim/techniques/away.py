@@ -95,7 +95,8 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     one_by_one = _LISTS.get(func)
     if one_by_one is not None:
         return one_by_one(*args, **kwargs)
-    if func is _aten.mul_.Tensor and isinstance(args[0], Away) and args[1].dim() == 0:
+    is_number = len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dim() == 0
+    if func is _aten.mul_.Tensor and isinstance(args[0], Away) and is_number:
         assert args[0].keeper is not None
         args[0].keeper.scale(args[1])
         return args[0]
