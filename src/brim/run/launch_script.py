@@ -108,7 +108,8 @@ def strip(error: BaseException) -> None:
         seen.add(id(one))
         todo += [one.__cause__, one.__context__]
         frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
-        if frames and not (_is_own(frames[-1]) and frames[-1].f_code.co_filename != __file__):
+        raised_here = frames and _is_own(frames[-1]) and frames[-1].f_code.co_filename != __file__
+        if not raised_here or isinstance(one, KeyboardInterrupt):
             one.__traceback__ = _without_own(one.__traceback__)
 
 
