@@ -62,7 +62,7 @@ def compared(what: Program, share: float, folder: Path) -> None:
     plain = plainly(what, folder, measure=False)
     free = budgeted(what, folder)
     assert (free.code, free.out) == (plain.code, plain.out)
-    assert "brim: " not in free.err
+    assert "fitted" not in free.err
     assert {one["choice"] for one in free.found["models"]} == {"untouched"}
     budget_bytes = int(share * sum(one["untouched_bytes"]["ram"] for one in free.found["models"]))
     ended = budgeted(what, folder, ram=budget_bytes)

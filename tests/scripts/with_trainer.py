@@ -4,6 +4,7 @@ import tempfile
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 logging.disable_progress_bar()
@@ -17,6 +18,7 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True, use_cpu=not torch.cuda.is_available(), learning_rate=1e-3,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.remove_callback(PrinterCallback)  # it prints how long things took
     trainer.train()
     for line in trainer.state.log_history:
         print({key: line[key] for key in ("loss", "grad_norm", "learning_rate") if key in line})
