@@ -11,10 +11,7 @@ config = BertConfig(
     vocab_size=300, hidden_size=160, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
     max_position_embeddings=32, num_labels=2,
 )  # fmt: skip
-rows = [
-    {"input_ids": torch.randint(0, 300, (12,)), "attention_mask": torch.ones(12, dtype=torch.long), "labels": k % 2}
-    for k in range(16)
-]
+rows = [{"input_ids": torch.randint(0, 300, (12,)), "labels": k % 2} for k in range(16)]
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 model = BertForSequenceClassification(config).to(accelerator.device)
 optimizer = torch.optim.AdamW(params=model.parameters(), lr=1e-3)
