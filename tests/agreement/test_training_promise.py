@@ -54,20 +54,37 @@ SHAPES: dict[str, Callable[[], Any]] = {
     [pytest.param(shape, marks=pytest.mark.slow) if shape == "short and wide" else shape for shape in SHAPES],
 )
 def test_the_process_grows_as_promised(shape: str, tmp_path: Path, probed_home: Path) -> None:
+    found = trained(SHAPES[shape](), tmp_path, probed_home, "--ram", "8GiB")
+    promised, measured = found["promised_bytes"]["ram"], found["measured_bytes"]["ram"]
+    assert measured <= promised
+    assert measured >= 0.95 * promised
+
+
+def test_a_tight_budget_holds_where_gradients_are_clipped_and_checkpoints_saved(
+    tmp_path: Path, probed_home: Path
+) -> None:
+    """Then weights that come and go are updated after backward, and read once more when they are saved."""
+    budget_bytes = 130 << 20  # the weights alone take 108
+    limits = ["--ram", str(budget_bytes), "--offload-optimizer", "disk", "--disk", f"{tmp_path}:2GiB"]
+    found = trained(llama(384, 14), tmp_path, probed_home, *limits, "--clip-norm", "1.0", "--save-every", "1")
+    assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])
+    assert not found["plan"]["settings"]["update_in_backward"]
+    assert found["measured_bytes"]["ram"] <= budget_bytes
+
+
+def trained(model: Any, folder: Path, home: Path, *options: str) -> dict[str, Any]:
+    """What three steps of ``brim train`` print."""
     torch.manual_seed(0)
-    SHAPES[shape]().save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    (tmp_path / "text.txt").write_text(
+    model.save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    (folder / "text.txt").write_text(
         "".join(f"{number} pieces of text, one after another. " for number in range(400))
     )
-    command = [sys.executable, "-m", "brim", "train", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt")]
-    command += ["--output", str(tmp_path / "out"), "--seq", "128", "--batch", "4", "--steps", "3", "--ram", "8GiB"]
-    settings = {"XDG_CACHE_HOME": str(probed_home), "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, "-m", "brim", "train", str(folder / "model"), "--data", str(folder / "text.txt")]
+    command += ["--output", str(folder / "out"), "--seq", "128", "--batch", "4", "--steps", "3", *options]
+    settings = {"XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         [*command, "--device", "cpu", "--json"], capture_output=True, text=True, env=os.environ | settings
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    promised, measured = found["promised_bytes"]["ram"], found["measured_bytes"]["ram"]
-    assert measured <= promised
-    assert measured >= 0.95 * promised
+    return dict(json.loads(done.stdout))
