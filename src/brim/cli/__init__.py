@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "plan": ("brim.cli.plan:plan", "Find the fastest ways to train or run a model that fit a machine."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
+    "run": ("brim.cli.run:run", "Run a program unchanged inside a memory budget."),
     "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
 }
 
@@ -89,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Terminated:
         click.echo("Terminated.", err=True)
         return TERMINATED
+    if callable(outcome):  # a program of the user's: signals, warnings and exceptions are its own again
+        return int(outcome())
     return outcome if isinstance(outcome, int) else 0
 
 

@@ -13,7 +13,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -28,25 +28,18 @@ from brim.measure.probe import probe
 from brim.memory.pool import HostSource
 from brim.predict.cost import EAGER, flops_per_s
 from brim.run.block_calls import Call, Calls, Example, calls_of, copied, held_tensors
+from brim.run.block_seconds import OUTSIDE
+from brim.run.block_seconds import BlockSeconds as BlockSeconds
 from brim.run.expert_reading import reading
 from brim.run.remembered import Remembered
 from brim.run.step_memory import Inputs
 from brim.techniques.blocks import Partition, tensor_bytes
 
-OUTSIDE = ""  # what is done beside the blocks: norms and sums between them, masks, the loss
 _METHOD = 1  # raised when what is measured, or how, changes
 _COLD_BYTES = 256 << 20  # several times the last-level cache of most processors
 _RAM_SHARE = 1 / 3  # of what is free, for a block and its copies
 _RUNS, _MOST_RUNS = 3, 15
 _ARITHMETIC = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSeconds:
-    """One block in one step; ``backward_s`` is 0 where it was not asked for."""
-
-    forward_s: float
-    backward_s: float = 0.0
 
 
 def block_seconds(

@@ -16,7 +16,7 @@ from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.planner import BlockCost, Job, plan_streaming
 from brim.planner.streaming import CHOICES
-from brim.run.block_timing import OUTSIDE, BlockSeconds
+from brim.run.block_seconds import OUTSIDE, BlockSeconds
 from brim.run.expert_plans import ExpertWay, expert_ways
 from brim.run.expert_reading import reading
 from brim.run.step_memory import Observation

@@ -47,10 +47,17 @@ def fit_training(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"brim.fit was given a {type(optimizer).__name__} as the optimizer.", "It takes torch's.")
     refuse_second(model)
-    start_bytes = resident_bytes() - _tensor_bytes(model, optimizer)
+    start_bytes = resident_bytes() - tensor_bytes_of(model, optimizer)
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8
-    search = _Search(model, optimizer, hardware, budget_bytes, device, example, reserve)
+    search = Search(model, optimizer, hardware, budget_bytes, device, example, reserve)
     partition, found = search.run()
+    return enforce(search, partition, found, start_bytes)
+
+
+def enforce(search: Search, partition: Partition, found: Found, start_bytes: int) -> Fitted:
+    """Put what ``search`` has found into force. ``start_bytes``: the resident set without model and optimizer."""
+    model, optimizer, hardware = search.model, search.optimizer, search.hardware
+    budget_bytes, device, example = search.budget_bytes, search.device, search.example
     plan = found.choice.plan(
         model=type(model).__name__,
         hardware=hardware.name,
@@ -65,7 +72,7 @@ def fit_training(
     return fitted
 
 
-def _tensor_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def tensor_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """What model and optimizer hold in RAM now."""
     held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     held += [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
@@ -87,8 +94,12 @@ def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_byt
     fitted.hold(kept)
 
 
-class _Search:
-    """The ladder without what only a loop of brim's own can do, and below it weight streaming."""
+class Search:
+    """The ladder without what only a loop of brim's own can do, and below it weight streaming.
+
+    ``states_leave`` False: for an optimizer that cannot be stepped block by block. ``in_place`` False: activations
+    are not to be tried in place, which calls the model's hooks on tensors without values when put into force.
+    """
 
     def __init__(
         self,
@@ -99,9 +110,14 @@ class _Search:
         device: Device,
         example: _Example | None,
         reserve_bytes: int,
+        *,
+        states_leave: bool = True,
+        in_place: bool = True,
     ) -> None:
-        self._model, self._optimizer, self._hardware = model, optimizer, hardware
-        self._budget, self._example, self._reserve = budget_bytes, example, reserve_bytes
+        self.model, self.optimizer, self.hardware = model, optimizer, hardware
+        self.budget_bytes, self.device, self.example = budget_bytes, device, example
+        self._reserve, self._states_leave, self._in_place = reserve_bytes, states_leave, in_place
+        self._known: list[tuple[Choice, Prediction]] = []
         self._partition = find_blocks(model)
         self._rehearsal = Rehearsal(
             name=type(model).__name__,
@@ -116,54 +132,69 @@ class _Search:
             budget_bytes=budget_bytes,
         )
 
-    def run(self) -> tuple[Partition, Found]:
-        known = self._example is not None
-        blocks = checkpointing.blocks(self._model) if known else []
+    def untouched(self) -> Prediction:
+        """What a step takes without brim."""
+        return self._predict(Choice())
+
+    def run(self, start: int = 0) -> tuple[Partition, Found]:
+        """The fastest that fits from rung ``start`` on. Raises BudgetError."""
+        known = self.example is not None
+        blocks = checkpointing.blocks(self.model) if known else []
         subject = Subject(
-            compute=self._hardware.compute,
+            compute=self.hardware.compute,
             batch=1,
             blocks=blocks,
-            in_place=known and works_in_place(self._model, self._example),
+            in_place=known and self._in_place and works_in_place(self.model, self.example),
             chunkable=False,
             single_pass=False,
+            states_leave=self._states_leave,
         )
         orders = Orders(precision="fp32", micro_batch=1, checkpointing=None if known else "none")
         found = climb_down(
             ladder(subject, orders),
             self._predict,
-            self._budget,
+            self.budget_bytes,
             compute=subject.compute,
             batch=1,
             order=orders,
-            one_by_one=is_small(self._model),
+            start=start,
+            one_by_one=is_small(self.model),
         )
         return (self._partition, found) if found.fits else self._streamed(found)
 
     def _predict(self, choice: Choice, partition: Partition | None = None) -> Prediction:
         """Without an example, what the plan holds, gradients, and what was set aside for a step."""
+        known = next((found for one, found in self._known if partition is None and one == choice), None)
+        if known is None:
+            known = self._predict_anew(choice, partition)
+            if partition is None:
+                self._known.append((choice, known))
+        return known
+
+    def _predict_anew(self, choice: Choice, partition: Partition | None) -> Prediction:
         rehearsal = self._rehearsal if partition is None else replace(self._rehearsal, partition=partition)
         found = rehearsal.predict(choice)
-        if self._example is not None:
+        if self.example is not None:
             return found
-        compute, size = self._hardware.compute, bytes_at_once(self._model)
-        blocks = optimizer_offload.find_blocks(self._model, self._optimizer, block_bytes=size)
+        compute, size = self.hardware.compute, bytes_at_once(self.model)
+        blocks = optimizer_offload.find_blocks(self.model, self.optimizer, block_bytes=size)
         made = sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
         held = found.peak_bytes[compute] + made + self._reserve
         return replace(found, peak_bytes={**found.peak_bytes, compute: held})
 
     def _streamed(self, base: Found) -> tuple[Partition, Found]:
-        compute = self._hardware.compute
+        compute = self.hardware.compute
         step_bytes = max(0, base.prediction.peak_bytes[compute] - self._partition.bytes)
         for _ in range(_PROOFS):
             need = Need(step_bytes=step_bytes, tokens=1)
-            partition, plan = make_plan(self._model, self._hardware, self._budget, need, Weights(), task="train")
+            partition, plan = make_plan(self.model, self.hardware, self.budget_bytes, need, Weights(), task="train")
             choice = replace(base.choice, streaming=plan.choices(STREAMING), streaming_settings=plan.settings)
             found = self._predict(choice, partition)
-            if fits(found.peak_bytes, self._budget):
+            if fits(found.peak_bytes, self.budget_bytes):
                 return partition, Found(rung=-1, choice=choice, prediction=found)
-            margin = min(1 << 20, self._budget[compute] // 64)
-            step_bytes += max(0, found.peak_bytes[compute] - self._budget[compute]) + margin
-        raise too_small(found.peak_bytes, self._budget)
+            margin = min(1 << 20, self.budget_bytes[compute] // 64)
+            step_bytes += max(0, found.peak_bytes[compute] - self.budget_bytes[compute]) + margin
+        raise too_small(found.peak_bytes, self.budget_bytes)
 
 
 def _largest(sizes: Any) -> int:

@@ -1,13 +1,14 @@
-"""A tensor whose values are elsewhere: it has the shape, the dtype and the device, and any other use is an error.
+"""A tensor whose values are elsewhere: it has the shape, the dtype and the device.
 
 ``p.grad`` and ``optimizer.state[p][...]`` of what was offloaded are such tensors, so that code which looks whether
-there is a gradient sees one, and code which would silently compute with nothing is told.
+there is a gradient sees one, and code which would silently compute with nothing is told. Whoever keeps the values may
+let them be read and changed (``Keeper``): then an operation gets them one tensor at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,12 +18,26 @@ _aten = torch.ops.aten
 _ZEROING = (_aten.zero_.default, _aten._foreach_zero_.default)
 
 
+class Keeper(Protocol):
+    """Who has the values of one tensor."""
+
+    def value(self) -> torch.Tensor:
+        """They, in memory of their own."""
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply them by a number, now or when they are next needed."""
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Have these values from now on."""
+
+
 class Away(torch.Tensor):
-    """Made by ``away``. Setting it to zero is passed on to whoever keeps the values; nothing else works."""
+    """Made by ``away``. Setting it to zero is passed on to whoever keeps the values; the rest is the keeper's."""
 
     what: str
     todo: str
     on_zero: Callable[[], None] | None
+    keeper: Keeper | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # straight to dispatch
 
@@ -37,14 +52,12 @@ class Away(torch.Tensor):
                 else:
                     tensor.zero_()
             return None if isinstance(args[0], (list, tuple)) else args[0]
-        found = next(_aways([*args, *(kwargs or {}).values()]))
+        held = list(_aways([*args, *(kwargs or {}).values()]))
         if func is _aten.detach.default:
-            return found
-        raise UnsupportedError(
-            f"{found.what} was to be used by {func}.",
-            "Its values are not in memory: brim keeps them elsewhere between their uses.",
-            found.todo,
-        )
+            return held[0]
+        if all(one.keeper is not None for one in held):
+            return _with_values(func, args, kwargs or {})
+        raise _refusal(func, held[0])
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Away({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -59,13 +72,81 @@ def away(
     what: str,
     todo: str,
     on_zero: Callable[[], None] | None = None,
+    keeper: Keeper | None = None,
 ) -> Away:
     """A tensor without values. ``what`` and ``todo`` are for the error; ``on_zero`` is called by ``zero_``."""
     made: Away = torch.Tensor._make_wrapper_subclass(
         Away, tuple(shape), strides=tuple(stride), dtype=dtype, device=device
     )
-    made.what, made.todo, made.on_zero = what, todo, on_zero
+    made.what, made.todo, made.on_zero, made.keeper = what, todo, on_zero, keeper
     return made
+
+
+def _refusal(func: Any, found: Away) -> UnsupportedError:
+    return UnsupportedError(
+        f"{found.what} was to be used by {func}.",
+        "Its values are not in memory: brim keeps them elsewhere between their uses.",
+        found.todo,
+    )
+
+
+def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``func`` on the values themselves. Lists of tensors are gone through one by one: they may be too many."""
+    one_by_one = _LISTS.get(func)
+    if one_by_one is not None:
+        return one_by_one(*args, **kwargs)
+    is_number = len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dim() == 0
+    if func is _aten.mul_.Tensor and isinstance(args[0], Away) and is_number:
+        assert args[0].keeper is not None
+        args[0].keeper.scale(args[1])
+        return args[0]
+    written = _written(func, args)
+    listed = [one for value in args if isinstance(value, (list, tuple)) for one in _aways(value)]
+    if listed or len(written) > 1:
+        raise _refusal(func, next(_aways(args)))
+    values = {id(one): one.keeper.value() for one in _aways([*args, *kwargs.values()]) if one.keeper is not None}
+    made = func(*(values.get(id(a), a) for a in args), **{k: values.get(id(v), v) for k, v in kwargs.items()})
+    for one in written:
+        assert one.keeper is not None
+        one.keeper.replace(values[id(one)])
+        return one
+    return made
+
+
+def _written(func: Any, args: Any) -> list[Away]:
+    """The arguments that ``func`` changes in place."""
+    places = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    return [a for a, writes in zip(args, places, strict=False) if writes and isinstance(a, Away)]
+
+
+def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """As ``clip_grad_norm_`` asks for them."""
+    return [_aten._foreach_norm.Scalar([_value(one)], *args, **kwargs)[0] for one in tensors]
+
+
+def _scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    for one in tensors:
+        one.mul_(factor)
+
+
+def _unscale(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """As a gradient scaler does: look for what is not finite, and multiply."""
+    for one in tensors:
+        keeper = one.keeper if isinstance(one, Away) else None
+        _aten._amp_foreach_non_finite_check_and_unscale_.default([_value(one)], found_inf, inverse)
+        if keeper is not None and inverse.item() != 1:
+            keeper.scale(inverse)
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.keeper.value() if isinstance(tensor, Away) and tensor.keeper is not None else tensor
+
+
+_LISTS: dict[Any, Callable[..., Any]] = {
+    _aten._foreach_norm.Scalar: _norms,
+    _aten._foreach_mul_.Tensor: _scale_all,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
 
 
 def _aways(values: Iterable[Any]) -> Iterator[Away]:

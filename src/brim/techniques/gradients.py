@@ -22,10 +22,7 @@ from brim.techniques.optimizer_states import StateBlock, lay_out
 from brim.techniques.optimizer_trial import Kept, dense_stride
 from brim.techniques.records import Records
 
-_TODO = (
-    "Use handle.clip_grad_norm_ in place of torch.nn.utils.clip_grad_norm_; for anything else, "
-    'leave gradients where they are (gradients="keep").'
-)
+_TODO = 'Leave gradients where they are (gradients="keep"), or use them one tensor at a time.'
 _Here = tuple[torch.Tensor, bool]  # a gradient, and whether it is in a record
 
 
@@ -170,7 +167,23 @@ class Gradients:
         # A trace pretends that it is on a GPU; autograd compares where it truly is.
         device = getattr(parameter, "fake_device", parameter.device)
         what, on_zero = f"The gradient of {block.names[number]}", _weakly(self._zero, index, number)
-        return away(field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=on_zero)
+        keeper = None if parameter.device.type != "cpu" else _Keeper(weakref.ref(self), index, number)
+        return away(
+            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=on_zero, keeper=keeper
+        )
+
+    def value(self, index: int, number: int) -> torch.Tensor:
+        """A gradient that is away, in memory of its own."""
+        with self.present(index) as found:
+            here = found[number]
+            assert here is not None, "it is away"
+            return here[0].clone()
+
+    def replace(self, index: int, number: int, value: torch.Tensor) -> None:
+        """Have another gradient in the place of one that is away."""
+        self._forget_changes(index, number)
+        self._blocks[index].parameters[number].grad = value
+        self.store(index)
 
     def expect(self, indices: Sequence[int]) -> None:
         """Begin to fetch what is away of these blocks' gradients."""
@@ -195,6 +208,28 @@ class Gradients:
         self._hooks.clear()
         if self.records is not None:
             self.records.free()
+
+
+class _Keeper:
+    """A gradient that is away, by its place. What tensors hold in C++ is out of the garbage collector's sight."""
+
+    def __init__(self, gradients: weakref.ref[Gradients], index: int, number: int) -> None:
+        self._reference, self._index, self._number = gradients, index, number
+
+    @property
+    def _gradients(self) -> Gradients:
+        found = self._reference()
+        assert found is not None, "the gradients' keeper lives as long as the optimizer is fitted"
+        return found
+
+    def value(self) -> torch.Tensor:
+        return self._gradients.value(self._index, self._number)
+
+    def scale(self, factor: torch.Tensor) -> None:
+        self._gradients.scale(self._index, self._number, factor.to("cpu", copy=True))
+
+    def replace(self, value: torch.Tensor) -> None:
+        self._gradients.replace(self._index, self._number, value)
 
 
 class Arrivals:

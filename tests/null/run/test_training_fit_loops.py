@@ -159,11 +159,33 @@ def changing_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[fl
     return found
 
 
+def looking(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Gradients read, changed and made anew one by one, as clipping of values and noise do."""
+    found = []
+    for step in range(STEPS):
+        (loss,) = losses_of(model)
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            found.append(parameter.grad.norm().item())
+            parameter.grad /= 3
+            parameter.grad.mul_(1.5)
+            if step == 1:
+                parameter.grad = parameter.grad * 0.5
+            elif step == 2:
+                parameter.grad.add_(torch.full_like(parameter, 1e-3))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 LOOPS: dict[str, Loop] = {
     function.__name__: function
     for function in (
         accumulating, clipping, zeroing_in_place, scheduling, scaling, evaluating, saving, loading, closing,
-        changing_rate,
+        changing_rate, looking,
     )
 }  # fmt: skip
 # 8 x 257 KiB of weights, as much of gradients, twice as much of states.
@@ -176,9 +198,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "weights from RAM": {"device": "emulated", "vram": 1700 * KIB, "ram": 32768 * KIB},
 }
 REFUSED = {("closing", name): "closure" for name in BUDGETS if name != "all fits"}
-# What looks at all gradients at once is refused where they are not in memory, and told of the handle's own way.
 AWAY = ("gradients on disk", "weights from disk", "weights from RAM")
-REFUSED |= {(loop, name): "clip_grad_norm_" for name in AWAY for loop in ("clipping", "scaling")}
 
 
 def fitted(name: str) -> tuple[nn.Module, torch.optim.Optimizer, Fitted]:

@@ -118,15 +118,32 @@ def test_clipping_twice_and_going_on_after_it_is_what_pytorch_does(memory: Memor
             assert_same(model, twin)
 
 
-def test_pytorchs_own_clipping_cannot_silently_do_nothing(memory: Memory) -> None:
-    model = make()
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_pytorchs_own_clipping_sees_gradients_that_are_away(norm_type: float, parts: int, memory: Memory) -> None:
+    model, twin = make(), make()
+    optimizer, plain = (torch.optim.AdamW(groups(m), lr=1e-2) for m in (model, twin))
+    clips = [lambda m=m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.3, norm_type) for m in (model, twin)]
+    want = train(twin, plain, parts=parts, clip=clips[1])
+    with offloaded(model, optimizer, memory, states="disk", gradients="disk"):
+        assert train(model, optimizer, parts=parts, clip=clips[0]) == want
+        assert_same(model, twin)
+
+
+def test_a_gradient_that_is_away_is_read_and_written_like_another(memory: Memory) -> None:
+    model, twin = make(), make()
     with offloaded(model, torch.optim.SGD(model.parameters()), memory, states="disk", gradients="disk"):
-        backward(model, 0)
-        with pytest.raises(UnsupportedError, match=r"handle\.clip_grad_norm_"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(UnsupportedError, match="embed"):
-            model.embed.weight.grad.sum()
-        assert model.embed.weight.grad.shape == model.embed.weight.shape
+        for one in (model, twin):
+            backward(one, 0)
+        gradient, wanted = model.embed.weight.grad, twin.embed.weight.grad
+        assert type(gradient) is Away and gradient.shape == wanted.shape
+        assert torch.equal(gradient.abs().sum(), wanted.abs().sum())
+        for one in (gradient, wanted):
+            one.clamp_(-1e-3, 1e-3)
+        assert type(model.embed.weight.grad) is Away
+        assert torch.equal(model.embed.weight.grad.clone(), wanted)
+        with pytest.raises(UnsupportedError, match="not in memory"):
+            torch._foreach_add_([gradient], 1.0)
 
 
 @pytest.mark.parametrize("how", ["none", "zeros", "model", "foreach"])

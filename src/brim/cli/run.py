@@ -1,0 +1,81 @@
+"""Run a program unchanged inside a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from brim.cli.options import BYTES, OutputFile
+
+
+class _Command(click.Command):
+    """Options end with the script's name, or with ``-m MODULE``, as they do for python."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = {opt for p in self.params if isinstance(p, click.Option) and p.is_flag for opt in p.opts}
+        at = 0
+        while at < len(args) and args[at].startswith("-"):
+            word = args[at]
+            if word.startswith("-m"):
+                end = at + (2 if word == "-m" else 1)
+                return super().parse_args(ctx, [*args[:end], "--", *args[end:]])
+            alone = "=" in word or word in flags or word in ctx.help_option_names
+            at += 1 if alone or word == "--" else 2
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
+@click.option("--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: 90 % of what is free.")
+@click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free.")
+@click.option(
+    "--mode",
+    type=click.Choice(["auto", "stream", "unified", "off"]),
+    default="auto",
+    show_default=True,
+    help="stream: plan every model. unified: VRAM, then RAM read over the link. auto: the one, else the other.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    show_default=True,
+    help="cpu: what the program does with CUDA is done on the CPU where there is no CUDA.",
+)
+@click.option("--report", type=OutputFile(), help="Write what became of each model: .html or .json.")
+@click.option("--managed", is_flag=True, help="In unified mode: managed memory instead of page-locked RAM.")
+@click.option("--insist", is_flag=True, help="Managed memory beyond what the device has free. It can hang a driver.")
+@click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGS]...")
+def run(
+    vram: int | None,
+    ram: int | None,
+    mode: str,
+    device: str,
+    report: Path | None,
+    managed: bool,
+    insist: bool,
+    module: str | None,
+    arguments: tuple[str, ...],
+) -> Callable[[], int]:
+    """Run a program unchanged inside a memory budget.
+
+    Options after SCRIPT (or -m MODULE) are the program's own. Its output, exit code, signals and tracebacks are those
+    of python SCRIPT. Models that fit are left alone; others are planned and fitted at their first call.
+    """
+    from brim.run.launch import Settings
+    from brim.run.launch import run as launch
+    from brim.run.launch_script import Program
+
+    if module is None and not arguments:
+        raise click.UsageError("Name a script, or a module with -m.")
+    if module is None:
+        target, *rest = arguments
+        if not Path(target).exists():
+            raise click.UsageError(f"There is no file {target!r}.")
+    else:
+        target, rest = module, list(arguments)
+    program = Program(target=target, arguments=tuple(rest), is_module=module is not None)
+    settings = Settings(vram=vram, ram=ram, mode=mode, device=device, report=report, managed=managed, insist=insist)
+    return lambda: launch(program, settings)

@@ -1,0 +1,70 @@
+"""Models that a program moves to the GPU before they are called: what has no room there waits on the host.
+
+``module.cuda()`` and ``module.to("cuda")`` move every parameter with a call that a ``TorchFunctionMode`` sees. While
+a model may be about to be planned, parameters beyond the budget stay where they are; its first call decides where
+each goes. Buffers and plain tensors move as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+
+class DeferredMoves(TorchFunctionMode):
+    """Lets ``limit_bytes`` of parameters move to a device of ``kind``; more waits for ``finish`` or a plan."""
+
+    def __init__(self, limit_bytes: int, kind: str = "cuda") -> None:
+        super().__init__()
+        self._limit_bytes, self._kind = limit_bytes, kind
+        self._moved_bytes = 0
+        self._waiting: dict[int, tuple[weakref.ref[torch.Tensor], torch.device]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (func is torch.Tensor.to or func is torch.Tensor.cuda) and isinstance(args[0], nn.Parameter):
+            return self._move(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
+        parameter = args[0]
+        if func is torch.Tensor.cuda:
+            device, dtype = torch.device(self._kind), None
+        else:
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+        if device is None or device.type != self._kind or parameter.device.type == self._kind:
+            return func(*args, **kwargs)
+        count = parameter.numel() * parameter.element_size()
+        if self._moved_bytes + count <= self._limit_bytes:
+            self._moved_bytes += count
+            return func(*args, **kwargs)
+        self._waiting[id(parameter)] = (weakref.ref(parameter), device)
+        return parameter if dtype is None else parameter.to(dtype)
+
+    def begin(self) -> None:
+        """From now on, in this thread. Nothing where it is on already."""
+        if not any(mode is self for mode in _get_current_function_mode_stack()):
+            _push_mode(self)
+
+    def end(self) -> None:
+        """No longer, whatever modes the program has entered since."""
+        leave(self)
+
+    def finish(self, model: nn.Module) -> None:
+        """Move what was held back of ``model``, which is to be whole where the program wanted it."""
+        for parameter in model.parameters():
+            reference, device = self._waiting.pop(id(parameter), (None, None))
+            if reference is not None and reference() is parameter:
+                parameter.data = parameter.data.to(device)
+
+
+def leave(mode: TorchFunctionMode) -> None:
+    """Take ``mode`` out of the stack of this thread, wherever it is there."""
+    stack = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    for other in reversed(stack):
+        if other is not mode:
+            _push_mode(other)

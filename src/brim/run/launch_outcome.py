@@ -1,0 +1,41 @@
+"""What became of a model of a program: a record for reports, and for what is left of the budget."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from brim.core import Plan, Timeline
+from brim.memory.pool import Pool
+
+UNTOUCHED, FITTED = "untouched", "fitted"
+
+
+@dataclass(kw_only=True, eq=False)
+class Outcome:
+    """What became of a model. ``untouched_bytes`` is what it would take by itself, as far as that is known.
+
+    ``timeline`` and ``pools`` are there where it was fitted; the model itself is not kept alive.
+    """
+
+    name: str
+    task: str
+    choice: str
+    parameter_bytes: int
+    budget_bytes: Mapping[str, int]
+    untouched_bytes: Mapping[str, int]
+    why: str = ""
+    plan: Plan | None = None
+    timeline: Timeline | None = None
+    pools: tuple[Pool, ...] = ()
+    model: weakref.ref[nn.Module] | None = None
+    has_optimizer: bool = False
+    example: Any = None  # of the call, as tensors without bytes
+
+    @property
+    def promised_bytes(self) -> Mapping[str, int]:
+        return self.untouched_bytes if self.plan is None else self.plan.promise.peak_bytes

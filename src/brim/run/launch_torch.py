@@ -1,0 +1,45 @@
+"""Being told when PyTorch has been imported, without importing it: many programs never do, or only after a while."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+
+
+def when_imported(then: Callable[[], None]) -> None:
+    """Call ``then`` as soon as ``torch`` has been imported as a whole: now, if it has been already."""
+    if "torch" in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(then))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """The first finder that is asked; it finds nothing itself and is gone when ``torch`` was found."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)  # it may be put on the path later
+            return spec
+        loader, then = spec.loader, self._then
+
+        def exec_module(module: types.ModuleType) -> None:
+            del vars(loader)["exec_module"]
+            loader.exec_module(module)
+            then()
+
+        vars(loader)["exec_module"] = exec_module
+        return spec

@@ -1,0 +1,131 @@
+"""A program that has imported PyTorch: its models are watched for; what planning needs is imported at the first."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from brim.errors import BrimError
+from brim.run.launch import Settings
+from brim.run.launch_hooks import Call, Watcher
+from brim.units import parse_bytes
+
+if TYPE_CHECKING:
+    from brim.run.launch_decisions import Decisions
+    from brim.run.launch_device import PretendedDevice
+    from brim.run.launch_moves import DeferredMoves
+    from brim.run.launch_outcome import Outcome
+    from brim.run.unified import Unified
+
+_SMALL_BYTES = 1 << 20
+_SMALL_SHARE = 64  # of the budget: what is less is nothing to plan with
+_TRIES = 3  # calls of a model with gradients until its optimizer is made
+
+
+class Launched:
+    """What brim does to a program. ``refusal`` is the error that it ended the program with, if it did."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.refusal: BrimError | None = None
+        self._watcher = Watcher(self._decide, small_bytes=_small_bytes(settings))
+        self._decisions: Decisions | None = None
+        self._device: PretendedDevice | None = None
+        self._unified: Unified | None = None
+        self._moves: DeferredMoves | None = None
+        self._tries: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [] if self._decisions is None else self._decisions.outcomes
+
+    def begin(self) -> None:
+        """PyTorch has just been imported. Raises UnsupportedError for unified mode without CUDA or RMM."""
+        if self.settings.device == "cpu" and not torch.cuda.is_available():
+            from brim.run.launch_device import PretendedDevice
+
+            self._device = PretendedDevice()
+            self._device.begin()
+        try:
+            if self.settings.mode == "unified":
+                self._begin_unified()
+        except BrimError as error:
+            self.refusal = error
+            raise
+        if self.settings.mode in ("auto", "stream"):
+            if self.settings.device != "cpu" and self.settings.vram is not None and torch.cuda.is_available():
+                self._defer(parse_bytes(self.settings.vram))
+            self._watcher.begin()
+
+    def _defer(self, vram_bytes: int) -> None:
+        from brim.run.launch_moves import DeferredMoves
+
+        moves = self._moves = DeferredMoves(vram_bytes)
+        self._watcher.on_armed = lambda armed: moves.begin() if armed else moves.end()
+
+    def _begin_unified(self) -> None:
+        from brim.run.unified import Unified
+
+        self._unified = Unified.for_process(self.settings)
+
+    def end(self) -> None:
+        """The program is over."""
+        self._watcher.end()
+        if self._unified is not None:
+            self._unified.tell(sys.stderr)
+        if self.settings.report is not None:
+            from brim.run.launch_report import write_report
+
+            write_report(self.settings.report, self.settings, self.outcomes, self._unified)
+        if self._device is not None:
+            self._device.end()
+
+    def explain(self, error: BaseException) -> None:
+        """What ``brim explain`` says of an out-of-memory error, on stderr; nothing for another."""
+        from brim.run.launch_retry import explanation
+
+        for line in explanation(error):
+            sys.stderr.write(f"brim: {line}\n")
+
+    def _decide(self, call: Call) -> None:
+        from brim.run.launch_decisions import Decisions
+
+        if self._decisions is None:
+            self._decisions = Decisions(self.settings, self._give_up)
+        try:
+            outcome = self._decisions.decide(call)
+        except BrimError as error:
+            self.refusal = error
+            raise
+        if outcome is None:
+            return
+        if self._moves is not None and outcome.choice != "fitted":
+            self._moves.finish(call.model)
+        if outcome.has_optimizer or not any(p.requires_grad for p in call.model.parameters()):
+            return
+        tries = self._tries.get(call.model, 0)
+        if outcome.task == "forward" or tries < _TRIES:  # it may be trained later
+            self._tries[call.model] = tries + (outcome.task == "train")
+            self._watcher.watch_again(call.model)
+
+    def _give_up(self, name: str, why: str) -> str | None:
+        """What else can hold a model that cannot be planned."""
+        if self.settings.mode != "auto" or not torch.cuda.is_available() or self.settings.device == "cpu":
+            return None
+        from brim.run.unified import Unified, is_installed
+
+        if not is_installed():
+            return None
+        if self._unified is None:
+            self._unified = Unified.for_thread(self.settings)
+        sys.stderr.write(f"brim: {name} is left to unified memory: {why}\n")
+        return "unified"
+
+
+def _small_bytes(settings: Settings) -> int:
+    given = [parse_bytes(amount) for amount in (settings.vram, settings.ram) if amount is not None]
+    return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in given)]))
