@@ -143,8 +143,9 @@ class _Program:
 
     def _values(self, start: Counts) -> list[float]:
         counts = [start[found.name].get(column.name, 0) for found, column in self._columns]
-        used = [column for count, (_, column) in zip(counts, self._columns, strict=True) if count]
-        flags = [float(column in used and bool(column.slot_bytes)) for _, column in self._columns]
+        told = list(zip(counts, (column for _, column in self._columns), strict=True))
+        flags = [float(count > 0 and bool(column.slot_bytes)) for count, column in told]
+        used = [column for count, column in told if count]
         pools = [max((column.slot_bytes.get(name, 0) for column in used), default=0) / _GIB for name in self._pools]
         _, seconds = busiest(self._problem, start)
         return [*map(float, counts), *flags, seconds / self._scale_s, *pools]
