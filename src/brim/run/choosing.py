@@ -67,7 +67,7 @@ def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, tas
     parameters = dict(model.named_parameters())
     ways: list[ExpertWay | None] = [None]
     if need.cache_experts and task != "train":
-        ways += expert_ways(model, hardware, lambda name: _source(name, parameters[name], weights), need.routers)
+        ways += expert_ways(model, hardware, lambda name: source_of(name, parameters[name], weights), need.routers)
     known: dict[frozenset[str], list[Partition]] = {}
     for way in ways:
         names = frozenset() if way is None else way.names
@@ -193,7 +193,7 @@ def make_job(
     works, able = _Work(model, hardware, need), computable(partition)
     blocks, bounce = [], 0
     for block in partition.blocks:
-        sources = [_source(name, parameters[name], weights) for name in block.tensors]
+        sources = [source_of(name, parameters[name], weights) for name in block.tensors]
         layout = (file_layout if in_ram and weights.sources else packed_layout)(sources)
         bounce = max(bounce, bounce_bytes(layout.runs))
         uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
@@ -210,7 +210,7 @@ def make_job(
                 likely=works.likely(block),
             )
         )
-    fixed = _fixed_layouts([_source(name, parameters[name], weights) for name in partition.loose], in_ram)
+    fixed = _fixed_layouts([source_of(name, parameters[name], weights) for name in partition.loose], in_ram)
     buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
     passes = weights.sources and not in_ram  # residents go through RAM, one at a time
     return Job(
@@ -267,7 +267,8 @@ def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLay
     return layouts + ([packed_layout(present)] if present else [])
 
 
-def _source(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
+def source_of(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
+    """Where a parameter's values are: in files, or in the module."""
     if name in weights.sources:
         return weights.sources[name]
     return TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=())
