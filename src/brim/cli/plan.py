@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json, write_html
+from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
+        click.option("--precisions", is_flag=True, help="Show what each kind of block takes in int8 and in 16 bits."),
+        click.option(
+            "--router-statistics",
+            metavar="auto|FILE",
+            help="Plan a mixture of experts by what its routers do in a short run, kept in FILE once it was made.",
+        ),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
         click.option(
             "--output",
@@ -66,7 +73,14 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("model")
 @_options
 def plan(
-    model: str, regimes: bool, output: Path | None, html: Path | None, as_json: bool, **options: Any
+    model: str,
+    regimes: bool,
+    precisions: bool,
+    router_statistics: str | None,
+    output: Path | None,
+    html: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> int | None:
     """Find the fastest ways to train or run a model that fit a machine.
 
@@ -83,10 +97,13 @@ def plan(
     if regimes:
         from brim.cli.plan_regimes import show
 
+        if precisions or router_statistics:
+            raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
         show(request, output, html, as_json)
         return None
     with Console(stderr=True).status("Planning"):
-        answer = _with_files(answer_to(request), output or Path(PLAN_FILE))
+        found = answer_to(request, precisions=precisions, router_statistics=router_statistics)
+        answer = _with_files(found, output or Path(PLAN_FILE))
         for index in range(len(answer.proposals) if output is not None else 0):
             write(_file(output or Path(), index), answer, index)
     if html is not None:
@@ -127,6 +144,10 @@ def _print(answer: Answer, output: Path | None) -> None:
             console.print("--output FILE writes plans to files, for --plan.")
     else:
         _print_nearest(console, answer)
+    if answer.precisions:
+        from brim.run.precision_table import shown
+
+        console.print(shown(answer.precisions))
     for assumed in machine.assumed:
         console.print(f"assumed: {assumed}", markup=False)
     console.print(f"planned in {format_seconds(answer.took_s)}", markup=False)
@@ -222,6 +243,7 @@ def _write_html(path: Path, answer: Answer) -> None:
     else:
         changes = tuple((one.change, one.command) for one in answer.nearest)
         tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
+    tables.append(_page_precisions(answer))
     budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
     tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
     if answer.machine.assumed:
@@ -284,6 +306,25 @@ def _page_effects(title: str, effects: Sequence[Effect]) -> Any:
     )
     columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
     return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
+
+
+def _page_precisions(answer: Answer) -> Any:
+    from brim.report.html import Table
+
+    names = list(dict.fromkeys(name for row in answer.precisions for name in row.forms))
+    columns = ["block", "count"]
+    for name in names:
+        columns += [f"{name}_bytes", f"{name} moved_s", f"{name} computed_s"]
+    rows = []
+    for row in answer.precisions:
+        cells: list[Any] = [row.kind, row.count]
+        for name in names:
+            form = row.forms.get(name)
+            cells += [form.bytes, form.move_s, form.compute_s] if form else [None] * 3
+        rows.append((*cells, row.streamed, row.resident))
+    columns += ["better streamed", "better resident"]
+    note = "Per token. A streamed block takes the longer of moving and computing it."
+    return Table(title="Which precision?", columns=tuple(columns), rows=tuple(rows), note=note)
 
 
 def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:

@@ -178,8 +178,9 @@ class Regimes:
 def regimes(request: Request, machine: Machine, *, ratios: Sequence[float] = RATIOS) -> Regimes:
     """The ways to run a model that needs ``ratios`` times the VRAM (without a GPU: the RAM) of ``machine``.
 
-    The model stays as it is and the budget shrinks, which is the same but for the unit of time. Seconds are those of
-    schedules; nothing is proved here. Raises UsageError for a ratio below 1.
+    The model stays as it is and the room for its weights shrinks, which is the same but for the unit of time: what
+    lies beside weights (the program's own share, a step's activations and cache) is as large at every ratio. Seconds
+    are those of schedules; nothing is proved here. Raises UsageError for a ratio below 1.
     """
     if not ratios or min(ratios) < 1:
         raise UsageError(f"Regimes for {list(ratios)} times the memory were asked for.", "It must be 1 or more.")
@@ -214,7 +215,8 @@ class _Study:
         self.needs_bytes = choice.plan.promise.peak_bytes[self.compute]
 
     def point(self, ratio: float, *, prompt: bool = True) -> Point:
-        budget = {**self.subject.machine.budget_bytes, self.compute: int(self.needs_bytes / ratio)}
+        room_bytes = int((self.needs_bytes - self._beside_bytes) / ratio)
+        budget = {**self.subject.machine.budget_bytes, self.compute: self._beside_bytes + room_bytes}
         found: dict[str, tuple[float | None, float | None]] = {
             STREAMING: self._planned(self.subject, budget, _STREAMED, prompt),
             PAGING: self._paged(ratio, prompt),
@@ -227,6 +229,12 @@ class _Study:
             token_s={way: seconds[0] for way, seconds in found.items()},
             prompt_s={way: seconds[1] for way, seconds in found.items()},
         )
+
+    @cached_property
+    def _beside_bytes(self) -> int:
+        """What the compute tier holds beside weights."""
+        _, job = self._of(self.subject, False)[0]
+        return job.overhead_bytes(self.compute) + job.step_bytes
 
     @cached_property
     def _alone(self) -> tuple[float | None, float | None]:

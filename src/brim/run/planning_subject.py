@@ -32,10 +32,11 @@ from brim.run.inference import SLACK_BYTES, by_parameter, materialize, resident_
 from brim.run.models import open_model, open_tokenizer, prepare
 from brim.run.plan_file import described_source
 from brim.run.planning_request import Machine, Request
+from brim.run.router_file import Routers, check_routers
 from brim.run.step_memory import Inputs, Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition, tensor_bytes
-from brim.techniques.experts import EXPERT_SLOTS
+from brim.techniques.experts import EXPERT_SLOTS, find_experts
 from brim.techniques.experts import NAME as EXPERTS
 from brim.techniques.quantization import quantize_meta
 from brim.techniques.weight_streaming import Weights
@@ -58,7 +59,7 @@ class _Chooser(generation_plan._Chooser):
     subject: Subject
 
     def _need(self, sizes: Sizes, held_bytes: Mapping[str, int]) -> Need:
-        plain = super()._need(sizes, held_bytes)
+        plain = replace(super()._need(sizes, held_bytes), routers=self.subject.routers)
         if not self.subject.cuts:
             hardware = self.subject.machine.hardware
             self.subject.cuts.extend(cuts(self._module, hardware, plain, self._weights, "generate"))
@@ -76,7 +77,10 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model in one precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier."""
+    """A model in one precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
+
+    ``routers``: what those of a mixture of experts were seen to do, where somebody looked.
+    """
 
     name: str
     module: nn.Module
@@ -86,6 +90,7 @@ class Subject:
     machine: Machine
     own_precision: str = "fp32"  # that of the configuration
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    routers: Routers = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list, compare=False)
     seen: Seen = field(default_factory=Seen, compare=False)
 
@@ -210,6 +215,39 @@ def processor_of(machine: Machine) -> Hardware:
     links = tuple(link for link in hardware.links if VRAM not in (link.source, link.target))
     rates = {"float32": _HOST_FLOPS_PER_S, "bfloat16": _HOST_FLOPS_PER_S}
     return replace(hardware, compute=RAM, tiers=tiers, links=links, flops_per_s=rates, name=f"{hardware.name}'s host")
+
+
+class Subjects:
+    """What was opened for one question and its nearest ones: each model in each precision once.
+
+    ``routers`` are those of ``model``.
+    """
+
+    def __init__(self, model: str | Path, routers: Routers | None = None) -> None:
+        self._model, self._routers = str(model), dict(routers or {})
+        self._known: dict[tuple[object, ...], Subject] = {}
+
+    def open(self, request: Request, machine: Machine, precision: str | None = None) -> Subject:
+        """As ``open_subject``."""
+        key = (*_asked(request), precision)
+        if key not in self._known:
+            found = open_subject(request, machine, precision)
+            if self._routers and str(request.model) == self._model:
+                layers = {layer.path: layer.count for layer in find_experts(found.module) if not layer.modules}
+                check_routers(self._routers, layers, found.name)
+                found = replace(found, routers=self._routers)
+            self._known[key] = found
+        found = self._known[key]
+        return found if found.machine == machine else found.on(machine)
+
+    def of(self, request: Request) -> list[Subject]:
+        """Those that were opened for ``request``."""
+        return [found for key, found in self._known.items() if key[:-1] == _asked(request)]
+
+
+def _asked(request: Request) -> tuple[object, ...]:
+    """All that a subject depends on but its precision."""
+    return (str(request.model), request.batch, request.seq, request.new_tokens)
 
 
 def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:
@@ -343,4 +381,4 @@ def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
         )
 
 
-__all__ = ["Subject", "open_subject", "precision_of", "pretended_sources", "processor_of"]
+__all__ = ["Subject", "Subjects", "open_subject", "precision_of", "pretended_sources", "processor_of"]
