@@ -84,8 +84,9 @@ def plan(
 ) -> int | None:
     """Find the fastest ways to train or run a model that fit a machine.
 
-    MODEL is a name of the catalog, a folder, or a .gguf file; no weights are read. Exit code 3 says that nothing
-    fits, and the answer then is what would have to change.
+    MODEL is a name of the catalog, a folder, or a .gguf file; no weights are read. For training it may also be
+    file.py:build, a function that returns a model and its inputs as a pair. Exit code 3 says that nothing fits, and
+    the answer then is what would have to change.
     """
     from rich.console import Console
 
@@ -125,7 +126,10 @@ def _with_files(answer: Answer, output: Path) -> Answer:
     from brim.run.planning_request import PLAN_FILE
 
     def named(one: Proposal, index: int) -> Proposal:
-        words = [str(_file(output, index)) if word == PLAN_FILE else word for word in shlex.split(one.command)]
+        name = str(_file(output, index))
+        if not one.command.startswith("brim "):  # a line of Python
+            return replace(one, command=one.command.replace(PLAN_FILE, name))
+        words = [name if word == PLAN_FILE else word for word in shlex.split(one.command)]
         return replace(one, command=shlex.join(words))
 
     return replace(answer, proposals=[named(one, index) for index, one in enumerate(answer.proposals)])

@@ -11,6 +11,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UsageError
 from brim.planner.passes import CPU
 from brim.planner.schedule import way
+from brim.run.factory import is_factory, resolved
 from brim.run.planning_generation import plan_generation
 from brim.run.planning_least import in_the_least
 from brim.run.planning_nearest import Planner, nearest
@@ -42,6 +43,8 @@ def plan(request: Request, *, precisions: bool = False, router_statistics: str |
     """
     request.check()
     _check_generates(request, precisions, router_statistics)
+    if is_factory(request.model):
+        request = resolved(request)
     begin_s = time.perf_counter()
     machine = machine_of(request)
     routers = {} if router_statistics is None else routers_of(request, router_statistics)

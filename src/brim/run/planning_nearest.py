@@ -13,6 +13,7 @@ from brim import catalog
 from brim.catalog import Gpu
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.run.factory import is_factory
 from brim.run.plan_file import described, described_source
 from brim.run.planning_request import (
     LOSSY,
@@ -227,6 +228,8 @@ def _largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
 
 def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
     """The largest model of the same family that fits. Bytes go with parameters, so that says where to begin."""
+    if is_factory(request.model):
+        return  # what else its author could build nobody knows
     count, family = _parameters(request.model), _family(request.model)
     have = machine.budget_bytes
     share = min((have.get(tier, 0) / bytes for tier, bytes in needs.items() if bytes), default=1.0)

@@ -131,7 +131,7 @@ class Planner:
             gradient_bytes=sum(tensor_bytes(p) for p in trained),
             state_bytes=sum(optimizers.state_bytes(case.optimizer, trained)),
             repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
-            head=_head(model, rehearsal.batch * case.tokens, self.hardware),
+            head=_head(model, rehearsal.batch * case.tokens, self.hardware) if self.limits.chunkable else None,
         )
 
     # -- the search
