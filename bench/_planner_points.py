@@ -18,7 +18,7 @@ from brim.run import plan_file
 from brim.run.inference import resident_bytes
 from brim.run.planning import plan
 from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
-from brim.run.planning_subject import open_subject
+from brim.run.planning_opening import open_subject
 from brim.run.planning_training import case_of
 from brim.run.training_search import Planner
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT

@@ -23,7 +23,8 @@ from brim.run.fitting import predict
 from brim.run.generation_plan import Choice
 from brim.run.planning_least import in_the_least
 from brim.run.planning_request import LOSSY, PLAN_FILE, Effect, Machine, Proposal, Request, exact_bytes
-from brim.run.planning_subject import DTYPES, Subject, Subjects, processor_of
+from brim.run.planning_opening import Subjects
+from brim.run.planning_subject import DTYPES, Subject, processor_of
 from brim.techniques import kv_cache
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME as STREAMING

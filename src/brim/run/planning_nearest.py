@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from brim import catalog
 from brim.catalog import Gpu
 from brim.core.hardware import RAM, VRAM
@@ -25,6 +27,7 @@ from brim.run.planning_request import (
     machine_of,
     ram_option,
 )
+from brim.techniques import optimizers
 from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
@@ -168,6 +171,7 @@ def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict
     if request.task == "train" and request.method == "full":
         known = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
         smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[known:]]
+        smaller = [one for one in smaller if _could_fit(one, machine)]
         yield from _first(prover, machine, smaller, lambda one: f"the optimizer {one.optimizer}")
         yield from _first(
             prover, machine, [replace(request, method="lora")], lambda one: "LoRA in place of full training"
@@ -175,6 +179,14 @@ def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict
     if not request.lossless:
         lower = [replace(request, precision=name) for name in _lower(request)]
         yield from _first(prover, machine, lower, lambda one: f"the precision {one.precision}")
+
+
+def _could_fit(request: Request, machine: Machine) -> bool:
+    """Whether all tiers together have room for what a full training never lets go: weights and states."""
+    count = _parameters(request.model)
+    wide = torch.empty(count, dtype=torch.bfloat16 if request.precision == "bf16" else torch.float32, device="meta")
+    least = count * wide.element_size() + sum(optimizers.state_bytes(request.optimizer, [wide]))
+    return least <= sum(machine.budget_bytes.values())
 
 
 def _lower(request: Request) -> Sequence[str]:

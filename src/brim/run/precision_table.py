@@ -15,7 +15,8 @@ from rich.table import Table
 from brim.core.hardware import RAM
 from brim.planner.passes import BlockCost, ways_of
 from brim.run.planning_request import Machine, Request
-from brim.run.planning_subject import Subject, open_subject
+from brim.run.planning_opening import open_subject
+from brim.run.planning_subject import Subject
 from brim.run.precision_rows import Form, Row
 from brim.techniques.placement import FROM_DISK, FROM_RAM
 from brim.units import format_bytes, format_seconds

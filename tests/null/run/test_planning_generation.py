@@ -16,7 +16,8 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.run.planning_generation import baselines, gap, plan_generation, search
 from brim.run.planning_request import Machine, Proposal, Request, machine_of
-from brim.run.planning_subject import Subject, open_subject
+from brim.run.planning_opening import open_subject
+from brim.run.planning_subject import Subject
 from brim.techniques.placement import COMPUTE_RAM, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME
 from planned import LLAMA

@@ -12,7 +12,7 @@ from brim.errors import FormatError, UsageError
 from brim.run import router_file
 from brim.run.planning_generation import search
 from brim.run.planning_request import Request, machine_of
-from brim.run.planning_subject import Subjects
+from brim.run.planning_opening import Subjects
 from brim.run.router_file import Routers, routers_of
 from brim.techniques.experts import EXPERT_SLOTS, find_experts
 from brim.techniques.router_statistics import RouterStatistics
