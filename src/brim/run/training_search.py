@@ -53,6 +53,7 @@ _MARGIN_BYTES = 1 << 20
 _ROOM = 0.02  # of a budget: less left over is no reason to search again
 _SURELY = 0.9  # of what the profile says of a simple way: what it takes at least
 _SEARCH_S = 60.0  # no further way is tried after that, once there is one
+_MORE_S = 4.0  # nor one that is slower than the best that is proved, only to make the list longer
 _MANY = 12  # ways that are tried for each that is asked for
 
 # Measured (forward, backward) seconds of blocks over so many rows.
@@ -142,10 +143,11 @@ class Planner:
         Raises BudgetError, with the smallest bytes that do, when nothing fits.
         """
         found: list[Found] = []
-        end_s = time.monotonic() + _SEARCH_S
+        begin_s = time.monotonic()
         for count, (seconds, way, simple) in enumerate(self._in_order()):
             enough = len(found) >= top and seconds >= found[top - 1].step_s
-            if enough or count >= _MANY * top or (found and time.monotonic() > end_s):
+            limit_s = _MORE_S if found and seconds >= found[0].step_s else _SEARCH_S
+            if enough or count >= _MANY * top or (found and time.monotonic() - begin_s > limit_s):
                 break
             if any(_signature(one.way) == _signature(way) and one.step_s <= seconds for one in found):
                 continue  # it differs in numbers only, and is no faster
