@@ -15,6 +15,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.planner import BlockCost, Job, plan_streaming
+from brim.planner.schedule import Contention
 from brim.planner.streaming import CHOICES
 from brim.run.block_timing import OUTSIDE, BlockSeconds
 from brim.run.expert_plans import ExpertWay, expert_ways
@@ -39,6 +40,7 @@ class Need:
     rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks
     that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``cache_experts``:
     for inference, whether experts of a mixture may come one by one; ``routers``: what their routers were seen to do.
+    ``beside``: what lanes of the machine were measured to leave each other.
     """
 
     step_bytes: int
@@ -52,6 +54,7 @@ class Need:
     cpu_step_bytes: int = 0
     cache_experts: bool = True
     routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
+    beside: Contention | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +227,7 @@ def make_job(
         bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
         passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
         cpu_step_bytes=need.cpu_step_bytes,
+        beside=need.beside,
     )
 
 

@@ -26,6 +26,7 @@ from brim.run.models import open_model, open_tokenizer, prepare
 from brim.run.plan_file import described_source
 from brim.run.planning_request import Machine, Request
 from brim.run.planning_subject import DTYPES, Subject
+from brim.run.program_share import most_grown
 from brim.run.router_file import Routers, check_routers
 from brim.run.step_memory import Inputs
 from brim.run.training_depth import Stack
@@ -120,7 +121,8 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
     subject.seen.shape.append(cache_shape(subject.module))
     found = spent(start_bytes)
     del tokenizer
-    return found
+    tokens = subject.inputs.prompt * subject.inputs.batch
+    return {**found, RAM: most_grown("generate", subject.module, tokens, found[RAM])}
 
 
 def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:

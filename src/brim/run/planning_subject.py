@@ -16,12 +16,14 @@ from brim.core.hardware import RAM, VRAM
 from brim.measure.probe import probe
 from brim.planner import Job
 from brim.run import generation_plan
+from brim.run.beside_drive import beside_drive
 from brim.run.block_calls import Calls, Example, calls_of
-from brim.run.block_timing import BlockSeconds, block_seconds, traced_seconds, triggers
+from brim.run.block_timing import OUTSIDE, BlockSeconds, block_seconds, traced_seconds, triggers
 from brim.run.choosing import Cut, Need, cuts, job_of
 from brim.run.generation_depth import Shallow
 from brim.run.generation_memory import Sizes, cache_shape
 from brim.run.generation_plan import Wanted
+from brim.run.loop_seconds import loop_seconds
 from brim.run.planning_request import Machine
 from brim.run.router_file import Routers
 from brim.run.step_memory import Inputs, Observation
@@ -146,7 +148,7 @@ class Subject:
 
         def seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
             if self.is_here:
-                return block_seconds(self.module, partition, example, training=False, calls=calls)
+                return self._measured(partition, example, calls)
             return traced_seconds(self.module, partition, calls, hardware, tokens=tokens)
 
         def cpu_seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
@@ -162,7 +164,29 @@ class Subject:
             cpu_bytes=self._layer_cache_bytes if beside else 0,
             # Temporaries are as large there as in the compute tier, and so at most is what hops over.
             cpu_step_bytes=2 * max(seen.step_bytes for seen in self.seen.observations.values()) if beside else 0,
+            beside=beside_drive(hardware, tokens, writes=False) if self.is_here else None,
         )
+
+    def _measured(self, partition: Partition, example: Example, calls: Calls) -> Mapping[str, BlockSeconds]:
+        """Of blocks on this machine, and beside them what the loop around the passes takes.
+
+        A pass takes as long however it is cut. What is seen of small parts by themselves (their threads are awake,
+        their code is in the cache) is brought to what the large ones take together.
+        """
+
+        def timed(one: Partition) -> Mapping[str, BlockSeconds]:
+            return block_seconds(self.module, one, example, training=False, calls=calls)
+
+        found = timed(partition)
+        whole_s, sum_s = (
+            sum(block.forward_s for block in part.values()) for part in (timed(self.cuts[0].partition), found)
+        )
+        pace = whole_s / sum_s if sum_s else 1.0
+        made = {name: replace(block, forward_s=pace * block.forward_s) for name, block in found.items()}
+        config: Any = self.module.config
+        words = int(getattr(config.get_text_config(decoder=True), "vocab_size", 0) or 0)
+        loop_s = loop_seconds(words, self.inputs.batch) if words else 0.0
+        return made | {OUTSIDE: replace(made[OUTSIDE], forward_s=made[OUTSIDE].forward_s + loop_s)}
 
     @property
     def _layer_cache_bytes(self) -> int:

@@ -21,10 +21,12 @@ from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
 from brim.run import factory
+from brim.run.beside_drive import beside_drive
 from brim.run.block_timing import block_seconds
 from brim.run.factory import is_factory
 from brim.run.inference import resident_bytes, warm_up
 from brim.run.plan_file import described
+from brim.run.program_share import most_grown
 from brim.run.planning_request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.trainee import add_lora, make_optimizer
 from brim.run.training_choice import Choice
@@ -118,7 +120,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         batch=request.batch,
         hardware=hardware,
         budget_bytes=machine.budget_bytes,
-        spent_bytes=(lambda: program_bytes(start_bytes)) if here else (lambda: BESIDE_BYTES),
+        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
     )
     return Case(
         rehearsal=rehearsal,
@@ -127,6 +129,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
         tokens=request.seq,
         clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
+        beside=beside_drive(hardware, request.batch * request.seq, writes=True) if here else None,
     )
 
 
@@ -148,7 +151,7 @@ def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Ca
         batch=request.batch,
         hardware=machine.hardware,
         budget_bytes=machine.budget_bytes,
-        spent_bytes=(lambda: program_bytes(start_bytes)) if here else (lambda: BESIDE_BYTES),
+        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
     )
     return Case(
         rehearsal=rehearsal,
@@ -162,14 +165,30 @@ def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Ca
 def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any]) -> Clock:
     """Measured seconds of blocks on this machine; none where they need values that only a real run has."""
 
-    def seconds(batch: int) -> Mapping[str, tuple[float, float]]:
+    def seconds(batch: int) -> Mapping[str, tuple[float, float, float]]:
         try:
             found = block_seconds(model, partition, inputs(batch), training=True)
+            unsaved = block_seconds(model, partition, inputs(batch), training=False)
         except UnsupportedError:
             return {}
-        return {name: (block.forward_s, block.backward_s) for name, block in found.items() if name}
+        return {
+            name: (block.forward_s, block.backward_s, min(block.forward_s, unsaved[name].forward_s))
+            for name, block in found.items()
+            if name
+        }
 
     return seconds
+
+
+def _share(model: nn.Module, request: Request, start_bytes: int) -> Callable[[], Mapping[str, int]]:
+    """What the program takes beside tensors on this machine: what it grew by, or did when it was new to that."""
+
+    def share() -> dict[str, int]:
+        found = program_bytes(start_bytes)
+        tokens = request.batch * request.seq
+        return {**found, RAM: most_grown(f"train {request.method}", model, tokens, found[RAM])}
+
+    return share
 
 
 def program_bytes(start_bytes: int) -> dict[str, int]:

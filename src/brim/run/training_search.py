@@ -20,7 +20,7 @@ from brim.errors import BudgetError, UnsupportedError
 from brim.planner import training as ways
 from brim.planner.columns import block_bytes, held_bytes, peak_bytes
 from brim.planner.profile import deepened, measured, profile_of
-from brim.planner.schedule import Schedule
+from brim.planner.schedule import Contention, Schedule
 from brim.planner.step_profile import (
     BACKWARD,
     FULL,
@@ -34,7 +34,7 @@ from brim.planner.step_profile import (
     Way,
     shape_of,
 )
-from brim.planner.steps import training_step_s
+from brim.planner.steps import contention_of, training_step_s
 from brim.run.training_choice import Choice
 from brim.run.training_depth import Shallow
 from brim.run.training_ladder import CHUNK_TOKENS, fits, too_small
@@ -56,8 +56,8 @@ _SEARCH_S = 60.0  # no further way is tried after that, once there is one
 _MORE_S = 4.0  # nor one that is slower than the best that is proved, only to make the list longer
 _MANY = 12  # ways that are tried for each that is asked for
 
-# Measured (forward, backward) seconds of blocks over so many rows.
-Clock = Callable[[int], Mapping[str, tuple[float, float]]]
+# Measured seconds of blocks over so many rows: forward, backward, forward where nothing is saved.
+Clock = Callable[[int], Mapping[str, tuple[float, float, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,10 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed."""
+    """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed.
+
+    ``beside``: what lanes of the machine were measured to leave each other.
+    """
 
     rehearsal: Rehearsal
     optimizer: str
@@ -87,6 +90,7 @@ class Case:
     limits: Limits
     tokens: int
     clock: Clock | None = None
+    beside: Contention | None = None
     exact: bool = False  # every layer is rehearsed for every proof
 
 
@@ -182,7 +186,11 @@ class Planner:
         ]
 
     def seconds(self, way: Way) -> float:
-        return training_step_s(self.profile, self.hardware, way)[0]
+        return self._timed(way)[0]
+
+    def _timed(self, way: Way) -> tuple[float, Schedule]:
+        beside = {**contention_of(self.hardware), **(self._case.beside or {})}
+        return training_step_s(self.profile, self.hardware, way, beside)
 
     def held(self, way: Way) -> dict[str, int]:
         """Peaks per tier, as far as the profile knows them."""
@@ -214,7 +222,7 @@ class Planner:
     def _found(self, way: Way) -> Found:
         choice = self.choice(way)
         peaks = self.peaks(way, choice)
-        seconds, schedule = training_step_s(self.profile, self.hardware, way)
+        seconds, schedule = self._timed(way)
         busy = schedule.busy_s()
         prediction = Prediction(
             peak_bytes=peaks,
