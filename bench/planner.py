@@ -33,6 +33,7 @@ import _harness as harness
 import _planner_points as points
 import _planner_report as report
 import _planner_seconds as seconds
+from brim.measure.probe import probe
 from brim.units import format_seconds, parse_bytes
 
 PACKAGES = ("brim", "torch", "transformers")
@@ -46,6 +47,8 @@ def main() -> None:
         _seconds(options, facts)
         return
     rows = _known(options.output, facts)
+    if not options.tiny:
+        probe(refresh=True)  # the rates of today
     for cell in points.cells(tiny=options.tiny, vram_cap=options.vram_cap):
         if options.only and cell.name not in options.only:
             continue
