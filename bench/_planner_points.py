@@ -21,8 +21,8 @@ from brim.planner.step_profile import FULL, KEEP, Frame, Way
 from brim.planner.streaming import plan_of
 from brim.run import plan_file
 from brim.run.inference import resident_bytes
-from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
 from brim.run.planning_opening import open_subject
+from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
 from brim.run.planning_training import case_of
 from brim.run.training_search import Planner
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
@@ -155,7 +155,7 @@ def make(cell: Cell, directory: Path) -> Iterator[Point]:
 
 
 def _chosen(request: Request, directory: Path) -> Plan | None:
-    """What `brim plan` says in a process of its own, to which libraries are as new as to a run; None: nothing fits."""
+    """What `brim plan` says in a process of its own, to which libraries are new as to a run; None: nothing fits."""
     with tempfile.TemporaryDirectory(prefix="planner-", dir=directory) as scratch:
         file = Path(scratch) / "plan.json"
         command = [sys.executable, "-m", *shlex.split(request.command()), "--output", str(file)]

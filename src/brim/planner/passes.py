@@ -59,8 +59,8 @@ class Job:
     peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
     tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
     through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of RAM are
-    what a processor beside a GPU takes for activations while it computes a block. ``beside``: what lanes were measured
-    to leave each other (None: what ``contention`` knows of the machine).
+    what a processor beside a GPU takes for activations while it computes a block. ``beside``: what lanes were
+    measured to leave each other (None: what ``contention`` knows of the machine).
     """
 
     model: str

@@ -182,7 +182,9 @@ def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float, flo
     def timed(block: BlockProfile) -> BlockProfile:
         if block.name not in seconds:
             forward_s, backward_s, unsaved_s = (
-                block.forward_s * slower, block.backward_s * slower, block.forward_s * slower
+                block.forward_s * slower,
+                block.backward_s * slower,
+                block.forward_s * slower,
             )
         else:
             forward_s, backward_s, unsaved_s = seconds[block.name]

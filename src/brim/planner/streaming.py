@@ -54,9 +54,7 @@ def plan_streaming(
     return _fastest(job, hardware, budget_bytes, found)
 
 
-def _fastest(
-    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]
-) -> Plan:
+def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]) -> Plan:
     """The best of ``found`` by its simulated schedule; every simple one that could be it is looked at."""
     # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
     ordered = sorted(found, key=lambda one: (_told(_quick_s(job, hardware, one)), _streamed_bytes(job, one)))

@@ -66,8 +66,8 @@ def fit(
     or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is an input as
     the model takes it (keyword or positional); a step's activations are predicted from it without running anything.
     ``activations`` gives them instead; with neither, an eighth of the budget is set aside. ``device="emulated"`` lets
-    a pool in RAM play VRAM, for trying out plans without a GPU. ``plan`` is a file of ``brim plan --task train``: just
-    that is done, and the loop gives the model as many rows at once as the plan says.
+    a pool in RAM play VRAM, for trying out plans without a GPU. ``plan`` is a file of ``brim plan --task train``:
+    just that is done, and the loop gives the model as many rows at once as the plan says.
 
     The returned handle has ``plan``, ``timeline()`` and ``remove()``, and is also at ``model.brim``. Raises
     BudgetError when nothing fits (with the smallest budget that does) and UsageError when it is fitted already.

@@ -232,9 +232,7 @@ class _Schedule:
         self._waited(self._link_free_s - self._now_s, block.name)
 
     def _copied(self, source: str, target: str, count: int, begin_s: float, took_s: float, label: str) -> None:
-        self._made.add(
-            EventKind.COPY, target, count, time_s=begin_s, duration_s=took_s, source=source, label=label
-        )
+        self._made.add(EventKind.COPY, target, count, time_s=begin_s, duration_s=took_s, source=source, label=label)
 
     def _waited(self, wait_s: float, label: str) -> None:
         if wait_s <= 0:

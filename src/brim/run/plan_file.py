@@ -179,7 +179,7 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         raise UnsupportedError(
             f"A plan for {source.name} was asked for.",
             f"It is a model of {source.library}.",
-            "Plans are made for models of transformers (a catalog name, a folder, a .gguf file) and for file.py:build.",
+            "Plans are made for models of transformers (a name, a folder, a .gguf file) and for file.py:build.",
         )
     from transformers.initialization import no_init_weights
 

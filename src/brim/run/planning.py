@@ -15,8 +15,8 @@ from brim.run.factory import is_factory, resolved
 from brim.run.planning_generation import plan_generation
 from brim.run.planning_least import in_the_least
 from brim.run.planning_nearest import Planner, nearest
-from brim.run.planning_request import LOSSY, Answer, Machine, Proposal, Request, machine_of
 from brim.run.planning_opening import Subjects
+from brim.run.planning_request import LOSSY, Answer, Machine, Proposal, Request, machine_of
 from brim.run.planning_training import plan_training
 from brim.run.precision_rows import Row
 from brim.run.precision_table import rows_of

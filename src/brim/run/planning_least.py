@@ -1,4 +1,4 @@
-"""A plan in the least of a machine's compute tier: the budget is raised to what a refusal names until one is proved."""
+"""A plan in the least of a machine's compute tier: the budget grows to what a refusal names until one is proved."""
 
 from __future__ import annotations
 

@@ -172,7 +172,12 @@ def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: 
         path for path, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth.layers
     )
     few, more = (
-        _shaped(replace(source, config={**source.config, depth.field: depth.special + REGULAR + add}), workload, meant, kept)
+        _shaped(
+            replace(source, config={**source.config, depth.field: depth.special + REGULAR + add}),
+            workload,
+            meant,
+            kept,
+        )
         for add in (0, 1)
     )
     stack = Stack(path=path, layers=depth.layers, special=depth.special)

@@ -26,8 +26,8 @@ from brim.planner import Job
 from brim.planner.passes import pass_s
 from brim.planner.streaming import CHOICES
 from brim.run.choosing import Cut, Need, best_plan
-from brim.run.planning_request import Machine, Request
 from brim.run.planning_opening import open_subject
+from brim.run.planning_request import Machine, Request
 from brim.run.planning_subject import Subject, processor_of
 from brim.run.regimes_picture import picture
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT

@@ -70,8 +70,8 @@ class Seen:
 class Subject:
     """A model in one precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
 
-    ``routers``: what those of a mixture of experts were seen to do, where somebody looked. ``shallow``: the model with
-    a few of its layers, where they say all.
+    ``routers``: what those of a mixture of experts were seen to do, where somebody looked. ``shallow``: the model
+    with a few of its layers, where they say all.
     """
 
     name: str

@@ -26,8 +26,8 @@ from brim.run.block_timing import block_seconds
 from brim.run.factory import is_factory
 from brim.run.inference import resident_bytes, warm_up
 from brim.run.plan_file import described
-from brim.run.program_share import most_grown
 from brim.run.planning_request import PLAN_FILE, Machine, Proposal, Request
+from brim.run.program_share import most_grown
 from brim.run.trainee import add_lora, make_optimizer
 from brim.run.training_choice import Choice
 from brim.run.training_effects import effects, frees

@@ -8,14 +8,14 @@ stays, only what it takes to compute counts. Seconds are measured on this machin
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from brim.core.hardware import RAM
 from brim.planner.passes import BlockCost, ways_of
-from brim.run.planning_request import Machine, Request
 from brim.run.planning_opening import open_subject
+from brim.run.planning_request import Machine, Request
 from brim.run.planning_subject import Subject
 from brim.run.precision_rows import Form, Row
 from brim.techniques.placement import FROM_DISK, FROM_RAM

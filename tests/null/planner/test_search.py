@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.core.hardware import DISK, RAM, VRAM
+from brim.core.hardware import DISK, VRAM
 from brim.planner.greedy import greedy
 from brim.planner.problem import BlockClass, Column, Pool, Problem, busiest
 from brim.planner.search import solve

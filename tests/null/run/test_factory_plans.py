@@ -17,7 +17,7 @@ from brim.run.planning import plan
 from brim.run.planning_request import Answer, Request
 from brim.run.training_choice import Choice
 
-SOURCE = '''
+SOURCE = """
 import torch
 from torch import nn
 
@@ -37,7 +37,7 @@ def build():
 
 def alone():
     return build()[0]
-'''
+"""
 GPU: dict[str, Any] = {"task": "train", "gpu": "RTX 3060", "ram": "8GiB", "top": 1}
 MIB = 1 << 20
 

@@ -16,8 +16,8 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.run.planning import plan
 from brim.run.planning_generation import baselines, gap, plan_generation, search
-from brim.run.planning_request import Machine, Proposal, Request, machine_of
 from brim.run.planning_opening import open_subject
+from brim.run.planning_request import Machine, Proposal, Request, machine_of
 from brim.run.planning_subject import Subject
 from brim.techniques.placement import COMPUTE_RAM, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME
@@ -109,8 +109,7 @@ def test_where_memory_is_preferred_the_gpu_does_it_in_the_least(config: Path) ->
     first = small[0]
     assert first.hardware is None, "the GPU computes"
     assert first.plan.promise.peak_bytes[VRAM] < 0.6 * fast.plan.promise.peak_bytes[VRAM]
-    held = [max(one.plan.promise.peak_bytes.get(VRAM, 0), one.plan.promise.peak_bytes[RAM] * (one.hardware is not None))
-            for one in small]  # fmt: skip
+    held = [one.plan.promise.peak_bytes[VRAM if one.hardware is None else RAM] for one in small]
     assert held == sorted(held)
     assert first.plan.promise.peak_bytes[VRAM] <= first.plan.budget_bytes[VRAM]
 

@@ -11,8 +11,8 @@ import pytest
 from brim.errors import FormatError, UsageError
 from brim.run import router_file
 from brim.run.planning_generation import search
-from brim.run.planning_request import Request, machine_of
 from brim.run.planning_opening import Subjects
+from brim.run.planning_request import Request, machine_of
 from brim.run.router_file import Routers, routers_of
 from brim.techniques.experts import EXPERT_SLOTS, find_experts
 from brim.techniques.router_statistics import RouterStatistics
@@ -41,9 +41,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_short_run_is_made_once_and_kept(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_run_is_made_once_and_kept(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, path = Request(model=mixture, batch=2), tmp_path / "new" / "routers.json"
     made = routers_of(asked, str(path))
     assert len(made) == 2
@@ -58,9 +56,7 @@ def test_a_short_run_is_made_once_and_kept(
         routers_of(Request(model=mixture), str(path))
 
 
-def test_auto_keeps_them_for_this_very_model(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_keeps_them_for_this_very_model(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = routers_of(Request(model=mixture), "auto")
     (kept,) = (tmp_path / "brim").glob("routers-*.json")
