@@ -54,6 +54,7 @@ _ROOM = 0.02  # of a budget: less left over is no reason to search again
 _SURELY = 0.9  # of what the profile says of a simple way: what it takes at least
 _SEARCH_S = 60.0  # no further way is tried after that, once there is one
 _MORE_S = 4.0  # nor one that is slower than the best that is proved, only to make the list longer
+_NOTHING = 0.01  # of a budget: gradients and states that are less (adapters') are not worth a technique
 _MANY = 12  # ways that are tried for each that is asked for
 
 # Measured seconds of blocks over so many rows: forward, backward, forward where nothing is saved.
@@ -102,6 +103,7 @@ class Planner:
         self.limits, self.hardware = case.limits, case.rehearsal.hardware
         self._shallow = None if case.exact else Shallow.of(case.rehearsal)
         self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
+        self._learned: dict[str, int] = {}  # per tier, what the latest proof found beyond the profile
         whole = self._profile(self._rehearsal.batch)
         row = self._profile(1) if self._rehearsal.batch > 1 else None
         self.profile: StepProfile = replace(whole, row=row)
@@ -146,27 +148,53 @@ class Planner:
 
         Raises BudgetError, with the smallest bytes that do, when nothing fits.
         """
-        found: list[Found] = []
+        for limits in self._in_turn():
+            found = self._search(limits, top)
+            if found:
+                return found[:top]
+        return [self._least()]
+
+    def _in_turn(self) -> Iterator[Limits]:
+        """What is allowed; before that, where all that is trained is next to nothing, without moving it around."""
+        held = self.profile.state_bytes + self.profile.gradient_bytes
+        budget = self.limits.budget_bytes.get(self.hardware.compute, 0)
+        ordered = {"states", "gradients", "in_backward"} & self.limits.fixed.keys()
+        if held < _NOTHING * budget and not ordered:
+            yield replace(self.limits, states_leave=False, gradients_leave=False, single_pass=False)
+        yield self.limits
+
+    def _search(self, limits: Limits, top: int) -> list[Found]:
+        """What is proved under ``limits``. What the first proof says beyond the profile holds for all that follow."""
+        self._learned.clear()
         begin_s = time.monotonic()
-        for count, (seconds, way, simple) in enumerate(self._in_order()):
+        found = self._proved(limits, top, [], begin_s)
+        if found and self._learned:
+            found = self._proved(replace(limits, corrections=dict(self._learned)), top, found, begin_s)
+        return found
+
+    def _proved(self, limits: Limits, top: int, found: list[Found], begin_s: float) -> list[Found]:
+        """``found`` and what else is proved; where nothing was learned yet, no more than until something is."""
+        for count, (seconds, way, simple) in enumerate(self._in_order(limits)):
             enough = len(found) >= top and seconds >= found[top - 1].step_s
             limit_s = _MORE_S if found and seconds >= found[0].step_s else _SEARCH_S
             if enough or count >= _MANY * top or (found and time.monotonic() - begin_s > limit_s):
                 break
             if any(_signature(one.way) == _signature(way) and one.step_s <= seconds for one in found):
                 continue  # it differs in numbers only, and is no faster
-            made = self.prove(way, corrects=not simple)
+            made = self.prove(way, corrects=not simple, limits=limits)
             if made is not None:
                 found = _with(found, made)
-        return found[:top] if found else [self._least()]
+                if self._learned and not limits.corrections:
+                    break
+        return found
 
-    def _in_order(self) -> Iterator[tuple[float, Way, bool]]:
+    def _in_order(self, limits: Limits) -> Iterator[tuple[float, Way, bool]]:
         """Ways by the seconds of their schedules, and whether each is one of the simple ones.
 
         The program's bound says when no later one can be faster.
         """
-        waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines())]
-        for index, way in enumerate(ways.best(self.profile, self.hardware, self.limits)):
+        waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines(limits))]
+        for index, way in enumerate(ways.best(self.profile, self.hardware, limits)):
             ready = [one for one in waiting if one[0] <= way.bound_s]
             for one in sorted(ready, key=lambda one: _rank(one[0], one[2])):
                 waiting.remove(one)
@@ -176,12 +204,13 @@ class Planner:
         for seconds, index, way in sorted(waiting, key=lambda one: _rank(one[0], one[2])):
             yield seconds, way, index < 0
 
-    def baselines(self) -> list[Way]:
+    def baselines(self, limits: Limits | None = None) -> list[Way]:
         """The simple ways that may fit."""
-        budget = self.limits.budget_bytes
+        limits = limits or self.limits
+        budget = limits.budget_bytes
         return [
             way
-            for way in ways.baselines(self.profile, self.hardware, self.limits)
+            for way in ways.baselines(self.profile, self.hardware, limits)
             if all(_SURELY * count <= budget.get(tier, count) for tier, count in self.held(way).items())
         ]
 
@@ -198,12 +227,12 @@ class Planner:
 
     # -- proofs
 
-    def prove(self, way: Way, *, corrects: bool = True) -> Found | None:
+    def prove(self, way: Way, *, corrects: bool = True, limits: Limits | None = None) -> Found | None:
         """``way``, or what the search makes of its shape when it knows what that really takes; None: nothing fits.
 
         Not ``corrects``: that way or none.
         """
-        limits, best = self.limits, None
+        limits, best = limits or self.limits, None
         for _ in range(_PROOFS if corrects else 1):
             made = self._found(way)
             if fits(made.prediction.peak_bytes, limits.budget_bytes):
@@ -212,7 +241,8 @@ class Planner:
                     break
             elif best is not None:
                 break
-            corrected = replace(limits, corrections=self._corrections(made))
+            self._learned = self._corrections(made)
+            corrected = replace(limits, corrections=self._learned)
             again = ways.solve_shape(self.profile, self.hardware, corrected, shape_of(way))
             if again is None or again.same(way):
                 break
