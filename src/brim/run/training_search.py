@@ -286,12 +286,12 @@ class Planner:
         return budget - peaks[compute] > _ROOM * budget
 
     def _corrections(self, made: Found) -> dict[str, int]:
-        """What the proof found beyond the profile, per tier."""
+        """What the proof found beyond the profile, per tier that is used at all."""
         thought = self.held(made.way)
         return {
             tier: count - thought.get(tier, 0) + _MARGIN_BYTES
             for tier, count in made.prediction.peak_bytes.items()
-            if tier in self.limits.budget_bytes
+            if tier in self.limits.budget_bytes and (count or thought.get(tier))
         }
 
     def _layer_bytes(self, way: Way) -> Callable[[int, str, bool], int]:
