@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention |
     memory = Remembered("beside-drive", (_METHOD, hardware.name, torch.__version__, torch.get_num_threads()))
     found: dict[tuple[str, str], float] = {}
     for what in (READ, *((WRITE,) if writes else ())):
-        shares = _known(memory, f"{what} {count}", lambda folder, what=what: beside(what, count, folder))
+        shares = _known(memory, f"{what} {count}", partial(beside, what, count))
         found[COMPUTE, _LANES[what]], found[_LANES[what], COMPUTE] = shares
     if writes:
         shares = _known(memory, "both ways", both_ways)

@@ -210,7 +210,9 @@ class _Schedule:
     def _load_experts(self, tokens: int) -> None:
         """What a pass waits for when routers have spoken, in the mean."""
         way, hardware = self._foreseen.experts, self._foreseen.hardware
-        for each in () if way is None else way.layers:
+        if way is None:
+            return
+        for each in way.layers:
             count = round(each.loads(way.slots, tokens) * each.packed_bytes)
             ways = way.ways(hardware)
             took_s = max(count / hardware.link(*one).bytes_per_s for one in ways)

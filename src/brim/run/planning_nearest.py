@@ -32,7 +32,7 @@ from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
 
-_LEAST_TRIES = 2
+_LEAST_TRIES = 5
 _RAISES = 4  # until what was called the smallest budget is one
 _SHORTEST, _FEWEST = 64, 1  # tokens, sequences
 _OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
