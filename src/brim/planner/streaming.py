@@ -127,8 +127,21 @@ def _candidates(
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
         for placed in placements(job, hardware, budget_bytes, allowed):
             size = _slot_bytes(job, compute, placed.choices)
-            found.append(_Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots))
+            made = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
+            found.append(_with_tables(job, compute, made, budget_bytes))
     return found, refusals
+
+
+def _with_tables(job: Job, compute: str, placement: _Placement, budget_bytes: Mapping[str, int]) -> _Placement:
+    """Tables that are only looked up in, in RAM instead of on disk as far as there is room: a page costs a token
+    less than a program can tell, and yet something."""
+    for block in job.blocks:
+        if block.uses or placement.choices[block.name] != FROM_DISK:
+            continue
+        moved = replace(placement, choices={**placement.choices, block.name: FROM_RAM})
+        if _peak_bytes(job, compute, moved)[RAM] <= budget_bytes[RAM]:
+            placement = moved
+    return placement
 
 
 def _slot_bytes(job: Job, compute: str, choices: Mapping[str, str]) -> int:

@@ -65,8 +65,8 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
 
     Without a precision in ``request`` the model keeps its own. Under ``prefer="memory"`` all others are proposed too,
     and each of them in the least memory that does; under ``"quality"`` those of two bytes; where the model does not
-    fit in its own, the first that does, in the order of what they lose. ``lossless`` leaves out those that round further.
-    ``subjects`` has what was opened before. Raises BudgetError, with the smallest budget, when nothing fits.
+    fit in its own, the first that does, in the order of what they lose. ``lossless`` leaves out those that round
+    further. ``subjects`` has what was opened before. Raises BudgetError, with the smallest budget, when nothing fits.
     """
     subjects = Subjects(request.model) if subjects is None else subjects
     found: list[Found] = []

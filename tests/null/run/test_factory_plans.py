@@ -81,6 +81,7 @@ def test_activations_are_computed_again_or_leave_where_they_do_not_fit(with_norm
     assert found.proposals[0].command == 'brim.fit(model, optimizer, example=inputs, plan="plan.json")'
 
 
+@pytest.mark.slow
 def test_without_batch_norm_fewer_rows_may_go_at_once(without: str) -> None:
     smallest = plan(Request(model=without, **{**GPU, "prefer": "memory", "top": 3}))
     assert any(Choice.of(one.plan).micro_batch < 8 for one in smallest.proposals)

@@ -32,7 +32,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SIZES = [Sizes(prompt=48, total=64, chunk=48), Sizes(batch=3, prompt=48, total=64, chunk=16)]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "mixture"))],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     path = tmp_path_factory.mktemp("config") / "config.json"
     path.write_text(json.dumps({**DEEP, **FAMILIES[request.param]}))
