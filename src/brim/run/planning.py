@@ -22,7 +22,7 @@ from brim.run.precision_rows import Row
 from brim.run.precision_table import rows_of
 from brim.run.router_file import routers_of
 
-_NEAREST_S = 20.0
+_NEAREST_S = 45.0
 _FEWER_BITS = "int8"  # what 16 bits are compared with where nobody says
 # What people say for a lane that sets the pace. Beside a GPU, the processor updates weights as fast as RAM is read.
 _LIMITS = {

@@ -32,7 +32,7 @@ from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
 
-_LEAST_TRIES = 5
+_LEAST_TRIES = 2
 _RAISES = 4  # until what was called the smallest budget is one
 _SHORTEST, _FEWEST = 64, 1  # tokens, sequences
 _OPTIMIZERS = ("adamw8bit", "lion", "sgd")  # each keeps less than the one before
@@ -169,13 +169,13 @@ def _cards(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
 def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
     """Another optimizer, adapters, or fewer bits: what changes the result, and not the amount of work."""
     if request.task == "train" and request.method == "full":
+        yield from _first(
+            prover, machine, [replace(request, method="lora")], lambda one: "LoRA in place of full training"
+        )
         known = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
         smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[known:]]
         smaller = [one for one in smaller if _could_fit(one, machine)]
         yield from _first(prover, machine, smaller, lambda one: f"the optimizer {one.optimizer}")
-        yield from _first(
-            prover, machine, [replace(request, method="lora")], lambda one: "LoRA in place of full training"
-        )
     if not request.lossless:
         lower = [replace(request, precision=name) for name in _lower(request)]
         yield from _first(prover, machine, lower, lambda one: f"the precision {one.precision}")

@@ -187,14 +187,14 @@ def regimes(request: Request, machine: Machine, *, ratios: Sequence[float] = RAT
         raise UsageError(f"Regimes for {list(ratios)} times the memory were asked for.", "It must be 1 or more.")
     study = _Study(open_subject(request, machine, request.precision))
     fine = [1 + step / _STEPS for step in range(round((max(ratios) - 1) * _STEPS) + 1)]
-    curve = [study.point(ratio, prompt=False) for ratio in fine]
+    curve = _never_slower([study.point(ratio, prompt=False) for ratio in fine])
     return Regimes(
         model=study.subject.name,
         hardware=machine.hardware.name,
         batch=request.batch,
         prompt_tokens=request.seq,
         needs_bytes=study.needs_bytes,
-        points=[study.point(ratio) for ratio in sorted(ratios)],
+        points=_never_slower([study.point(ratio) for ratio in sorted(ratios)], curve),
         curve=curve,
         crossings=_crossings(curve),
         assumed=machine.assumed,
@@ -282,6 +282,17 @@ class _Study:
         if sum(block.bytes for block in job.blocks) > self.subject.machine.budget_bytes[RAM]:
             return None  # a driver pages to RAM only
         return compute_s + moved / (hardware.link(RAM, VRAM).bytes_per_s * _FAULTED_SHARE)
+
+
+def _never_slower(points: Sequence[Point], others: Sequence[Point] = ()) -> list[Point]:
+    """``points``, in order of their ratios, each with the best of those that need more: a plan for a smaller memory
+    is one for a larger memory too."""
+
+    def best_s(point: Point, way: str) -> float | None:
+        known = (one.token_s[way] for one in (*points, *others) if one.ratio >= point.ratio)
+        return min((seconds for seconds in known if seconds is not None), default=None)
+
+    return [replace(point, token_s={way: best_s(point, way) for way in point.token_s}) for point in points]
 
 
 def _crossings(curve: Sequence[Point]) -> list[Crossing]:

@@ -135,7 +135,7 @@ def test_the_precisions_are_shown_for_each_kind_of_block(llama: str, tmp_path: P
         assert row["count"] >= 1 and min(form["bytes"] for form in row["forms"].values()) > 0
     (table,) = (t for t in data_of(page.read_text())["tables"] if t["title"] == "Which precision?")
     assert len(table["rows"]) == len(found["precisions"])
-    assert "better when" in said(llama, *GENERATE, "--top", "1", "--precisions").out
+    assert " or int8?" in said(llama, *GENERATE, "--top", "1", "--precisions").out
     assert told(llama, *GENERATE, "--top", "1")["precisions"] == []
 
 
