@@ -10,13 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import nn
-
-from brim.core import Hardware, Trace
+from brim.core import Trace
 from brim.core.hardware import VRAM
-from brim.errors import BudgetError, UnsupportedError
+from brim.errors import BudgetError
 from brim.planner import training as ways
 from brim.planner.columns import block_bytes, held_bytes, peak_bytes
 from brim.planner.profile import deepened, measured, profile_of
@@ -39,10 +36,10 @@ from brim.run.training_choice import Choice
 from brim.run.training_depth import Shallow
 from brim.run.training_ladder import CHUNK_TOKENS, fits, too_small
 from brim.run.training_prediction import Prediction, Rehearsal
-from brim.techniques import checkpointing, chunked_loss, optimizers
+from brim.run.training_ways import head_option, rank, signature, trained_bytes
+from brim.techniques import checkpointing, optimizers
 from brim.techniques.activation_ways import ToDisk, ToRam
-from brim.techniques.base import Option
-from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.blocks import tensor_bytes
 from brim.techniques.checkpointing import NONE
 from brim.techniques.placement import RESIDENT, STAGING_SLOTS
 from brim.techniques.weight_streaming import RING_SLOTS
@@ -138,7 +135,7 @@ class Planner:
             gradient_bytes=sum(tensor_bytes(p) for p in trained),
             state_bytes=sum(optimizers.state_bytes(case.optimizer, trained)),
             repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
-            head=_head(model, rehearsal.batch * case.tokens, self.hardware) if self.limits.chunkable else None,
+            head=head_option(model, rehearsal.batch * case.tokens, self.hardware) if self.limits.chunkable else None,
         )
 
     # -- the search
@@ -179,7 +176,7 @@ class Planner:
             limit_s = _MORE_S if found and seconds >= found[0].step_s else _SEARCH_S
             if enough or count >= _MANY * top or (found and time.monotonic() - begin_s > limit_s):
                 break
-            if any(_signature(one.way) == _signature(way) and one.step_s <= seconds for one in found):
+            if any(signature(one.way) == signature(way) and one.step_s <= seconds for one in found):
                 continue  # it differs in numbers only, and is no faster
             made = self.prove(way, corrects=not simple, limits=limits)
             if made is not None:
@@ -196,12 +193,12 @@ class Planner:
         waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines(limits))]
         for index, way in enumerate(ways.best(self.profile, self.hardware, limits)):
             ready = [one for one in waiting if one[0] <= way.bound_s]
-            for one in sorted(ready, key=lambda one: _rank(one[0], one[2])):
+            for one in sorted(ready, key=lambda one: rank(one[0], one[2])):
                 waiting.remove(one)
                 yield one[0], one[2], one[1] < 0
             if not any(way.same(other) for _, _, other in waiting):
                 waiting.append((self.seconds(way), index, way))
-        for seconds, index, way in sorted(waiting, key=lambda one: _rank(one[0], one[2])):
+        for seconds, index, way in sorted(waiting, key=lambda one: rank(one[0], one[2])):
             yield seconds, way, index < 0
 
     def baselines(self, limits: Limits | None = None) -> list[Way]:
@@ -394,47 +391,14 @@ class Planner:
 
 def _with(found: list[Found], made: Found) -> list[Found]:
     """``found`` and ``made``, by seconds; of those that differ in numbers only, the fastest."""
-    rest, name = [], _signature(made.way)
+    rest, name = [], signature(made.way)
     for one in found:
-        if _signature(one.way) == name:
+        if signature(one.way) == name:
             if one.step_s <= made.step_s:
                 return found
             continue
         rest.append(one)
-    return sorted([*rest, made], key=lambda one: _rank(one.step_s, one.way))
-
-
-def _rank(seconds: float, way: Way) -> tuple[float, int, float]:
-    """Of ways that are as fast to four digits, the one that does least comes first."""
-    frame = way.frame
-    used = [frame.chunked, frame.in_backward, frame.states != KEEP, frame.gradients != KEEP]
-    used += [kept != KEEP for kept in way.activations.values()]
-    used += [weights != RESIDENT for weights in way.weights.values()]
-    return float(f"{seconds:.4g}"), sum(used), seconds
-
-
-def _signature(way: Way) -> tuple[Any, ...]:
-    kinds = frozenset((way.weights[name], kept) for name, kept in way.activations.items())
-    return (replace(way.frame, slots=2), kinds)
-
-
-def trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
-    """Of each block, the bytes that the optimizer changes."""
-    parameters = dict(model.named_parameters())
-    return {
-        block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
-        for block in partition.blocks
-    }
-
-
-def _head(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
-    try:
-        layer: Any = model.get_submodule(chunked_loss.find_head(model))
-    except UnsupportedError:
-        return None
-    classes, hidden = layer.weight.shape
-    made = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
-    return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
+    return sorted([*rest, made], key=lambda one: rank(one.step_s, one.way))
 
 
 __all__ = ["Case", "Clock", "Found", "Planner", "trained_bytes"]
