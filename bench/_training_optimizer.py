@@ -34,7 +34,7 @@ class Size:
     width: int
 
 
-FULL, TINY = Size(layers=48, width=1024), Size(layers=8, width=256)
+FULL, TINY = Size(layers=144, width=1024), Size(layers=8, width=256)
 
 
 def measure(
@@ -48,7 +48,8 @@ def measure(
     """Medians over interleaved rounds: seconds of a step whose states are on disk, and of the raw transfer.
 
     The raw transfer reads and writes as many bytes by O_DIRECT, in turn or both at once, with one or two requests in
-    flight each way: whichever is fastest here.
+    flight each way: whichever is fastest here. ``beside`` is a raw transfer and a resident update at once, neither
+    waiting for the other: what overlap can come to where a disk takes cores and memory bandwidth from the update.
     """
     model = nn.Sequential(*[nn.Linear(size.width, size.width, bias=False) for _ in range(size.layers)])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -63,7 +64,7 @@ def measure(
         optimizer.step()  # makes the states
         records.settle()
         moved = sum(records.sizes.values())
-        seconds: dict[str, list[float]] = {name: [] for name in ("step", "resident", *_RAW_WAYS)}
+        seconds: dict[str, list[float]] = {name: [] for name in ("step", "resident", "beside", *_RAW_WAYS)}
         with _RawFile(directory, moved) as raw:
             for _ in range(rounds):
                 for name, way in _RAW_WAYS.items():
@@ -71,6 +72,7 @@ def measure(
                 began_s = time.perf_counter()
                 twin.step()
                 seconds["resident"].append(time.perf_counter() - began_s)
+                seconds["beside"].append(raw.beside_s(twin.step))
                 began_s = time.perf_counter()
                 for _ in range(_STEPS):
                     optimizer.step()
@@ -100,6 +102,8 @@ def _report(seconds: dict[str, list[float]], moved: int, ram_bytes: int, written
         "raw_bytes_per_s": 2 * moved / raw_s,
         "of_the_disk": raw_s / medians["step"],
         "of_the_bound": bound_s / medians["step"],
+        "beside_s": medians["beside"],
+        "of_the_overlap": medians["beside"] / medians["step"],
     }
 
 
@@ -147,12 +151,19 @@ class _RawFile:
         reading = [functools.partial(self._read, i, i, readers) for i in range(readers)]
         return self._together(*reading, lambda: self._write(self._bytes, 3, 0, 1)) * self._scale
 
+    def beside_s(self, work: Callable[[], object]) -> float:
+        """Seconds for both ways at once and ``work`` on this thread meanwhile."""
+        reading, writing = (lambda: self._read(0, 0, 1)), (lambda: self._write(self._bytes, 3, 0, 1))
+        return self._together(reading, writing, meanwhile=work)
+
     @staticmethod
-    def _together(*jobs: Callable[[], None]) -> float:
+    def _together(*jobs: Callable[[], None], meanwhile: Callable[[], object] | None = None) -> float:
         threads = [threading.Thread(target=job) for job in jobs]
         began_s = time.perf_counter()
         for thread in threads:
             thread.start()
+        if meanwhile is not None:
+            meanwhile()
         for thread in threads:
             thread.join()
         return time.perf_counter() - began_s

@@ -74,6 +74,7 @@ def main() -> None:
     end_s = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.directory or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         for events in sizes:
             _prepare(folder, events)
             for name, path, command in [] if options.prepare else _contenders(folder, events, options):

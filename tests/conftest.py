@@ -12,6 +12,7 @@ import torch
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
 from brim.measure import probe as probing
+from machine import share_conversions
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +58,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory, known_machine: Hardware
     home = tmp_path_factory.mktemp("cache-home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
-        (home / "brim").mkdir()
+        share_conversions(home, tmp_path_factory)
         facts = probing._fingerprint(RAM, home / "brim")
         probing._remember(known_machine, probing._remembered_at(facts))
         yield home

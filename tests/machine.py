@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,19 @@ import pytest
 
 import brim
 
-__all__ = ["cache", "probed_home"]
+__all__ = ["cache", "probed_home", "share_conversions"]
+
+
+def share_conversions(home: Path, factory: pytest.TempPathFactory) -> None:
+    """Let converted GGUF files of all cache folders of a test run, its workers' too, be in one place.
+
+    Converting a real model takes a quarter of a minute.
+    """
+    root = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    shared = root / "converted-gguf"
+    shared.mkdir(exist_ok=True)
+    (home / "brim").mkdir(exist_ok=True)
+    (home / "brim" / "gguf").symlink_to(shared, target_is_directory=True)
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +30,7 @@ def probed_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("probed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
+        share_conversions(home, tmp_path_factory)
         brim.probe(device="cpu")
     return home
 
@@ -25,7 +39,7 @@ def probed_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(probed_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, with nothing but the machine's figures."""
     home = tmp_path / "cache"
-    shutil.copytree(probed_home, home)
+    shutil.copytree(probed_home, home, symlinks=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as these tests compute: figures are kept per number of threads
     return home

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 
 from brim.run.models import prepare
 from machine import probed_home
+from onlooker import watched
 
 __all__ = ["probed_home"]
 
@@ -51,24 +50,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    return os.environ | {"XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return {"XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def watched(arguments: list[str], home: Path) -> tuple[dict[str, Any], int]:
-    """What ``brim train`` prints, and the growth of its resident set as seen from here, by samples."""
-    command = [sys.executable, "-m", "brim", "train", *arguments, "--device", "cpu", "--json"]
-    samples = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(home)) as process:
-        status = Path(f"/proc/{process.pid}/status")
-        while process.poll() is None:
-            lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-            samples += [int(line.split()[1]) * 1024 for line in lines]
-            time.sleep(0.005)
-        out, err = process.communicate()
-    assert process.returncode == 0, err.decode()
-    # The high water falls to what is resident when the command begins to watch itself: the first fall is the start.
-    falls = [after for before, after in itertools.pairwise(samples) if after < before - MIB]
-    return json.loads(out), max(samples[samples.index(falls[0]) :]) - falls[0] if falls else 0
+def trained(arguments: list[str], home: Path, folder: Path) -> tuple[dict[str, Any], int]:
+    """What ``brim train`` prints, and the growth of its resident set as the kernel counts it."""
+    seen = watched(["train", *arguments, "--device", "cpu", "--json"], environment(home), folder)
+    return seen.document, seen.growth_bytes(0)
 
 
 def common(text: Path, output: Path) -> list[str]:
@@ -87,10 +75,10 @@ def test_full_fine_tuning_in_900_mib_has_the_losses_of_plain_pytorch(
 ) -> None:
     arguments = [str(smollm2), *common(text, tmp_path), "--steps", str(STEPS), "--lr", str(LR), "--ram", "900MiB"]
     arguments += ["--checkpointing", "full", "--offload-optimizer", "disk", "--offload-activations", "0"]
-    found, growth_bytes = watched(arguments, probed_home)
+    found, growth_bytes = trained(arguments, probed_home, tmp_path)
     plain = subprocess.run(
         [sys.executable, str(PLAIN), str(smollm2), str(text), str(STEPS), str(SEQ), "1", str(LR)],
-        capture_output=True, text=True, check=True, env=environment(probed_home),
+        capture_output=True, text=True, check=True, env=os.environ | environment(probed_home),
     )  # fmt: skip
     assert found["losses"] == json.loads(plain.stdout)
     check_memory(found, 900 * MIB)
@@ -102,7 +90,7 @@ def test_full_fine_tuning_in_900_mib_has_the_losses_of_plain_pytorch(
 def test_lora_in_350_mib(smollm2: Path, text: Path, probed_home: Path, tmp_path: Path) -> None:
     arguments = [str(smollm2), *common(text, tmp_path), "--steps", str(STEPS), "--lr", "1e-3", "--ram", "350MiB"]
     arguments += ["--method", "lora", "--checkpointing", "full", "--offload-activations", "0"]
-    found, growth_bytes = watched(arguments, probed_home)
+    found, growth_bytes = trained(arguments, probed_home, tmp_path)
     check_memory(found, 350 * MIB)
     assert growth_bytes <= found["measured_bytes"]["ram"] + 8 * MIB
     assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])

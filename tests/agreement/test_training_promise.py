@@ -49,7 +49,10 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=pytest.mark.slow) if shape == "short and wide" else shape for shape in SHAPES],
+)
 def test_the_process_grows_as_promised(shape: str, tmp_path: Path, probed_home: Path) -> None:
     torch.manual_seed(0)
     SHAPES[shape]().save_pretrained(tmp_path / "model")

@@ -16,7 +16,13 @@ from tiny_model import held, save_llama
 from trainings import request
 
 
-@pytest.mark.parametrize("stream_weights", [None, False], ids=["weights may be streamed", "they may not"])
+@pytest.mark.parametrize(
+    "stream_weights",
+    [
+        pytest.param(None, id="weights may be streamed"),
+        pytest.param(False, id="they may not", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_that_runs_out_under_every_plan_is_one_error_in_the_end(
     stream_weights: bool | None, tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -40,7 +46,14 @@ def test_memory_that_runs_out_under_every_plan_is_one_error_in_the_end(
     assert held(scratch)["threads"] == before["threads"]
 
 
-@pytest.mark.parametrize("precision", ["fp16-mixed", "bf16-master", "bf16-stochastic"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param("fp16-mixed", marks=pytest.mark.slow),
+        "bf16-master",
+        pytest.param("bf16-stochastic", marks=pytest.mark.slow),
+    ],
+)
 def test_a_precision_whose_optimizer_is_not_plain_trains_at_the_smallest_budget_that_it_names(
     precision: str, text: Path, tmp_path: Path, scratch: Path
 ) -> None:

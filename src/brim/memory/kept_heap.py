@@ -21,10 +21,12 @@ _INTERVAL_S = 0.002  # a machine that writes 10 GB/s into fresh pages comes 20 M
 _FUTILE_S = 0.05
 
 # Left to itself, the heap held 6 to 22 % beside what was in use at the peak of a step, by the model's shapes. So much
-# of it is promised and used, and a step then takes what it takes elsewhere; what would be more is given back in time.
-_HOLES_SHARE, _ROOM_SHARE, _ROOM_BYTES = 0.10, 0.25, 256 << 20
-# A budget with less room: a step pays for giving holes back and takes a tenth longer. With no holes, a third.
-_FEW_HOLES_SHARE, _FEW_ROOM_SHARE, _FEW_ROOM_BYTES = 0.04, 0.08, 128 << 20
+# of it is promised and used as the budget has room for; what would be more is given back in time. With a tenth, a
+# step takes what it takes elsewhere; below that it pays for giving holes back, and with none it takes a third longer.
+_MOST_SHARE, _LEAST_SHARE = 0.10, 0.04
+# What stays free of the budget: a process that writes into fresh pages comes further between two looks.
+_SLACK_SHARE, _SLACK_BYTES = 0.04, 64 << 20
+_ROOM_BYTES = 128 << 20  # less than this is not worth a thread
 _LATE_SHARE, _LATE_BYTES = 0.01, 8 << 20  # below the promise, for what comes between two looks
 
 
@@ -39,10 +41,10 @@ class HeapLimits:
 def kept_limits(in_use_bytes: int, budget_bytes: int) -> HeapLimits | None:
     """How much of ``budget_bytes`` beyond ``in_use_bytes`` (at the peak) a heap may keep; None: nothing."""
     room = budget_bytes - in_use_bytes
-    if not _STATM.exists() or room < max(_FEW_ROOM_BYTES, _FEW_ROOM_SHARE * in_use_bytes):
+    holes = min(int(_MOST_SHARE * in_use_bytes), room - max(_SLACK_BYTES, int(_SLACK_SHARE * in_use_bytes)))
+    if not _STATM.exists() or room < _ROOM_BYTES or holes < int(_LEAST_SHARE * in_use_bytes):
         return None
-    wide = room >= max(_ROOM_BYTES, _ROOM_SHARE * in_use_bytes)
-    promised = int(in_use_bytes * (1 + (_HOLES_SHARE if wide else _FEW_HOLES_SHARE)))
+    promised = in_use_bytes + holes
     late = max(_LATE_BYTES, int(promised * _LATE_SHARE))
     return HeapLimits(promised_bytes=promised, return_above_bytes=promised - late)
 

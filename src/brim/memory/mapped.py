@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Sequence
@@ -106,5 +108,43 @@ def _has_own_page(pages: int, view: torch.Tensor) -> bool:
         return False
     first = view.data_ptr() // PAGE_BYTES
     last = (view.data_ptr() + view.numel() * view.element_size() - 1) // PAGE_BYTES
-    entries = np.frombuffer(os.pread(pages, (last + 1 - first) * 8, first * 8), dtype=np.uint64)
+    return _any_own(pages, first, last + 1)
+
+
+def _any_own(pages: int, first: int, end: int) -> bool:
+    """Whether one of these pages is memory of the process's own, in RAM or swapped out."""
+    entries = np.frombuffer(os.pread(pages, (end - first) * 8, first * 8), dtype=np.uint64)
     return bool(((entries & _PRESENT_OR_SWAPPED != 0) & (entries & _OF_FILE == 0)).any())
+
+
+def forget(tensors: Sequence[torch.Tensor]) -> None:
+    """Let pages of files that ``tensors`` lie in leave the resident set: touched again, they are read again.
+
+    Checkpoints that were opened as mapped files are in the resident set wherever somebody has read them, for as long
+    as one tensor of the file lives. Pages that hold anything else than the file does are left alone, and so are
+    those of a tensor that was written to. Linux only (madvise(2), MADV_DONTNEED); elsewhere nothing happens.
+    """
+    try:
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        for tensor in tensors:
+            begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+            first, end = -(-begin // PAGE_BYTES), (begin + size) // PAGE_BYTES
+            if (
+                tensor.device.type == "cpu"
+                and tensor.is_contiguous()
+                and first < end
+                and not _any_own(pages, first, end)
+            ):
+                _c_library().madvise(first * PAGE_BYTES, (end - first) * PAGE_BYTES, mmap.MADV_DONTNEED)
+    finally:
+        os.close(pages)
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library

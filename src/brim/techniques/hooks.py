@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,15 +136,19 @@ def settle_first(table: nn.Module, home: Home) -> torch.utils.hooks.RemovableHan
     return table.register_forward_pre_hook(torch.compiler.disable(wait))
 
 
-def note_steps(ids: set[int]) -> torch.utils.hooks.RemovableHandle:
+def note_steps(
+    ids: set[int], brought_home: Mapping[torch.optim.Optimizer, set[int]]
+) -> torch.utils.hooks.RemovableHandle:
     """After a step of any optimizer, the versions of these parameters tell that they were written to.
 
-    Fused optimizers do not see to that, and a block that looks unchanged would not be brought home.
+    Fused optimizers do not see to that, and a block that looks unchanged would not be brought home. Those that an
+    optimizer has brought home itself are left alone: they would be read and written once more for nothing.
     """
 
     def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        to_note = ids - brought_home.get(optimizer, set())
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.autograd.graph.increment_version([p for p in parameters if id(p) in ids and p.grad is not None])
+        torch.autograd.graph.increment_version([p for p in parameters if id(p) in to_note and p.grad is not None])
 
     return register_optimizer_step_post_hook(note)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,8 @@ class Streaming(Protocol):
     def blocks(self) -> Sequence[tuple[str, Sequence[nn.Parameter]]]: ...
 
     def updating(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]: ...
+
+    def is_updated_by(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None: ...
 
 
 def options(
@@ -167,6 +169,8 @@ class OptimizerOffload:
         step = stepping(optimizer, self._plain_step is not None, self._step_all, lambda: self._removed)
         vars(optimizer)["step"] = self._step = types.MethodType(step, optimizer)
         vars(optimizer)[HANDLE_ATTRIBUTE] = self
+        if streaming is not None:
+            streaming.is_updated_by(optimizer, [p for block in blocks for p in block.parameters])
 
     # -- the step
 
@@ -383,6 +387,8 @@ class OptimizerOffload:
         self._beside.give_up()
         self._places.restore()
         self._removed = True
+        if self._streaming is not None:
+            self._streaming.is_updated_by(self.optimizer, [])
         self._beside.close()
         self._arrivals.remove()
         self._recomputation.allow()

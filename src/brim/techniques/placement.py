@@ -14,6 +14,7 @@ from brim.core.hardware import DISK, RAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.homes import DiskHome, Home, RamHome
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
+from brim.memory.mapped import forget
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, Staging
 from brim.techniques.base import Option
@@ -214,6 +215,11 @@ class Placement:
             for name, view in zip(names, views, strict=True):
                 self._weights.verify(name, view)
 
+    def _left(self, values: Sequence[torch.Tensor]) -> None:
+        """``values`` have been copied to where they rest now; a mapped checkpoint need not stay in RAM for them."""
+        if not self._memory.fake:
+            forget(values)
+
     def home(self, block: Block, choice: str) -> Home:
         """Bring a block to where it rests."""
         sources = [self.source(name) for name in block.tensors]
@@ -235,8 +241,10 @@ class Placement:
                 home.fill_from_files(label).wait()
             else:
                 home.write_back(values)
+                self._left(values)
             return home
         if not self._weights.sources:
             sources = list(self._memory.scratch().store(sources, values))
+            self._left(values)
             layout = None  # it lies there as it lies in a slot
         return DiskHome(self._memory, sources, label, layout)

@@ -88,6 +88,7 @@ class WeightStreaming:
         self._ring: Ring | None = None
         self._host: HostCompute | None = None
         self._experts: CachedExperts | None = None
+        self._brought_home: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
         self._removed = False
 
     # -- what a user reads
@@ -258,7 +259,7 @@ class WeightStreaming:
             if self._recall is not None:
                 self._guards.replace(self.model.get_submodule(trigger), "_call_impl", visit.guarded_call())
         if self._recall is not None:
-            noting = note_steps({id(p) for s in self._streamed for p in s.parameters})
+            noting = note_steps({id(p) for s in self._streamed for p in s.parameters}, self._brought_home)
             self._hooks.append(noting)
             weakref.finalize(self, noting.remove)  # of all optimizers: it must not outlive the handle
         for part in (self._host, self._experts):
@@ -361,6 +362,10 @@ class WeightStreaming:
         model's, BudgetError where a table that is only looked up from finds no room.
         """
         return updating(self, what)
+
+    def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on steps of ``optimizer`` change these parameters within ``updating`` and nowhere else."""
+        self._brought_home[optimizer] = {id(parameter) for parameter in parameters}
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter or buffer as it is now, wherever it rests, on the CPU and in memory of its own.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[3] / "bench"
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")]
 
 
 def test_it_prints_a_table_and_writes_what_it_saw(tmp_path: Path) -> None:

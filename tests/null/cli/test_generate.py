@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +14,7 @@ from brim.core import Plan
 from brim.run.generation import Request, generate
 from brim.run.models import prepare
 from machine import cache, probed_home
+from onlooker import watched
 from tiny_model import save_llama
 
 __all__ = ["cache", "probed_home"]
@@ -98,44 +94,22 @@ def smollm2(probed_home: Path) -> Path:
     return path
 
 
-def watched(model: Path, prompt: str, count: int, ram: str, home: Path) -> tuple[dict[str, Any], int]:
-    """What the command prints, and the growth of its high water as seen from here.
-
-    The kernel's high water falls back to what is resident when the command begins to watch itself.
-    """
-    command = [sys.executable, "-m", "brim", "generate", str(model), "--prompt", prompt, "--json"]
-    command += ["--max-new-tokens", str(count), "--ram", ram]
-    samples = []
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1"},
-    ) as process:
-        status = Path(f"/proc/{process.pid}/status")
-        while process.poll() is None:
-            lines = [line for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-            samples += [int(line.split()[1]) * 1024 for line in lines]
-            time.sleep(0.005)
-        out, err = process.communicate()
-    assert process.returncode == 0, err.decode()
-    assert err == b""
-    resets = [after for before, after in itertools.pairwise(samples) if after < before]
-    return json.loads(out), samples[-1] - (resets[-1] if resets else samples[0])
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="watches a process through /proc")
 @pytest.mark.parametrize(("prompt", "count"), [("Why is the sky blue?", 8), ("One word after another, " * 40, 3)])
 def test_smollm2_in_two_fifths_of_its_bytes_says_what_it_says_unrestricted(
-    prompt: str, count: int, smollm2: Path, probed_home: Path, monkeypatch: pytest.MonkeyPatch
+    prompt: str, count: int, smollm2: Path, probed_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget_bytes = 215_000_000  # 40 % of 538 MB
-    found, growth_bytes = watched(smollm2, prompt, count, str(budget_bytes), probed_home)
+    arguments = ["generate", str(smollm2), "--prompt", prompt, "--max-new-tokens", str(count), "--json"]
+    home = {"XDG_CACHE_HOME": str(probed_home), "OMP_NUM_THREADS": "1"}
+    seen = watched([*arguments, "--ram", str(budget_bytes)], home, tmp_path)
+    assert seen.error == ""
+    found = seen.document
     promised_bytes, measured_bytes = found["promised_bytes"]["ram"], found["measured_bytes"]["ram"]
     assert measured_bytes <= budget_bytes
     assert measured_bytes <= 1.05 * promised_bytes
     assert promised_bytes <= budget_bytes
-    assert growth_bytes <= measured_bytes + 8 * MIB  # and it ended a little after its last figure
+    assert seen.growth_bytes(-1) <= measured_bytes + 8 * MIB  # and it ended a little after its last figure
     assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])
     monkeypatch.setenv("XDG_CACHE_HOME", str(probed_home))
     free = generate(Request(model=smollm2, prompt=prompt, max_new_tokens=count))

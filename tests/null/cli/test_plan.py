@@ -117,6 +117,7 @@ def test_the_table_has_a_row_and_a_command_for_each_plan(llama: str) -> None:
     assert found.out.count(f"brim train {llama}") == 2
 
 
+@pytest.mark.slow
 def test_the_smallest_comes_first_where_memory_is_preferred(llama: str) -> None:
     fast = told(llama, *TRAIN, "--top", "1")["plans"]
     small = told(llama, *TRAIN, "--top", "3", "--prefer", "memory")["plans"]

@@ -27,7 +27,7 @@ CASES = [
     ("llama", "num_hidden_layers", {"seq": 32, "task": "generate", "new_tokens": 4}),
     ("gpt2", "n_layer", {"seq": 32, "optimizer": "adafactor"}),
     ("vit", "num_hidden_layers", {"batch": 2, "precision": "fp16-mixed", "optimizer": "adamw8bit"}),
-    ("llama", "num_hidden_layers", DEEPSEEK | {"seq": 32}),
+    pytest.param("llama", "num_hidden_layers", DEEPSEEK | {"seq": 32}, marks=pytest.mark.slow),
 ]
 
 

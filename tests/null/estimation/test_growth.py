@@ -70,6 +70,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(folder):
     assert fits == [True, False]
 
 
+@pytest.mark.slow
 def test_a_deep_model_grows_as_its_whole_trace_does(folder, monkeypatch):
     """One shallow trace tells the sizes of all layers."""
     source = find_model(folder("llama", num_hidden_layers=12))

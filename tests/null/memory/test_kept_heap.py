@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only glibc's he
 
 
 def test_a_wide_budget_promises_the_holes_and_a_narrow_one_nothing() -> None:
-    wide, some = kept_limits(2 * GIB, 4 * GIB), kept_limits(2 * GIB, int(2.3 * GIB))
+    wide, some = kept_limits(2 * GIB, 4 * GIB), kept_limits(2 * GIB, int(2.2 * GIB))
     assert wide is not None
     assert some is not None
     assert 2 * GIB < some.promised_bytes < wide.promised_bytes < 2.3 * GIB

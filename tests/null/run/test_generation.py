@@ -58,7 +58,13 @@ def test_each_sequence_of_a_batch_gets_the_tokens_that_it_gets_alone(name: str, 
     assert (result.batch, result.tokens) == (3, NEW * len(PROMPTS))
 
 
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama", "mistral", "qwen3-moe", "t5") else pytest.param(name, marks=pytest.mark.slow)
+        for name in BATCHED
+    ],
+)
 def test_one_prompt_gives_the_tokens_of_transformers(name: str, saved: Any) -> None:
     result = generate(Request(model=saved(name), prompt=LONG, max_new_tokens=NEW))
     assert [result.token_ids] == alone(saved(name), [LONG], NEW)

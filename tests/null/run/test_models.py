@@ -380,6 +380,7 @@ def smollm2() -> Path:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_smollm2_becomes_what_transformers_loads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     path = smollm2()
     opened = open_model(path)

@@ -53,7 +53,13 @@ def climbed(
     return -1, False
 
 
-@pytest.mark.parametrize(("make", "emulated"), [(llama, False), (bert, True)], ids=["llama-cpu", "bert-emulated"])
+@pytest.mark.parametrize(
+    ("make", "emulated"),
+    [
+        pytest.param(llama, False, id="llama-cpu", marks=pytest.mark.slow),
+        pytest.param(bert, True, id="bert-emulated"),
+    ],
+)
 def test_halving_finds_what_a_climb_over_every_rung_finds(make: Any, emulated: bool, known_machine: Hardware) -> None:
     model = make().train()
     hardware = emulated_hardware(known_machine) if emulated else known_machine

@@ -14,7 +14,9 @@ from torch import nn
 
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
+from brim.techniques import optimizer_offload
 from brim.techniques.blocks import find_blocks
+from brim.techniques.streamed import Streamed
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, Weights, WeightStreaming, apply, options
 from streamed_training import (
     CHOICES,
@@ -125,6 +127,37 @@ def test_a_fused_optimizer_of_the_users(fit: Callable[..., WeightStreaming], dur
             for parameter in [*net.parameters(), *twin.parameters()]:
                 step(parameter)
     assert_equal(net.state_dict(), twin.state_dict())
+
+
+def test_what_a_step_has_brought_home_is_not_read_and_written_once_more(
+    fit: Callable[..., WeightStreaming], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, twin = Net(), Net()
+    handle = fit(net)
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in (net, twin))
+    offload = optimizer_offload.apply(net, ours, handle.memory, states="ram", gradients="ram", streaming=handle)
+    again, adopt_changes = list[bool](), Streamed.adopt_changes
+
+    def counted(streamed: Streamed) -> bool:
+        again.append(adopt_changes(streamed))
+        return again[-1]
+
+    monkeypatch.setattr(Streamed, "adopt_changes", counted)
+    for _ in range(3):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, (ours, theirs), strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not any(again)
+    offload.remove()
+    loss_of(net).backward()  # the user's own step from now on: it writes to weights at rest
+    loss_of(twin).backward()
+    ours.step()
+    theirs.step()
+    assert torch.equal(loss_of(net), loss_of(twin))
+    assert any(again)
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,40 @@
+"""Pages of a mapped checkpoint leave the resident set when nobody needs them there, and nothing else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from /proc")
+
+_LOOK = textwrap.dedent("""
+    import sys, torch
+    from brim.memory.mapped import MappedFile, forget
+    MIB = 1 << 20
+    def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
+    file = MappedFile.open(sys.argv[1])
+    whole = file.map(0, 64 * MIB).view(0, torch.float32, (16 * MIB,))
+    read, changed = whole[: 8 * MIB], whole[8 * MIB + 3 :]
+    made = torch.ones(4 * MIB)
+    sums = read.double().sum().item()
+    changed.add_(1)
+    kept = changed.clone()
+    before = resident()
+    forget([read, changed, made, torch.empty(0), whole[::2]])
+    print((before - resident()) // MIB, end=";")
+    assert read.double().sum().item() == sums
+    assert torch.equal(changed, kept)
+    assert made.sum().item() == made.numel()
+""")
+
+
+def test_pages_that_were_only_read_go_and_come_back_with_the_same_values(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"".join(number.to_bytes(4, "little") * 1024 for number in range(16 * 1024)))
+    done = subprocess.run([sys.executable, "-c", _LOOK, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 30 <= int(done.stdout.split(";")[0]) <= 33  # what was read: 32 MiB
