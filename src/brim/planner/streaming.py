@@ -127,8 +127,8 @@ def _candidates(
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
         for placed in placements(job, hardware, budget_bytes, allowed):
             size = _slot_bytes(job, compute, placed.choices)
-            made = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
-            found.append(_with_tables(job, compute, made, budget_bytes))
+            split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
+            found.append(_with_tables(job, compute, split, budget_bytes))
     return found, refusals
 
 

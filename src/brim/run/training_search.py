@@ -105,8 +105,6 @@ class Planner:
         row = self._profile(1) if self._rehearsal.batch > 1 else None
         self.profile: StepProfile = replace(whole, row=row)
 
-    # -- the profile
-
     def _profile(self, batch: int) -> StepProfile:
         rehearsal = replace(self._rehearsal, batch=batch)
         if self._shallow is None:
@@ -321,8 +319,6 @@ class Planner:
                 most[treatments[layer]] = 1 + -(-window // max(1, block.offload_bytes))
         return most
 
-    # -- when nothing fits
-
     def _least(self) -> Found:
         """The way that takes least, where it fits after all; else a BudgetError with what it takes."""
         limits, need, made = self.limits, dict[str, int](), None
@@ -345,8 +341,6 @@ class Planner:
         peaks = made.prediction.peak_bytes
         short = {tier: max(peaks.get(tier, 0), count) for tier, count in need.items()}
         raise too_small({**{t: n for t, n in peaks.items() if t not in short}, **short}, self.limits.budget_bytes)
-
-    # -- a way as the runtime takes it
 
     def choice(self, way: Way) -> Choice:
         """``way`` as the runtime takes it."""
