@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import shlex
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import _checkpoint as checkpoints
+from brim.cli.plan import INFEASIBLE
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
@@ -16,9 +21,8 @@ from brim.planner.step_profile import FULL, KEEP, Frame, Way
 from brim.planner.streaming import plan_of
 from brim.run import plan_file
 from brim.run.inference import resident_bytes
-from brim.run.planning import plan
+from brim.run.planning_opening import open_subject
 from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
-from brim.run.planning_subject import open_subject
 from brim.run.planning_training import case_of
 from brim.run.training_search import Planner
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
@@ -144,10 +148,23 @@ def make(cell: Cell, directory: Path) -> Iterator[Point]:
     for share in cell.shares:
         budget = {**largest.budget_bytes, compute: min(int(share * plain), largest.budget_bytes[compute])}
         request = cell.request(folder, budget)
-        answer = plan(request)
-        if answer.proposals:
-            chosen = answer.proposals[0].plan
-            yield Point(label=f"chosen in {share:.0%}", kind=CHOSEN, plan=chosen, machine=answer.machine)
+        chosen = _chosen(request, directory)
+        if chosen is not None:
+            label = f"chosen in {share:.0%}"
+            yield Point(label=label, kind=CHOSEN, plan=chosen, machine=machine_of(request))
+
+
+def _chosen(request: Request, directory: Path) -> Plan | None:
+    """What `brim plan` says in a process of its own, to which libraries are new as to a run; None: nothing fits."""
+    with tempfile.TemporaryDirectory(prefix="planner-", dir=directory) as scratch:
+        file = Path(scratch) / "plan.json"
+        command = [sys.executable, "-m", *shlex.split(request.command()), "--output", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == INFEASIBLE:
+            return None
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(command)}: {done.stderr[-500:]}")
+        return plan_file.read(file).plan
 
 
 def _largest(cell: Cell, folder: Path) -> Machine:

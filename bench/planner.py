@@ -3,6 +3,7 @@
     python bench/planner.py                      the table; about 15 minutes on two cores
     python bench/planner.py --tiny               the same with models of some MB, to see that it works
     python bench/planner.py --vram-cap 8GiB      on a CUDA GPU of which so much may be used
+    python bench/planner.py --seconds            how long plans of large models take
 
 Models with random weights, of different shapes, are written once into --directory. For each of them and for both
 tasks there is a cell of the grid: plans made by hand (how much of the weights is resident, how deep the ring is, what
@@ -31,6 +32,8 @@ from typing import Any
 import _harness as harness
 import _planner_points as points
 import _planner_report as report
+import _planner_seconds as seconds
+from brim.measure.probe import probe
 from brim.units import format_seconds, parse_bytes
 
 PACKAGES = ("brim", "torch", "transformers")
@@ -40,7 +43,12 @@ TIMEOUT_S = 300
 def main() -> None:
     options = _options()
     facts = harness.machine_facts(PACKAGES)
+    if options.seconds:
+        _seconds(options, facts)
+        return
     rows = _known(options.output, facts)
+    if not options.tiny:
+        probe(refresh=True)  # the rates of today
     for cell in points.cells(tiny=options.tiny, vram_cap=options.vram_cap):
         if options.only and cell.name not in options.only:
             continue
@@ -61,6 +69,15 @@ def main() -> None:
         options.summary.write_text(json.dumps(document, indent=1) + "\n")
 
 
+def _seconds(options: argparse.Namespace, facts: dict[str, Any]) -> None:
+    found = []
+    for row in seconds.rows(options.threads):
+        say(row["case"], f"{format_seconds(row['wall_s'])}, {format_seconds(row['processor_s'])} of processor")
+        found.append(row)
+        _append(options.output, row | {"benchmark": "planner seconds", "machine": facts})
+    seconds.show(found)
+
+
 def _options() -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "brim" / "bench"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", help="cells by name, as in deep-train")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--vram-cap", type=parse_bytes, help="compute on CUDA within so much; default: the CPU")
+    parser.add_argument("--seconds", action="store_true", help="time plans of large models, and run none")
     parser.add_argument("--tiny", action="store_true", help="models of some MB")
     parser.add_argument(
         "--output", type=Path, help="append one JSON line per plan here, and go on from what is there"
@@ -81,7 +99,7 @@ def _known(output: Path | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
     if output is None or not output.exists():
         return []
     rows = [json.loads(line) for line in output.read_text().splitlines() if line.strip()]
-    return [row for row in rows if row["machine"] == facts]
+    return [row for row in rows if row["machine"] == facts and "cell" in row]
 
 
 def _find(rows: list[dict[str, Any]], cell: points.Cell, point: points.Point) -> dict[str, Any] | None:
@@ -131,8 +149,8 @@ def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Poin
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return row | {"problem": f"exit {done.returncode}: {' '.join(lines[-3:])[:300]}"}
         told = json.loads(done.stdout)
-        seconds = told["step_s"] if cell.task == "train" else told["s_per_token"]
-        return row | {"measured_s": seconds, "measured_bytes": told["measured_bytes"]}
+        took_s = told["step_s"] if cell.task == "train" else told["s_per_token"]
+        return row | {"measured_s": took_s, "measured_bytes": told["measured_bytes"]}
     except subprocess.TimeoutExpired:
         return row | {"problem": f"not finished after {TIMEOUT_S} s"}
     finally:

@@ -52,6 +52,12 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--gpus", type=count, help="Split training over so many GPUs, and search the splits."),
         click.option("--gpus-per-node", type=count, help="GPUs of one machine, beside --gpus. [default: 8]"),
         click.option("--global-batch", type=count, help="Sequences of a step on all --gpus. [default: 8 for each]"),
+        click.option("--precisions", is_flag=True, help="Show what each kind of block takes in int8 and in 16 bits."),
+        click.option(
+            "--router-statistics",
+            metavar="auto|FILE",
+            help="Plan a mixture of experts by what its routers do in a short run, kept in FILE once it was made.",
+        ),
         click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
         click.option(
             "--output",
@@ -70,12 +76,20 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("model")
 @_options
 def plan(
-    model: str, regimes: bool, output: Path | None, html: Path | None, as_json: bool, **options: Any
+    model: str,
+    regimes: bool,
+    precisions: bool,
+    router_statistics: str | None,
+    output: Path | None,
+    html: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> int | None:
     """Find the fastest ways to train or run a model that fit a machine.
 
-    MODEL is a name of the catalog, a folder, or a .gguf file; no weights are read. Exit code 3 says that nothing
-    fits, and the answer then is what would have to change.
+    MODEL is a name of the catalog, a folder, or a .gguf file; no weights are read. For training it may also be
+    file.py:build, a function that returns a model and its inputs as a pair. Exit code 3 says that nothing fits, and
+    the answer then is what would have to change.
     """
     from rich.console import Console
 
@@ -94,10 +108,13 @@ def plan(
     if regimes:
         from brim.cli.plan_regimes import show
 
+        if precisions or router_statistics:
+            raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
         show(request, output, html, as_json)
         return None
     with Console(stderr=True).status("Planning"):
-        answer = _with_files(answer_to(request), output or Path(PLAN_FILE))
+        found = answer_to(request, precisions=precisions, router_statistics=router_statistics)
+        answer = _with_files(found, output or Path(PLAN_FILE))
         for index in range(len(answer.proposals) if output is not None else 0):
             write(_file(output or Path(), index), answer, index)
     if html is not None:
@@ -119,7 +136,10 @@ def _with_files(answer: Answer, output: Path) -> Answer:
     from brim.run.planning_request import PLAN_FILE
 
     def named(one: Proposal, index: int) -> Proposal:
-        words = [str(_file(output, index)) if word == PLAN_FILE else word for word in shlex.split(one.command)]
+        name = str(_file(output, index))
+        if not one.command.startswith("brim "):  # a line of Python
+            return replace(one, command=one.command.replace(PLAN_FILE, name))
+        words = [name if word == PLAN_FILE else word for word in shlex.split(one.command)]
         return replace(one, command=shlex.join(words))
 
     return replace(answer, proposals=[named(one, index) for index, one in enumerate(answer.proposals)])
@@ -138,6 +158,10 @@ def _print(answer: Answer, output: Path | None) -> None:
             console.print("--output FILE writes plans to files, for --plan.")
     else:
         _print_nearest(console, answer)
+    if answer.precisions:
+        from brim.run.precision_table import shown
+
+        console.print(shown(answer.precisions))
     for assumed in machine.assumed:
         console.print(f"assumed: {assumed}", markup=False)
     console.print(f"planned in {format_seconds(answer.took_s)}", markup=False)
@@ -233,6 +257,7 @@ def _write_html(path: Path, answer: Answer) -> None:
     else:
         changes = tuple((one.change, one.command) for one in answer.nearest)
         tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
+    tables.append(_page_precisions(answer))
     budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
     tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
     if answer.machine.assumed:
@@ -295,6 +320,25 @@ def _page_effects(title: str, effects: Sequence[Effect]) -> Any:
     )
     columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
     return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
+
+
+def _page_precisions(answer: Answer) -> Any:
+    from brim.report.html import Table
+
+    names = list(dict.fromkeys(name for row in answer.precisions for name in row.forms))
+    columns = ["block", "count"]
+    for name in names:
+        columns += [f"{name}_bytes", f"{name} moved_s", f"{name} computed_s"]
+    rows = []
+    for row in answer.precisions:
+        cells: list[Any] = [row.kind, row.count]
+        for name in names:
+            form = row.forms.get(name)
+            cells += [form.bytes, form.move_s, form.compute_s] if form else [None] * 3
+        rows.append((*cells, row.streamed, row.resident))
+    columns += ["better streamed", "better resident"]
+    note = "Per token. A streamed block takes the longer of moving and computing it."
+    return Table(title="Which precision?", columns=tuple(columns), rows=tuple(rows), note=note)
 
 
 def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:

@@ -71,8 +71,11 @@ def repeated(job: Job, traced: Callable[[Job], Trace]) -> tuple[Trace, Template]
     return found.trace, Template(depth=depth, layers=few + 1, trace=traces[1], storages=found.templates)
 
 
-def depth_of(source: Source) -> Depth | None:
-    """How many layers there are and from which one on they are alike; None where a trace of all is the way."""
+def depth_of(source: Source, model: nn.Module | None = None) -> Depth | None:
+    """How many layers there are and from which one on they are alike; None where a trace of all is the way.
+
+    ``model`` is what ``source`` makes, where that is made already.
+    """
     if source.library != "transformers":
         return None
     config = transformers_config(source)
@@ -82,7 +85,8 @@ def depth_of(source: Source) -> Depth | None:
         return None
     if not _is_even(source.config, layers):
         return None
-    stack = _stack(source, config, layers)
+    model = _built(source, config) if model is None else model
+    stack = None if model is None else _stack(model, layers)
     if stack is None:
         return None
     special = next((n for n in range(layers - 1) if alike(stack, n)), layers)
@@ -102,8 +106,7 @@ def _is_even(config: Mapping[str, Any], layers: int) -> bool:
     return True
 
 
-def _stack(source: Source, config: Any, layers: int) -> nn.ModuleList | None:
-    """The one list of as many modules as the model has layers."""
+def _built(source: Source, config: Any) -> nn.Module | None:
     from transformers.initialization import no_init_weights
 
     kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
@@ -114,6 +117,11 @@ def _stack(source: Source, config: Any, layers: int) -> nn.ModuleList | None:
             model: nn.Module = kind._from_config(config)
     except Exception:  # what is wrong with the configuration the trace will tell
         return None
+    return model
+
+
+def _stack(model: nn.Module, layers: int) -> nn.ModuleList | None:
+    """The one list of as many modules as the model has layers."""
     found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
     return found[0] if len(found) == 1 else None
 

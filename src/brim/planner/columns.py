@@ -7,8 +7,8 @@ from itertools import groupby, pairwise, product
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
+from brim.planner.problem import SERIAL, BlockClass, Column, Pool, Problem
 from brim.planner.schedule import COMPUTE, way
-from brim.planner.search import SERIAL, BlockClass, Column, Pool, Problem
 from brim.planner.step_profile import (
     BACKWARD,
     FULL,

@@ -59,7 +59,8 @@ class Job:
     peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
     tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
     through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of RAM are
-    what a processor beside a GPU takes for activations while it computes a block.
+    what a processor beside a GPU takes for activations while it computes a block. ``beside``: what lanes were
+    measured to leave each other (None: what ``contention`` knows of the machine).
     """
 
     model: str
@@ -72,6 +73,7 @@ class Job:
     bounce_bytes: int = 0
     passage_bytes: int = 0
     cpu_step_bytes: int = 0
+    beside: Contention | None = None
 
     def overhead_bytes(self, tier: str) -> int:
         """What a tier holds whatever is chosen, beside tensors."""
@@ -121,6 +123,7 @@ def pass_s(
     for _ in range(_PASSES):
         maker.one()
         ends.append(maker.last)
+    beside = job.beside if beside is None else beside
     schedule = simulate(maker.tasks, contention(hardware) if beside is None else beside)
     done = [schedule.end_s[end] for end in ends]
     return done[-1] - done[-2], schedule

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planner.passes import STAGING, BlockCost, Job, bus_bytes_per_s, chain_s, ways_of
+from brim.planner.problem import BlockClass, Column, Pool, Problem
 from brim.planner.schedule import COMPUTE, way
-from brim.planner.search import BlockClass, Column, Pool, Problem, Solution, solve
+from brim.planner.search import Solution, solve
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
 _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"

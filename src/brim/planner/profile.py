@@ -165,25 +165,30 @@ def deepened(
     )
 
 
-def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float]]) -> StepProfile:
-    """``profile`` with the (forward, backward) seconds that were measured of its blocks, for as many rows.
+def measured(profile: StepProfile, seconds: Mapping[str, tuple[float, float, float]]) -> StepProfile:
+    """``profile`` with the seconds that were measured of its blocks, for as many rows: forward, backward, and forward
+    where nothing is saved.
 
-    What is computed again takes the share of a forward pass that it was thought to; what lies beside blocks is as
-    much slower or faster as blocks were.
+    A block that is computed again does the last one and then the others: of it, again takes the share of a forward
+    pass that it was thought to. What lies beside blocks is as much slower or faster as blocks were.
     """
     known = [block for block in profile.blocks if block.name in seconds]
     if not known:
         return profile
     thought = sum(block.forward_s + block.backward_s for block in known)
-    found = sum(sum(seconds[block.name]) for block in known)
+    found = sum(sum(seconds[block.name][:2]) for block in known)
     slower = found / thought if thought else 1.0
 
     def timed(block: BlockProfile) -> BlockProfile:
         if block.name not in seconds:
-            forward_s, backward_s = block.forward_s * slower, block.backward_s * slower
+            forward_s, backward_s, unsaved_s = (
+                block.forward_s * slower,
+                block.backward_s * slower,
+                block.forward_s * slower,
+            )
         else:
-            forward_s, backward_s = seconds[block.name]
-        rate = forward_s / block.forward_s if block.forward_s else slower
+            forward_s, backward_s, unsaved_s = seconds[block.name]
+        rate = unsaved_s / block.forward_s if block.forward_s else slower
         again_s = {choice: count * rate for choice, count in block.again_s.items()}
         return replace(block, forward_s=forward_s, backward_s=backward_s, again_s=again_s)
 

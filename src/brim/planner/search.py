@@ -15,62 +15,16 @@ How lanes wait for each other is left to the simulation of the schedule. Solved 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import highspy
 import numpy as np
 
+from brim.planner.greedy import greedy
+from brim.planner.problem import SERIAL, Counts, Problem, busiest, room_bytes
+
 _TRAFFIC = 1e-3  # of about equally fast ways, the one that moves and computes less
-_TOLERANCE_BYTES = 4096  # HiGHS lets a row be over by 1e-6 of its unit
 _GIB = float(1 << 30)  # bytes in GiB and seconds as shares of the slowest way keep the matrix well scaled
-
-
-SERIAL = "serial"  # the lane of what nothing runs beside: its seconds count on every lane
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """One way to treat a block: what one such block holds per tier and how many seconds it takes per lane.
-
-    ``slot_bytes``: how large a slot it needs of each pool, which all share that pass through it.
-    """
-
-    name: str
-    bytes: Mapping[str, int] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    slot_bytes: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockClass:
-    """``count`` blocks that are alike, each in one of ``columns``."""
-
-    name: str
-    count: int
-    columns: Sequence[Column]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
-    """``slots`` of one size, as large as the largest block in them needs, in each of ``tiers``."""
-
-    name: str
-    tiers: Sequence[str]
-    slots: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """``fixed_bytes`` and ``fixed_s`` are there whatever is chosen.
-
-    A "tier" may also be one tier at one moment (``ram@update``), where a step has several that could be its peak.
-    """
-
-    classes: Sequence[BlockClass]
-    budget_bytes: Mapping[str, int]
-    fixed_bytes: Mapping[str, int] = field(default_factory=dict)
-    fixed_s: Mapping[str, float] = field(default_factory=dict)
-    pools: Sequence[Pool] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,30 +34,18 @@ class Solution:
     ``gap`` is how far from that this one is, as a share (0: it is the best).
     """
 
-    counts: Mapping[str, Mapping[str, int]]
+    counts: Counts
     busiest_s: float
     bound_s: float
     gap: float
 
 
-def solve(problem: Problem, *, time_limit_s: float = 5.0, start: Solution | None = None) -> Solution | None:
+def solve(problem: Problem, *, time_limit_s: float = 5.0) -> Solution | None:
     """The best choice, or the best found in ``time_limit_s``; None where nothing fits (or nothing was found in time).
 
-    ``start`` is a choice that is known to fit: the search begins there and never ends worse.
+    The search begins at the greedy choice, where that one fits, and never ends worse.
     """
-    return _Program(problem).solve(time_limit_s, start)
-
-
-def busiest(problem: Problem, counts: Mapping[str, Mapping[str, int]]) -> tuple[str, float]:
-    """The lane that sets the pace under ``counts``, and its seconds with what is serial."""
-    lanes = dict(problem.fixed_s)
-    for found in problem.classes:
-        for column in found.columns:
-            for lane, seconds in column.seconds.items():
-                lanes[lane] = lanes.get(lane, 0.0) + seconds * counts[found.name].get(column.name, 0)
-    serial_s = lanes.pop(SERIAL, 0.0)
-    lane, seconds = max(lanes.items(), key=lambda item: item[1], default=("", 0.0))
-    return lane, seconds + serial_s
+    return _Program(problem).solve(time_limit_s, greedy(problem))
 
 
 class _Program:
@@ -174,17 +116,17 @@ class _Program:
 
     def _add_tiers(self) -> None:
         problem = self._problem
-        for tier, budget in problem.budget_bytes.items():
+        for tier in problem.budget_bytes:
             terms = {
                 index: column.bytes[tier] / _GIB
                 for index, (_, column) in enumerate(self._columns)
                 if column.bytes.get(tier)
             }
             terms |= {self._pools[pool.name]: float(pool.slots) for pool in problem.pools if tier in pool.tiers}
-            room = (budget - problem.fixed_bytes.get(tier, 0) - (_TOLERANCE_BYTES if terms else 0)) / _GIB
+            room = room_bytes(problem, tier) / _GIB
             self._row(-highspy.kHighsInf, room, terms)
 
-    def solve(self, time_limit_s: float, start: Solution | None) -> Solution | None:
+    def solve(self, time_limit_s: float, start: Counts | None) -> Solution | None:
         model = self._model
         model.setOptionValue("time_limit", time_limit_s)
         if start is not None:
@@ -193,25 +135,29 @@ class _Program:
             model.setSolution(given)
         model.run()
         info = model.getInfo()
-        if info.primal_solution_status != int(highspy.SolutionStatus.kSolutionStatusFeasible):
+        if info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible):
+            return self._solution(self._counts(list(model.getSolution().col_value)), info.mip_dual_bound)
+        if start is None or model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
-        return self._solution(list(model.getSolution().col_value), info.mip_dual_bound)
+        return self._solution(start, 0.0)  # the time was over before anything was known of the bound
 
-    def _values(self, start: Solution) -> list[float]:
-        counts = [start.counts[found.name].get(column.name, 0) for found, column in self._columns]
-        used = [(count > 0, column) for count, (_, column) in zip(counts, self._columns, strict=True)]
-        flags = [float(chosen and bool(column.slot_bytes)) for chosen, column in used]
-        pools = [
-            max((column.slot_bytes.get(name, 0) for chosen, column in used if chosen), default=0) / _GIB
-            for name in self._pools
-        ]
-        return [*map(float, counts), *flags, start.busiest_s / self._scale_s, *pools]
+    def _values(self, start: Counts) -> list[float]:
+        counts = [start[found.name].get(column.name, 0) for found, column in self._columns]
+        told = list(zip(counts, (column for _, column in self._columns), strict=True))
+        flags = [float(count > 0 and bool(column.slot_bytes)) for count, column in told]
+        used = [column for count, column in told if count]
+        pools = [max((column.slot_bytes.get(name, 0) for column in used), default=0) / _GIB for name in self._pools]
+        _, seconds = busiest(self._problem, start)
+        return [*map(float, counts), *flags, seconds / self._scale_s, *pools]
 
-    def _solution(self, values: Sequence[float], bound: float) -> Solution:
+    def _counts(self, values: Sequence[float]) -> dict[str, dict[str, int]]:
         counts: dict[str, dict[str, int]] = {found.name: {} for found in self._problem.classes}
         for (found, column), value in zip(self._columns, values, strict=False):
             if round(value):
                 counts[found.name][column.name] = round(value)
+        return counts
+
+    def _solution(self, counts: Counts, bound: float) -> Solution:
         _, seconds = busiest(self._problem, counts)
         # No lane of the fastest choice is busy for longer than that takes, which limits what its traffic adds.
         bound_s = min(seconds, max(0.0, bound) * self._scale_s / (1 + _TRAFFIC * len(self._lanes)))

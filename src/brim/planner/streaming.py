@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from brim.core import Decision, Hardware, Plan, Promise
 from brim.core.hardware import RAM, VRAM
@@ -18,16 +18,20 @@ from brim.units import format_bytes
 CHOICES = (RESIDENT, FROM_RAM, FROM_DISK, COMPUTE_RAM)
 # One slot in use and one under way is the least. More even out blocks of unequal size; each takes residents away.
 _RING_SLOTS = (2, 3, 4)
-_SIMULATED = 6  # of all placements, by a quicker reckoning
+_SIMULATED = 12  # placements at most, beside the simple ones, by a quicker reckoning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Placement:
-    """One way to place the blocks: block -> choice, and the ring that the streamed ones need."""
+    """One way to place the blocks: block -> choice, and the ring that the streamed ones need.
+
+    ``simple``: what one would do without a planner.
+    """
 
     choices: Mapping[str, str]
     slot_bytes: int
     slots: int
+    simple: bool = False
 
     @property
     def ring_bytes(self) -> int:
@@ -47,10 +51,27 @@ def plan_streaming(
     if not found:
         least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
         raise least or _too_small(job, hardware.compute, budget_bytes)
+    return _fastest(job, hardware, budget_bytes, found)
+
+
+def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]) -> Plan:
+    """The best of ``found`` by its simulated schedule; every simple one that could be it is looked at."""
     # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
-    found.sort(key=lambda one: (float(f"{_quick_s(job, hardware, one):.9g}"), _streamed_bytes(job, one)))
-    plans = [plan_of(job, hardware, budget_bytes, one.choices, one.slots) for one in found[:_SIMULATED]]
-    return min(plans, key=lambda plan: float(f"{plan.promise.step_s:.9g}"))
+    ordered = sorted(found, key=lambda one: (_told(_quick_s(job, hardware, one)), _streamed_bytes(job, one)))
+    best: Plan | None = None
+    for count, one in enumerate(ordered):
+        late = count >= _SIMULATED and not one.simple
+        if best is not None and (late or _told(_least_s(job, hardware, one)) >= _told(best.promise.step_s)):
+            continue
+        plan = plan_of(job, hardware, budget_bytes, one.choices, one.slots)
+        if best is None or _told(plan.promise.step_s) < _told(best.promise.step_s):
+            best = plan
+    assert best is not None, "there is a placement at least"
+    return best
+
+
+def _told(seconds: float) -> float:
+    return float(f"{seconds:.9g}")
 
 
 def plan_of(
@@ -90,20 +111,37 @@ def _candidates(
     room = budget_bytes[compute] - job.overhead_bytes(compute) - job.fixed_bytes - job.step_bytes
     found: list[_Placement] = []
     refusals: list[BudgetError] = []
-    for residents, slot_bytes, slots in _resident_sets(job.blocks, room, allowed):
+    sets = [(False, one) for one in _resident_sets(job.blocks, room, allowed)]
+    if RESIDENT in allowed:  # all streamed, as one would without a planner
+        sets += [(True, one) for one in _resident_sets(job.blocks, room, set(allowed) - {RESIDENT})]
+    for simple, (residents, slot_bytes, slots) in sets:
         try:
-            placement = _place(job, residents, slot_bytes, slots, hardware, budget_bytes)
+            placement = replace(_place(job, residents, slot_bytes, slots, hardware, budget_bytes), simple=simple)
         except BudgetError as error:  # too little RAM for this one
             refusals.append(error)
             continue
-        if all(not block.uses or placement.choices[block.name] in allowed for block in job.blocks):
+        made = {placement.choices[block.name] for block in job.blocks if block.uses}
+        if made <= set(allowed) - ({RESIDENT} if simple else set()):
             found.append(placement)
     stays = any(set(placement.choices.values()) == {RESIDENT} for placement in found)  # nothing beats that
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
         for placed in placements(job, hardware, budget_bytes, allowed):
             size = _slot_bytes(job, compute, placed.choices)
-            found.append(_Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots))
+            split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
+            found.append(_with_tables(job, compute, split, budget_bytes))
     return found, refusals
+
+
+def _with_tables(job: Job, compute: str, placement: _Placement, budget_bytes: Mapping[str, int]) -> _Placement:
+    """Tables that are only looked up in, in RAM instead of on disk as far as there is room: a page costs a token
+    less than a program can tell, and yet something."""
+    for block in job.blocks:
+        if block.uses or placement.choices[block.name] != FROM_DISK:
+            continue
+        moved = replace(placement, choices={**placement.choices, block.name: FROM_RAM})
+        if _peak_bytes(job, compute, moved)[RAM] <= budget_bytes[RAM]:
+            placement = moved
+    return placement
 
 
 def _slot_bytes(job: Job, compute: str, choices: Mapping[str, str]) -> int:
@@ -237,6 +275,17 @@ def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
         loads[block.name] = max((block.moved_bytes / hardware.link(*one).bytes_per_s for one in ways), default=0.0)
     lanes = _lanes(job, hardware, placement)
     return max(_pipeline_s(job, placement.choices, loads, placement.slots), *lanes.values())
+
+
+def _least_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
+    """No schedule of ``placement`` is shorter: lanes take from each other, and never give."""
+    chain = sum(chain_s(block, placement.choices[block.name]) for block in job.blocks if block.uses)
+    lanes = _lanes(job, hardware, placement)
+    least = max(job.fixed_compute_s + chain, *lanes.values())
+    ways = {tuple(ways_of(placement.choices[block.name], hardware.compute)) for block in job.blocks if block.uses}
+    if len(ways - {()}) <= 1 and all(len(way) <= 1 for way in ways):  # the quicker reckoning is exact but for sharing
+        least = max(least, _quick_s(job, hardware, placement))
+    return least
 
 
 def _pipeline_s(job: Job, choices: Mapping[str, str], loads: Mapping[str, float], slots: int) -> float:

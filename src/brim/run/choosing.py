@@ -15,6 +15,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.planner import BlockCost, Job, plan_streaming
+from brim.planner.schedule import Contention
 from brim.planner.streaming import CHOICES
 from brim.run.block_seconds import OUTSIDE, BlockSeconds
 from brim.run.expert_plans import ExpertWay, expert_ways
@@ -39,6 +40,7 @@ class Need:
     rates tell (``block_timing``); ``cpu_seconds`` those of a processor beside the GPU, where it may compute blocks
     that rest in RAM, holding ``cpu_bytes`` for each and ``cpu_step_bytes`` while it computes. ``cache_experts``:
     for inference, whether experts of a mixture may come one by one; ``routers``: what their routers were seen to do.
+    ``beside``: what lanes of the machine were measured to leave each other.
     """
 
     step_bytes: int
@@ -52,6 +54,7 @@ class Need:
     cpu_step_bytes: int = 0
     cache_experts: bool = True
     routers: Mapping[str, RouterStatistics] = field(default_factory=dict)
+    beside: Contention | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,7 @@ def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, tas
     parameters = dict(model.named_parameters())
     ways: list[ExpertWay | None] = [None]
     if need.cache_experts and task != "train":
-        ways += expert_ways(model, hardware, lambda name: _source(name, parameters[name], weights), need.routers)
+        ways += expert_ways(model, hardware, lambda name: source_of(name, parameters[name], weights), need.routers)
     known: dict[frozenset[str], list[Partition]] = {}
     for way in ways:
         names = frozenset() if way is None else way.names
@@ -193,7 +196,7 @@ def make_job(
     works, able = _Work(model, hardware, need), computable(partition)
     blocks, bounce = [], 0
     for block in partition.blocks:
-        sources = [_source(name, parameters[name], weights) for name in block.tensors]
+        sources = [source_of(name, parameters[name], weights) for name in block.tensors]
         layout = (file_layout if in_ram and weights.sources else packed_layout)(sources)
         bounce = max(bounce, bounce_bytes(layout.runs))
         uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
@@ -210,7 +213,7 @@ def make_job(
                 likely=works.likely(block),
             )
         )
-    fixed = _fixed_layouts([_source(name, parameters[name], weights) for name in partition.loose], in_ram)
+    fixed = _fixed_layouts([source_of(name, parameters[name], weights) for name in partition.loose], in_ram)
     buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
     passes = weights.sources and not in_ram  # residents go through RAM, one at a time
     return Job(
@@ -224,6 +227,7 @@ def make_job(
         bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
         passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
         cpu_step_bytes=need.cpu_step_bytes,
+        beside=need.beside,
     )
 
 
@@ -267,7 +271,8 @@ def _fixed_layouts(loose: Sequence[TensorSource], in_ram: bool) -> list[BlockLay
     return layouts + ([packed_layout(present)] if present else [])
 
 
-def _source(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
+def source_of(name: str, parameter: nn.Parameter, weights: Weights) -> TensorSource:
+    """Where a parameter's values are: in files, or in the module."""
     if name in weights.sources:
         return weights.sources[name]
     return TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,7 +81,7 @@ class ExpertWay:
         """The rest of the model, beside slots and experts."""
         spent = dict(job.spent_bytes)
         if hardware.compute != RAM:
-            spent[RAM] = spent.get(RAM, 0) + self._ram_bytes() + STAGING * self._staging_bytes()
+            spent[RAM] = spent.get(RAM, 0) + self._ram_bytes() + STAGING * self.staging_bytes
         return replace(
             job,
             fixed_bytes=job.fixed_bytes + sum(each.held_bytes(self.slots) for each in self.layers),
@@ -95,7 +95,8 @@ class ExpertWay:
             return 0
         return sum(each.layer.count * each.packed_bytes for each in self.layers)
 
-    def _staging_bytes(self) -> int:
+    @property
+    def staging_bytes(self) -> int:
         """A slot between disk and VRAM."""
         return max(each.packed_bytes for each in self.layers) if self.choice == CACHE_DISK else 0
 
@@ -109,9 +110,12 @@ class ExpertWay:
     def loads_s(self, hardware: Hardware, tokens: int) -> float:
         """Seconds a step waits for experts: they are asked for when the router has spoken, so nothing hides them."""
         count = sum(each.loads(self.slots, tokens) * each.packed_bytes for each in self.layers)
+        return max(count / hardware.link(*way).bytes_per_s for way in self.ways(hardware))
+
+    def ways(self, hardware: Hardware) -> list[tuple[str, str]]:
+        """The links over which an expert comes to its slot."""
         ways = [(DISK, RAM)] if self.choice == CACHE_DISK else []
-        ways += [(RAM, hardware.compute)] if hardware.compute != RAM else []
-        return max(count / hardware.link(*way).bytes_per_s for way in ways)
+        return ways + ([(RAM, hardware.compute)] if hardware.compute != RAM else [])
 
     def plan(self, plan: Plan, hardware: Hardware, tokens: int) -> Plan:
         """The plan of the rest, with the experts in it."""
@@ -121,7 +125,7 @@ class ExpertWay:
             staging = settings.setdefault(STAGING_SLOTS, STAGING)
             others = max((d.bytes for d in plan.decisions if d.choice == FROM_DISK), default=0)
             # Blocks and experts pass through the same slots, as large as the largest of them.
-            peak[RAM] += staging * (max(others, self._staging_bytes()) - others - self._staging_bytes())
+            peak[RAM] += staging * (max(others, self.staging_bytes) - others - self.staging_bytes)
         decisions = tuple(
             Decision(technique=NAME, block=each.layer.path, choice=self.choice, bytes=each.layer.bytes)
             for each in self.layers
@@ -146,9 +150,14 @@ def expert_ways(
     hardware: Hardware,
     source: Callable[[str], TensorSource],
     seen: Mapping[str, RouterStatistics],
+    paths: Collection[str] | None = None,
 ) -> Iterator[ExpertWay]:
-    """Ways worth trying, none for a model without such layers. ``source`` says where a parameter's values are."""
-    found = [layer for layer in find_experts(model) if _is_whole(layer, source)]
+    """Ways worth trying, none for a model without such layers. ``source`` says where a parameter's values are.
+
+    ``paths``: only these layers.
+    """
+    found = [layer for layer in find_experts(model) if paths is None or layer.path in paths]
+    found = [layer for layer in found if _is_whole(layer, source)]
     if not found:
         return
     layers = [_layer(model, layer, hardware, source, seen.get(layer.path)) for layer in found]

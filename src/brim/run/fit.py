@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -40,6 +41,7 @@ def fit(
     device: Device = "auto",
     example: _Example | None = None,
     activations: str | int | None = None,
+    plan: str | Path | None = None,
 ) -> Fitted: ...
 
 
@@ -52,6 +54,7 @@ def fit(
     device: Device = "auto",
     example: _Example | None = None,
     activations: str | int | None = None,
+    plan: str | Path | None = None,
 ) -> WeightStreaming | Fitted:
     """Fit ``model`` into ``vram`` (the compute device) and ``ram``: amounts such as ``"8GiB"``.
 
@@ -63,7 +66,8 @@ def fit(
     or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is an input as
     the model takes it (keyword or positional); a step's activations are predicted from it without running anything.
     ``activations`` gives them instead; with neither, an eighth of the budget is set aside. ``device="emulated"`` lets
-    a pool in RAM play VRAM, for trying out plans without a GPU.
+    a pool in RAM play VRAM, for trying out plans without a GPU. ``plan`` is a file of ``brim plan --task train``:
+    just that is done, and the loop gives the model as many rows at once as the plan says.
 
     The returned handle has ``plan``, ``timeline()`` and ``remove()``, and is also at ``model.brim``. Raises
     BudgetError when nothing fits (with the smallest budget that does) and UsageError when it is fitted already.
@@ -74,7 +78,9 @@ def fit(
     hardware = machine(device)
     budget = budgets(hardware, vram, ram, device)
     if optimizer is not None:
-        return fit_training(model, optimizer, hardware, budget, device, example, activations)
+        return fit_training(model, optimizer, hardware, budget, device, example, activations, plan)
+    if plan is not None:
+        raise UsageError(f"brim.fit was given the plan {plan}.", "Plans are for training.", "Give the optimizer too.")
     need = forward_need(model, budget, hardware, example, activations)
-    partition, plan = make_plan(model, hardware, budget, need, Weights(), task="forward")
-    return put_in_force(model, partition, plan, hardware, Weights(), device)
+    partition, made = make_plan(model, hardware, budget, need, Weights(), task="forward")
+    return put_in_force(model, partition, made, hardware, Weights(), device)

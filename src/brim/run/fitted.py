@@ -92,6 +92,7 @@ class Fitted:
     def _apply(self, partition: Partition, weights: Weights, example: Any, update_bytes: int | None) -> None:
         choice, model, memory = self.choice, self.model, self.memory
         self.precision = self.hold(precision.apply(model, self.optimizer, choice.precision))
+        self.precision.keeps_casts = not (choice.checkpointing or choice.streams)
         if choice.checkpointing:
             self.hold(checkpointing.apply(model, choice.checkpointing))
         if choice.chunk_tokens:

@@ -26,12 +26,18 @@ def plan(
     prefer: str = "speed",
     lossless: bool = False,
     top: int = 5,
+    precisions: bool = False,
+    router_statistics: str | None = None,
 ) -> Answer:
     """The fastest ways to do ``task`` ("generate" or "train") with ``model`` that fit, each one proved.
 
-    ``model`` is a name of the catalog, a folder, or a ``.gguf`` file. The machine is this one, or that of ``gpu``, a
+    ``model`` is a name of the catalog, a folder, a ``.gguf`` file, or for training ``file.py:build``, a function that
+    returns a model and its inputs. The machine is this one, or that of ``gpu``, a
     name of the catalog, with ``ram`` and ``disk``: amounts such as ``"8GiB"``. ``seq`` are tokens of a training
     sequence, or of the prompt before ``new_tokens``.
+
+    ``precisions`` has the answer say what each kind of block takes in 8 bits and in 16. ``router_statistics`` ("auto"
+    or a file) plans a mixture of experts by what its routers do in a short run.
 
     The answer's ``proposals`` are ranked; where nothing fits there are none, and ``nearest`` has the changes under
     which it would. Raises UsageError and ModelError for what was asked.
@@ -53,5 +59,7 @@ def plan(
             prefer=prefer,
             lossless=lossless,
             top=top,
-        )
+        ),
+        precisions=precisions,
+        router_statistics=router_statistics,
     )

@@ -20,6 +20,7 @@ from brim.core import Hardware, Plan, codec
 from brim.core.hardware import DISK
 from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.estimation.models import Source, class_of, find_model, transformers_config
+from brim.run.factory import made_by
 from brim.run.models import prepare
 from brim.run.planning_request import Answer, Request
 from brim.techniques.quantization import SCHEMES, quantize_meta
@@ -167,16 +168,18 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
 def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     """The module that MODEL's configuration describes, on meta; no weights are read.
 
-    It is in ``dtype``, by default in that which the configuration names.
+    It is in ``dtype``, by default in that which the configuration names; what a function builds is as it is.
 
     Raises what ``find_model`` does, UnsupportedError for what is no model of transformers.
     """
     source = described_source(model)
+    if source.library == "python":
+        return made_by(source)[0]
     if source.library != "transformers":
         raise UnsupportedError(
             f"A plan for {source.name} was asked for.",
             f"It is a model of {source.library}.",
-            "Plans are made for models of transformers: a catalog name, a folder, or a .gguf file.",
+            "Plans are made for models of transformers (a name, a folder, a .gguf file) and for file.py:build.",
         )
     from transformers.initialization import no_init_weights
 

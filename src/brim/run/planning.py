@@ -5,19 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import BudgetError
+from brim.errors import BudgetError, UsageError
 from brim.planner.passes import CPU
 from brim.planner.schedule import way
+from brim.run.factory import is_factory, resolved
 from brim.run.planning_generation import plan_generation
-from brim.run.planning_nearest import nearest
+from brim.run.planning_least import in_the_least
+from brim.run.planning_nearest import Planner, nearest
+from brim.run.planning_opening import Subjects
 from brim.run.planning_request import LOSSY, Answer, Machine, Proposal, Request, machine_of
 from brim.run.planning_training import plan_training
+from brim.run.precision_rows import Row
+from brim.run.precision_table import rows_of
+from brim.run.router_file import routers_of
 
-_NEAREST_S = 20.0
-_TIGHTENINGS = 4  # until a budget that was called the smallest is one under which a plan is proved
-_LEAST_BYTES = 1  # a budget that nothing fits
+_NEAREST_S = 45.0
+_FEWER_BITS = "int8"  # what 16 bits are compared with where nobody says
 # What people say for a lane that sets the pace. Beside a GPU, the processor updates weights as fast as RAM is read.
 _LIMITS = {
     way(RAM, VRAM): "link",
@@ -28,32 +34,61 @@ _LIMITS = {
 }
 
 
-def plan(request: Request) -> Answer:
+def plan(request: Request, *, precisions: bool = False, router_statistics: str | None = None) -> Answer:
     """The answer to ``request``: proved proposals, or what would have to change.
 
-    Raises UsageError and ModelError for what was asked, UnsupportedError for a model that brim cannot run.
+    ``precisions``: with a table of what blocks take in 8 bits and in 16, which is there in any case where fewer bits
+    were considered. ``router_statistics``: a file, or "auto", as in ``router_file``. Raises UsageError and ModelError
+    for what was asked, UnsupportedError for a model that brim cannot run.
     """
     request.check()
+    _check_generates(request, precisions, router_statistics)
+    if is_factory(request.model):
+        request = resolved(request)
     begin_s = time.perf_counter()
     machine = machine_of(request)
-    planner = plan_training if request.task == "train" else plan_generation
+    routers = {} if router_statistics is None else routers_of(request, router_statistics)
+    subjects = Subjects(request.model, routers)
+    planner = plan_training if request.task == "train" else partial(plan_generation, subjects=subjects)
     try:
         found = planner(request, machine)
     except BudgetError as error:
-        needs, changes = nearest(request, machine, error, planner, limit_s=_NEAREST_S)
-        answer = Answer(
-            request=request,
-            machine=machine,
-            proposals=(),
-            needs_bytes=needs,
-            nearest=changes,
-            refusal=" ".join(part for part in (error.asked, error.found) if part),
-        )
+        answer = _infeasible(request, machine, error, planner)
     else:
-        if request.prefer == "memory":
-            found = [*found, *_smallest(request, machine, planner)]
+        if request.prefer == "memory" and request.task == "train":
+            found = [*found, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
         answer = Answer(request=request, machine=machine, proposals=ranked(request, machine, found))
-    return replace(answer, took_s=time.perf_counter() - begin_s)
+    rows = _precision_rows(request, machine, subjects, asked=precisions)
+    return replace(answer, precisions=rows, took_s=time.perf_counter() - begin_s)
+
+
+def _check_generates(request: Request, precisions: bool, router_statistics: str | None) -> None:
+    given = [name for name, on in (("--precisions", precisions), ("--router-statistics", router_statistics)) if on]
+    if given and request.task != "generate":
+        raise UsageError(f"{given[0]} was given with --task {request.task}.", "It is about generating.")
+
+
+def _infeasible(request: Request, machine: Machine, error: BudgetError, planner: Planner) -> Answer:
+    needs, changes = nearest(request, machine, error, planner, limit_s=_NEAREST_S)
+    return Answer(
+        request=request,
+        machine=machine,
+        proposals=(),
+        needs_bytes=needs,
+        nearest=changes,
+        refusal=" ".join(part for part in (error.asked, error.found) if part),
+    )
+
+
+def _precision_rows(request: Request, machine: Machine, subjects: Subjects, *, asked: bool) -> list[Row]:
+    """What blocks take in the precisions that were opened, where a lossy one is among them or it is ``asked``."""
+    if asked:
+        subjects.open(request, machine, None)
+        subjects.open(request, machine, _FEWER_BITS)
+    opened = {one.precision: one for one in subjects.of(request)}
+    if len(opened) < 2 or not any(name in LOSSY for name in opened):
+        return []
+    return rows_of([one if one.machine == machine else one.on(machine) for one in opened.values()])
 
 
 def ranked(request: Request, machine: Machine, found: Sequence[Proposal]) -> list[Proposal]:
@@ -77,21 +112,6 @@ def is_lossy(proposal: Proposal) -> bool:
 
 
 def _held(proposal: Proposal, machine: Machine) -> int:
-    return proposal.plan.promise.peak_bytes.get(machine.hardware.compute, 0)
-
-
-def _smallest(
-    request: Request, machine: Machine, planner: Callable[[Request, Machine], list[Proposal]]
-) -> list[Proposal]:
-    """Plans in the least of the compute tier that a plan is known for; none where the planner cannot tell it."""
-    compute, budget = machine.hardware.compute, _LEAST_BYTES
-    for _ in range(_TIGHTENINGS):
-        tight = replace(machine, budget_bytes={**machine.budget_bytes, compute: budget})
-        try:
-            return planner(request, tight)
-        except BudgetError as error:
-            least = error.smallest_bytes.get(compute, 0)
-            if least <= budget or least >= machine.budget_bytes[compute]:
-                return []
-            budget = least
-    return []
+    """Bytes of the tier that it computes in: of RAM where it leaves the GPU alone."""
+    compute = (proposal.hardware or machine.hardware).compute
+    return proposal.plan.promise.peak_bytes.get(compute, 0)

@@ -21,8 +21,10 @@ from brim.planner.streaming import CHOICES
 from brim.run.choosing import Cut, Need, best_plan
 from brim.run.fitting import predict
 from brim.run.generation_plan import Choice
+from brim.run.planning_least import in_the_least
+from brim.run.planning_opening import Subjects
 from brim.run.planning_request import LOSSY, PLAN_FILE, Effect, Machine, Proposal, Request, exact_bytes
-from brim.run.planning_subject import DTYPES, Subject, open_subject, processor_of
+from brim.run.planning_subject import DTYPES, Subject, processor_of
 from brim.techniques import kv_cache
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME as STREAMING
@@ -58,26 +60,30 @@ class Found:
         return limit(self.schedule, self.job, self.subject.machine)
 
 
-def plan_generation(request: Request, machine: Machine) -> list[Proposal]:
+def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | None = None) -> list[Proposal]:
     """Proved ways to generate, fastest first; none is slower than the simple ways that fit.
 
     Without a precision in ``request`` the model keeps its own. Under ``prefer="memory"`` all others are proposed too,
-    under ``"quality"`` those of two bytes; where the model does not fit in its own, the first that does, in the
-    order of what they lose. ``lossless`` leaves out those that round further. Raises BudgetError with the smallest
-    budget when nothing fits.
+    and each of them in the least memory that does; under ``"quality"`` those of two bytes; where the model does not
+    fit in its own, the first that does, in the order of what they lose. ``lossless`` leaves out those that round
+    further. ``subjects`` has what was opened before. Raises BudgetError, with the smallest budget, when nothing fits.
     """
+    subjects = Subjects(request.model) if subjects is None else subjects
     found: list[Found] = []
     refusals: list[BudgetError] = []
     for precision, needed in _precisions(request):
         if needed and found:
             break
         try:
-            subject = open_subject(request, machine, precision)
+            subject = subjects.open(request, machine, precision)
         except UnsupportedError:
             if precision is None or precision == request.precision:
                 raise
             continue  # a precision that nobody asked for
         found += _of(subject, refusals)
+        if request.prefer == "memory":
+            least = in_the_least(machine, lambda tight, subject=subject: search(subject.on(tight)))  # type: ignore[misc]
+            found += [] if least is None else [least]
     if not found:
         raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
     found.sort(key=lambda one: one.plan.promise.step_s)
@@ -232,7 +238,7 @@ def _proposal(request: Request, machine: Machine, found: Found) -> Proposal:
         command=_command(request, machine, found),
         gap=gap(found),
         precision=None if found.subject.precision == found.subject.own_precision else found.subject.precision,
-        hardware=None if found.subject.machine is machine else found.subject.machine.hardware,
+        hardware=None if found.subject.machine.hardware == machine.hardware else found.subject.machine.hardware,
         timeline=found.schedule.timeline(name, found.subject.machine.hardware.compute),
     )
 

@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from brim import catalog
 from brim.catalog import Gpu
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.run.factory import is_factory
 from brim.run.plan_file import described, described_source
 from brim.run.planning_request import (
     LOSSY,
@@ -24,6 +27,7 @@ from brim.run.planning_request import (
     machine_of,
     ram_option,
 )
+from brim.techniques import optimizers
 from brim.units import format_bytes
 
 Planner = Callable[[Request, Machine], list[Proposal]]
@@ -165,15 +169,24 @@ def _cards(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
 def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
     """Another optimizer, adapters, or fewer bits: what changes the result, and not the amount of work."""
     if request.task == "train" and request.method == "full":
-        known = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
-        smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[known:]]
-        yield from _first(prover, machine, smaller, lambda one: f"the optimizer {one.optimizer}")
         yield from _first(
             prover, machine, [replace(request, method="lora")], lambda one: "LoRA in place of full training"
         )
+        known = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
+        smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[known:]]
+        smaller = [one for one in smaller if _could_fit(one, machine)]
+        yield from _first(prover, machine, smaller, lambda one: f"the optimizer {one.optimizer}")
     if not request.lossless:
         lower = [replace(request, precision=name) for name in _lower(request)]
         yield from _first(prover, machine, lower, lambda one: f"the precision {one.precision}")
+
+
+def _could_fit(request: Request, machine: Machine) -> bool:
+    """Whether all tiers together have room for what a full training never lets go: weights and states."""
+    count = _parameters(request.model)
+    wide = torch.empty(count, dtype=torch.bfloat16 if request.precision == "bf16" else torch.float32, device="meta")
+    least = count * wide.element_size() + sum(optimizers.state_bytes(request.optimizer, [wide]))
+    return least <= sum(machine.budget_bytes.values())
 
 
 def _lower(request: Request) -> Sequence[str]:
@@ -227,6 +240,8 @@ def _largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
 
 def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
     """The largest model of the same family that fits. Bytes go with parameters, so that says where to begin."""
+    if is_factory(request.model):
+        return  # what else its author could build nobody knows
     count, family = _parameters(request.model), _family(request.model)
     have = machine.budget_bytes
     share = min((have.get(tier, 0) / bytes for tier, bytes in needs.items() if bytes), default=1.0)

@@ -26,8 +26,9 @@ from brim.planner import Job
 from brim.planner.passes import pass_s
 from brim.planner.streaming import CHOICES
 from brim.run.choosing import Cut, Need, best_plan
+from brim.run.planning_opening import open_subject
 from brim.run.planning_request import Machine, Request
-from brim.run.planning_subject import Subject, open_subject, processor_of
+from brim.run.planning_subject import Subject, processor_of
 from brim.run.regimes_picture import picture
 from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME, RING_SLOTS
@@ -178,21 +179,22 @@ class Regimes:
 def regimes(request: Request, machine: Machine, *, ratios: Sequence[float] = RATIOS) -> Regimes:
     """The ways to run a model that needs ``ratios`` times the VRAM (without a GPU: the RAM) of ``machine``.
 
-    The model stays as it is and the budget shrinks, which is the same but for the unit of time. Seconds are those of
-    schedules; nothing is proved here. Raises UsageError for a ratio below 1.
+    The model stays as it is and the room for its weights shrinks, which is the same but for the unit of time: what
+    lies beside weights (the program's own share, a step's activations and cache) is as large at every ratio. Seconds
+    are those of schedules; nothing is proved here. Raises UsageError for a ratio below 1.
     """
     if not ratios or min(ratios) < 1:
         raise UsageError(f"Regimes for {list(ratios)} times the memory were asked for.", "It must be 1 or more.")
     study = _Study(open_subject(request, machine, request.precision))
     fine = [1 + step / _STEPS for step in range(round((max(ratios) - 1) * _STEPS) + 1)]
-    curve = [study.point(ratio, prompt=False) for ratio in fine]
+    curve = _never_slower([study.point(ratio, prompt=False) for ratio in fine])
     return Regimes(
         model=study.subject.name,
         hardware=machine.hardware.name,
         batch=request.batch,
         prompt_tokens=request.seq,
         needs_bytes=study.needs_bytes,
-        points=[study.point(ratio) for ratio in sorted(ratios)],
+        points=_never_slower([study.point(ratio) for ratio in sorted(ratios)], curve),
         curve=curve,
         crossings=_crossings(curve),
         assumed=machine.assumed,
@@ -214,7 +216,8 @@ class _Study:
         self.needs_bytes = choice.plan.promise.peak_bytes[self.compute]
 
     def point(self, ratio: float, *, prompt: bool = True) -> Point:
-        budget = {**self.subject.machine.budget_bytes, self.compute: int(self.needs_bytes / ratio)}
+        room_bytes = int((self.needs_bytes - self._beside_bytes) / ratio)
+        budget = {**self.subject.machine.budget_bytes, self.compute: self._beside_bytes + room_bytes}
         found: dict[str, tuple[float | None, float | None]] = {
             STREAMING: self._planned(self.subject, budget, _STREAMED, prompt),
             PAGING: self._paged(ratio, prompt),
@@ -227,6 +230,12 @@ class _Study:
             token_s={way: seconds[0] for way, seconds in found.items()},
             prompt_s={way: seconds[1] for way, seconds in found.items()},
         )
+
+    @cached_property
+    def _beside_bytes(self) -> int:
+        """What the compute tier holds beside weights."""
+        _, job = self._of(self.subject, False)[0]
+        return job.overhead_bytes(self.compute) + job.step_bytes
 
     @cached_property
     def _alone(self) -> tuple[float | None, float | None]:
@@ -273,6 +282,17 @@ class _Study:
         if sum(block.bytes for block in job.blocks) > self.subject.machine.budget_bytes[RAM]:
             return None  # a driver pages to RAM only
         return compute_s + moved / (hardware.link(RAM, VRAM).bytes_per_s * _FAULTED_SHARE)
+
+
+def _never_slower(points: Sequence[Point], others: Sequence[Point] = ()) -> list[Point]:
+    """``points``, in order of their ratios, each with the best of those that need more: a plan for a smaller memory
+    is one for a larger memory too."""
+
+    def best_s(point: Point, way: str) -> float | None:
+        known = (one.token_s[way] for one in (*points, *others) if one.ratio >= point.ratio)
+        return min((seconds for seconds in known if seconds is not None), default=None)
+
+    return [replace(point, token_s={way: best_s(point, way) for way in point.token_s}) for point in points]
 
 
 def _crossings(curve: Sequence[Point]) -> list[Crossing]:

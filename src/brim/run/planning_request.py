@@ -18,6 +18,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
 from brim.measure.probe import probe
 from brim.run.fitting import budgets
+from brim.run.precision_rows import Row
 from brim.run.trainee import Method
 from brim.techniques.optimizers import OPTIMIZERS
 from brim.techniques.precision import PRECISIONS
@@ -177,7 +178,8 @@ class Nearest:
 class Answer:
     """Ranked proposals; where nothing fits, ``needs_bytes`` per tier and the ``nearest`` requests that do.
 
-    ``refusal`` is what the planner said then. ``took_s`` is how long the answer took.
+    ``refusal`` is what the planner said then. ``took_s`` is how long the answer took. ``precisions``: of each kind of
+    block, what it takes in several of them, where fewer bits were considered or asked about.
     """
 
     request: Request
@@ -187,6 +189,7 @@ class Answer:
     nearest: Sequence[Nearest] = ()
     refusal: str = ""
     took_s: float = 0.0
+    precisions: Sequence[Row] = ()
 
     def tokens_per_s(self, proposal: Proposal) -> float:
         """Tokens that a step of ``proposal`` works on (one per sequence when generating), by its seconds."""
@@ -207,6 +210,7 @@ class Answer:
             "assumed": list(self.machine.assumed),
             "plans": [p.to_json() | {"tokens_per_s": self.tokens_per_s(p)} for p in self.proposals],
             "infeasible": infeasible,
+            "precisions": [row.to_json() for row in self.precisions],
             "took_s": self.took_s,
         }
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,38 +13,27 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
-from brim.errors import ModelError, UnsupportedError, UsageError
-from brim.estimation.quiet import quiet
-from brim.estimation.steps import Job as Workshop
-from brim.estimation.workload import Workload
 from brim.measure.probe import probe
-from brim.memory.checkpoint_files import Extent, TensorSource
-from brim.memory.pool import PAGE_BYTES, round_up
 from brim.planner import Job
 from brim.run import generation_plan
+from brim.run.beside_drive import beside_drive
 from brim.run.block_calls import Calls, Example, calls_of
-from brim.run.block_timing import BlockSeconds, block_seconds, traced_seconds, triggers
+from brim.run.block_timing import OUTSIDE, BlockSeconds, block_seconds, traced_seconds, triggers
 from brim.run.choosing import Cut, Need, cuts, job_of
+from brim.run.generation_depth import Shallow
 from brim.run.generation_memory import Sizes, cache_shape
 from brim.run.generation_plan import Wanted
-from brim.run.inference import SLACK_BYTES, by_parameter, materialize, resident_bytes, spent, warm_up
-from brim.run.models import open_model, open_tokenizer, prepare
-from brim.run.plan_file import described_source
-from brim.run.planning_request import Machine, Request
+from brim.run.loop_seconds import loop_seconds
+from brim.run.planning_request import Machine
+from brim.run.router_file import Routers
 from brim.run.step_memory import Inputs, Observation
 from brim.techniques import kv_cache
-from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.blocks import Partition
 from brim.techniques.experts import EXPERT_SLOTS
 from brim.techniques.experts import NAME as EXPERTS
-from brim.techniques.quantization import quantize_meta
 from brim.techniques.weight_streaming import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What a process grows by beside weights and activations on a machine that nobody is at: the module itself, tokenizer
-# and libraries' scratch memory take 90 to 150 MB for models of 0.1 to 8 B on a processor; with a GPU its driver keeps
-# as much again in host memory.
-_IMAGINED_SPENT = {RAM: 256 << 20, VRAM: SLACK_BYTES[VRAM]}
-_PRETENDED = "model.safetensors"
 # A processor that nobody measured: 8 cores that do two products of 8 floats a cycle at 3.5 GHz reach 0.9 Tflop/s, and
 # large products come to about two thirds of that. Only prompts and batches depend on it.
 _HOST_FLOPS_PER_S = 0.6e12
@@ -58,7 +46,11 @@ class _Chooser(generation_plan._Chooser):
     subject: Subject
 
     def _need(self, sizes: Sizes, held_bytes: Mapping[str, int]) -> Need:
-        plain = super()._need(sizes, held_bytes)
+        if sizes not in self._seen and self.subject.shallow is not None:
+            seen = self.subject.shallow.watch(sizes, self._shape)
+            if seen is not None:
+                self._seen[sizes] = seen
+        plain = replace(super()._need(sizes, held_bytes), routers=self.subject.routers)
         if not self.subject.cuts:
             hardware = self.subject.machine.hardware
             self.subject.cuts.extend(cuts(self._module, hardware, plain, self._weights, "generate"))
@@ -76,7 +68,11 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model in one precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier."""
+    """A model in one precision. ``module`` has no values; ``spent_bytes`` is the program's own share per tier.
+
+    ``routers``: what those of a mixture of experts were seen to do, where somebody looked. ``shallow``: the model
+    with a few of its layers, where they say all.
+    """
 
     name: str
     module: nn.Module
@@ -86,6 +82,8 @@ class Subject:
     machine: Machine
     own_precision: str = "fp32"  # that of the configuration
     spent_bytes: Mapping[str, int] = field(default_factory=dict)
+    routers: Routers = field(default_factory=dict)
+    shallow: Shallow | None = field(default=None, compare=False)
     cuts: list[Cut] = field(default_factory=list, compare=False)
     seen: Seen = field(default_factory=Seen, compare=False)
 
@@ -103,7 +101,7 @@ class Subject:
     def shape(self) -> kv_cache.CacheShape | None:
         """The KV cache that is planned; None: the model keeps its own."""
         if not self.seen.shape:
-            self.seen.shape.append(cache_shape(self.module))
+            self.seen.shape.append(cache_shape(self.module) if self.shallow is None else self.shallow.shape())
         return self.seen.shape[0]
 
     def choose(self, budget_bytes: Mapping[str, int]) -> tuple[generation_plan.Choice, Need]:
@@ -150,7 +148,7 @@ class Subject:
 
         def seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
             if self.is_here:
-                return block_seconds(self.module, partition, example, training=False, calls=calls)
+                return self._measured(partition, example, calls)
             return traced_seconds(self.module, partition, calls, hardware, tokens=tokens)
 
         def cpu_seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
@@ -166,7 +164,29 @@ class Subject:
             cpu_bytes=self._layer_cache_bytes if beside else 0,
             # Temporaries are as large there as in the compute tier, and so at most is what hops over.
             cpu_step_bytes=2 * max(seen.step_bytes for seen in self.seen.observations.values()) if beside else 0,
+            beside=beside_drive(hardware, tokens, writes=False) if self.is_here else None,
         )
+
+    def _measured(self, partition: Partition, example: Example, calls: Calls) -> Mapping[str, BlockSeconds]:
+        """Of blocks on this machine, and beside them what the loop around the passes takes.
+
+        A pass takes as long however it is cut. What is seen of small parts by themselves (their threads are awake,
+        their code is in the cache) is brought to what the large ones take together.
+        """
+
+        def timed(one: Partition) -> Mapping[str, BlockSeconds]:
+            return block_seconds(self.module, one, example, training=False, calls=calls)
+
+        found = timed(partition)
+        whole_s, sum_s = (
+            sum(block.forward_s for block in part.values()) for part in (timed(self.cuts[0].partition), found)
+        )
+        pace = whole_s / sum_s if sum_s else 1.0
+        made = {name: replace(block, forward_s=pace * block.forward_s) for name, block in found.items()}
+        config: Any = self.module.config
+        words = int(getattr(config.get_text_config(decoder=True), "vocab_size", 0) or 0)
+        loop_s = loop_seconds(words, self.inputs.batch) if words else 0.0
+        return made | {OUTSIDE: replace(made[OUTSIDE], forward_s=made[OUTSIDE].forward_s + loop_s)}
 
     @property
     def _layer_cache_bytes(self) -> int:
@@ -179,7 +199,10 @@ class Subject:
         """How parts of any partition are called in a pass."""
         if prompt not in self.seen.calls:
             paths = {trigger for cut in self.cuts for trigger in triggers(cut.partition)}
-            self.seen.calls[prompt] = calls_of(self.module, paths, self._example(prompt))
+            example = self._example(prompt)
+            few = None if self.is_here else self.shallow  # what is timed for real gets the cache of all layers
+            made = calls_of(self.module, paths, example) if few is None else few.calls(paths, example)
+            self.seen.calls[prompt] = made
         return self.seen.calls[prompt]
 
     def _example(self, prompt: bool) -> Example:
@@ -212,135 +235,4 @@ def processor_of(machine: Machine) -> Hardware:
     return replace(hardware, compute=RAM, tiers=tiers, links=links, flops_per_s=rates, name=f"{hardware.name}'s host")
 
 
-def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:
-    """The model of ``request`` in ``precision`` (None: its own).
-
-    A folder or .gguf file in its own precision is opened as ``brim generate`` does it. Anything else is made from its
-    configuration, its weights taken to lie in one file. Raises UnsupportedError for what does not generate.
-    """
-    inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
-    path = Path(request.model)
-    stored = path.suffix.lower() == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
-    if stored and precision is None:
-        return _opened(request, machine, inputs)
-    return _made(request, machine, inputs, precision)
-
-
-def _opened(request: Request, machine: Machine, inputs: Inputs) -> Subject:
-    directory = prepare(request.model)
-    start_bytes = resident_bytes()
-    with torch.inference_mode(False):
-        opened = open_model(directory)
-        _check_generates(opened.module, opened.name, inputs)
-        materialize(opened.module, opened)
-    weights = Weights(sources=by_parameter(opened))
-    subject = Subject(
-        name=opened.name,
-        module=opened.module,
-        precision=precision_of(opened.module),
-        own_precision=precision_of(opened.module),
-        weights=weights,
-        inputs=inputs,
-        machine=machine,
-    )
-    return replace(subject, spent_bytes=_spent(subject, opened, start_bytes))
-
-
-def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]:
-    """What a run on this machine will have grown by before its first step: the same things are done here."""
-    if not subject.is_here:
-        return _IMAGINED_SPENT
-    try:
-        tokenizer = open_tokenizer(opened)
-    except ModelError:  # ``brim generate`` will say so; ``brim.load`` needs none
-        tokenizer = None
-    warm_up(subject.module, subject.machine.hardware, subject.inputs.prompt * subject.inputs.batch)
-    subject.seen.shape.append(cache_shape(subject.module))
-    found = spent(start_bytes)
-    del tokenizer
-    return found
-
-
-def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
-    source = described_source(request.model)
-    named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    own = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{named}"), "fp32")
-    meant = precision or own
-    kept = meant if meant in DTYPES else own
-    workload = Workload(
-        task="generate",
-        batch=inputs.batch,
-        seq=inputs.prompt,
-        new_tokens=inputs.total - inputs.prompt,
-        precision="bf16" if kept == "fp16" else kept,
-    )
-    with quiet(), torch.device("meta"):
-        module = Workshop(source, workload).module().to(DTYPES[kept]).eval().requires_grad_(False)
-    _check_generates(module, source.name, inputs)
-    if meant not in DTYPES:
-        quantize_meta(module, meant)
-        module.requires_grad_(False)
-    _give_shapes(module)
-    return Subject(
-        name=source.name,
-        module=module,
-        precision=meant,
-        own_precision=own,
-        weights=Weights(sources=pretended_sources(module)),
-        inputs=inputs,
-        machine=machine,
-        spent_bytes=_IMAGINED_SPENT,
-    )
-
-
-def _give_shapes(module: nn.Module) -> None:
-    """Parameters on meta become parameters on the CPU that hold nothing, as in a model that is about to be loaded."""
-    made: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                known = made.setdefault(id(parameter), nn.Parameter(empty, requires_grad=False))
-                owner._parameters[name] = known
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                owner._buffers[name] = torch.zeros_like(buffer, device="cpu")
-
-
-def pretended_sources(module: nn.Module) -> dict[str, TensorSource]:
-    """Where weights would lie in one safetensors file, so that moving them is planned as it will be done."""
-    found, offset = {}, PAGE_BYTES
-    for name, parameter in module.named_parameters():
-        extent = Extent(path=_PRETENDED, offset=offset, bytes=tensor_bytes(parameter))
-        shape = tuple(parameter.shape)
-        found[name] = TensorSource(name=name, dtype=parameter.dtype, shape=shape, extents=(extent,))
-        offset = round_up(offset + extent.bytes, 64)
-    return found
-
-
-def precision_of(module: nn.Module) -> str:
-    """``fp32``, ``bf16`` or ``fp16``: that of most weights."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in module.parameters():
-        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    return names.get(max(counts, key=lambda dtype: counts[dtype]), "fp32") if counts else "fp32"
-
-
-def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
-    if not (hasattr(module, "can_generate") and module.can_generate()):
-        raise UnsupportedError(
-            f"Generation with {name} was to be planned.",
-            f"{type(module).__name__} does not generate.",
-            "Give a model that does (a causal or an encoder-decoder one).",
-        )
-    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and inputs.total > limit:
-        raise UsageError(
-            f"{inputs.prompt} prompt tokens and {inputs.total - inputs.prompt} new ones were planned for {name}.",
-            f"It was made for {limit} in all.",
-            "Give a smaller --seq or --new-tokens.",
-        )
-
-
-__all__ = ["Subject", "open_subject", "precision_of", "pretended_sources", "processor_of"]
+__all__ = ["DTYPES", "Seen", "Subject", "processor_of"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ from torch import nn
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError
+from brim.estimation.models import find_model
 from brim.estimation.quiet import quiet
 from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
+from brim.run import factory
+from brim.run.beside_drive import beside_drive
 from brim.run.block_timing import block_seconds
+from brim.run.factory import is_factory
 from brim.run.inference import resident_bytes, warm_up
 from brim.run.plan_file import described
 from brim.run.planning_request import PLAN_FILE, Machine, Proposal, Request
+from brim.run.program_share import most_grown
 from brim.run.trainee import add_lora, make_optimizer
 from brim.run.training_choice import Choice
 from brim.run.training_effects import effects, frees
@@ -55,7 +61,9 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
 
 
 def precision_of(request: Request, compute: str) -> str:
-    """What is asked for, else the planner's choice."""
+    """What is asked for, else the planner's choice; a loop of one's own runs as it is written."""
+    if is_factory(request.model):
+        return request.precision or "fp32"
     return request.precision or ("fp32" if compute == RAM or request.prefer == "quality" else "bf16-mixed")
 
 
@@ -83,6 +91,8 @@ def training_limits(
 
 
 def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
+    if is_factory(request.model):
+        return _case_of_factory(request, machine, start_bytes)
     hardware = machine.hardware
     precision = precision_of(request, hardware.compute)
     model = _model(request, precision)
@@ -110,7 +120,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         batch=request.batch,
         hardware=hardware,
         budget_bytes=machine.budget_bytes,
-        spent_bytes=(lambda: program_bytes(start_bytes)) if here else (lambda: BESIDE_BYTES),
+        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
     )
     return Case(
         rehearsal=rehearsal,
@@ -119,20 +129,66 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
         tokens=request.seq,
         clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
+        beside=beside_drive(hardware, request.batch * request.seq, writes=True) if here else None,
+    )
+
+
+def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Case:
+    """A loop of the user's own: weights stay, and gradients are seen together before the optimizer is called."""
+    model, example = factory.made_by(find_model(request.model))
+    precision, partition = precision_of(request, machine.hardware.compute), factory.parts(model)
+    names = frozenset(name for name, _ in model.named_parameters())
+    limits = training_limits(model, precision, machine.budget_bytes, clips=True, adapters=frozenset())
+    fixed = {"micro_batch": request.batch} if factory.sees_rows_together(model) else {}
+    here = request.gpu is None and not machine.assumed
+    rehearsal = Rehearsal(
+        name=str(request.model),
+        model=model,
+        partition=partition,
+        weights=Weights(sources=dict(_sources(model, names))),
+        optimizer=lambda module: make_optimizer(request.optimizer, module, 1e-4),
+        inputs=lambda count: factory.with_rows(example, count),
+        batch=request.batch,
+        hardware=machine.hardware,
+        budget_bytes=machine.budget_bytes,
+        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
+    )
+    return Case(
+        rehearsal=rehearsal,
+        optimizer=request.optimizer,
+        precision=precision,
+        limits=replace(limits, chunkable=False, streams=False, fixed=fixed),
+        tokens=0,
     )
 
 
 def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any]) -> Clock:
     """Measured seconds of blocks on this machine; none where they need values that only a real run has."""
 
-    def seconds(batch: int) -> Mapping[str, tuple[float, float]]:
+    def seconds(batch: int) -> Mapping[str, tuple[float, float, float]]:
         try:
             found = block_seconds(model, partition, inputs(batch), training=True)
+            unsaved = block_seconds(model, partition, inputs(batch), training=False)
         except UnsupportedError:
             return {}
-        return {name: (block.forward_s, block.backward_s) for name, block in found.items() if name}
+        return {
+            name: (block.forward_s, block.backward_s, min(block.forward_s, unsaved[name].forward_s))
+            for name, block in found.items()
+            if name
+        }
 
     return seconds
+
+
+def _share(model: nn.Module, request: Request, start_bytes: int) -> Callable[[], Mapping[str, int]]:
+    """What the program takes beside tensors on this machine: what it grew by, or did when it was new to that."""
+
+    def share() -> dict[str, int]:
+        found = program_bytes(start_bytes)
+        tokens = request.batch * request.seq
+        return {**found, RAM: most_grown(f"train {request.method}", model, tokens, found[RAM])}
+
+    return share
 
 
 def program_bytes(start_bytes: int) -> dict[str, int]:
@@ -190,7 +246,11 @@ def _proposal(request: Request, machine: Machine, planner: Planner, found: Found
         step_s=found.step_s,
         limited_by=found.limited_by,
         techniques=effects(planner, found.way),
-        command=command(request, found.choice, list(found.way.activations)),
+        command=(
+            factory.command()
+            if is_factory(request.model)
+            else command(request, found.choice, list(found.way.activations))
+        ),
         gap=found.way.gap,
         frees=frees(planner, found.way) if first else (),
         timeline=timeline,

@@ -8,64 +8,20 @@ stays, only what it takes to compute counts. Seconds are measured on this machin
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from brim.core.hardware import RAM
 from brim.planner.passes import BlockCost, ways_of
+from brim.run.planning_opening import open_subject
 from brim.run.planning_request import Machine, Request
-from brim.run.planning_subject import Subject, open_subject
+from brim.run.planning_subject import Subject
+from brim.run.precision_rows import Form, Row
 from brim.techniques.placement import FROM_DISK, FROM_RAM
 from brim.units import format_bytes, format_seconds
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """A kind of block in one precision, per token's pass."""
-
-    bytes: int
-    move_s: float
-    compute_s: float
-
-    @property
-    def streamed_s(self) -> float:
-        """In the steady state, moves beside computing."""
-        return max(self.move_s, self.compute_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """``count`` blocks like ``kind``, in each precision. ``streamed`` and ``resident`` name the better one."""
-
-    kind: str
-    count: int
-    forms: Mapping[str, Form]
-
-    @property
-    def streamed(self) -> str:
-        return min(self.forms, key=lambda name: self.forms[name].streamed_s)
-
-    @property
-    def resident(self) -> str:
-        return min(self.forms, key=lambda name: self.forms[name].compute_s)
-
-    def to_json(self) -> dict[str, Any]:
-        forms = {
-            name: {"bytes": form.bytes, "move_s": form.move_s, "compute_s": form.compute_s}
-            for name, form in self.forms.items()
-        }
-        return {
-            "kind": self.kind,
-            "count": self.count,
-            "forms": forms,
-            "streamed": self.streamed,
-            "resident": self.resident,
-        }
 
 
 def precision_table(request: Request, machine: Machine, precisions: Sequence[str] = ("fp16", "int8")) -> list[Row]:
@@ -73,14 +29,17 @@ def precision_table(request: Request, machine: Machine, precisions: Sequence[str
 
     Raises UnsupportedError where the model cannot be had in one of ``precisions``.
     """
-    costs = {name: _costs(open_subject(request, machine, name)) for name in precisions}
+    return rows_of([open_subject(request, machine, name) for name in precisions])
+
+
+def rows_of(subjects: Sequence[Subject]) -> list[Row]:
+    """The same of a model that was opened in several precisions, for one machine."""
+    machine = subjects[0].machine
+    costs = {subject.precision: _costs(subject) for subject in subjects}
     rows = []
-    for kind in next(iter(costs.values())):
-        forms = {}
-        for name, found in costs.items():
-            blocks = found[kind]
-            forms[name] = _form(blocks[0], machine)
-        rows.append(Row(kind=kind, count=len(next(iter(costs.values()))[kind]), forms=forms))
+    for kind, blocks in next(iter(costs.values())).items():
+        forms = {name: _form(found[kind][0], machine) for name, found in costs.items() if kind in found}
+        rows.append(Row(kind=kind, count=len(blocks), forms=forms))
     return rows
 
 
@@ -106,7 +65,7 @@ def _form(block: BlockCost, machine: Machine) -> Form:
 
 def shown(rows: Sequence[Row]) -> Table:
     """The rows for people."""
-    names = list(rows[0].forms) if rows else []
+    names = list(dict.fromkeys(name for row in rows for name in row.forms))
     table = Table(title=f"{' or '.join(names)}?", title_justify="left")
     table.add_column("block")
     table.add_column("count", justify="right")
@@ -119,7 +78,8 @@ def shown(rows: Sequence[Row]) -> Table:
     for row in rows:
         cells = [row.kind, str(row.count)]
         for name in names:
-            form = row.forms[name]
-            cells += [format_bytes(form.bytes), format_seconds(form.move_s), format_seconds(form.compute_s)]
+            form = row.forms.get(name)
+            told = (form.bytes, form.move_s, form.compute_s) if form else None
+            cells += [format_bytes(told[0]), *map(format_seconds, told[1:])] if told else ["-"] * 3
         table.add_row(*cells, row.streamed, row.resident)
     return table

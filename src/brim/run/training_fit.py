@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from brim.core.hardware import RAM
 from brim.errors import UsageError
 from brim.memory import heap
 from brim.memory.kept_heap import KeptHeap, kept_limits
+from brim.run import plan_file
+from brim.run.factory import parts
 from brim.run.fitted import Fitted, apply_choice, bytes_at_once
 from brim.run.fitting import Device, Need, make_memory, make_plan
 from brim.run.inference import resident_bytes
+from brim.run.plan_file import PlanFile
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
@@ -42,6 +46,7 @@ def fit_training(
     device: Device,
     example: _Example | None,
     activations: str | int | None,
+    plan: str | Path | None = None,
 ) -> Fitted:
     """As ``brim.fit`` says. The loop decides what goes through the model at once; the rest is the plan's."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -50,7 +55,7 @@ def fit_training(
     start_bytes = resident_bytes() - tensor_bytes_of(model, optimizer)
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8
     search = Search(model, optimizer, hardware, budget_bytes, device, example, reserve)
-    partition, found = search.run()
+    partition, found = search.run() if plan is None else search.follow(plan_file.read(plan))
     return enforce(search, partition, found, start_bytes)
 
 
@@ -58,14 +63,14 @@ def enforce(search: Search, partition: Partition, found: Found, start_bytes: int
     """Put what ``search`` has found into force. ``start_bytes``: the resident set without model and optimizer."""
     model, optimizer, hardware = search.model, search.optimizer, search.hardware
     budget_bytes, device, example = search.budget_bytes, search.device, search.example
-    plan = found.choice.plan(
+    made = found.choice.plan(
         model=type(model).__name__,
         hardware=hardware.name,
         budget_bytes=budget_bytes,
         promise=found.prediction.promise(),
     )
-    memory = make_memory(plan, hardware, device, Timeline(f"{plan.model} train", measured=True))
-    fitted = apply_choice(model, optimizer, plan, memory, partition, Weights(), example)
+    memory = make_memory(made, hardware, device, Timeline(f"{made.model} train", measured=True))
+    fitted = apply_choice(model, optimizer, made, memory, partition, Weights(), example)
     if hardware.compute == RAM:
         _hold_heap(fitted, found.prediction.peak_bytes[RAM], budget_bytes[RAM], start_bytes)
     vars(model)[HANDLE_ATTRIBUTE] = vars(optimizer)[HANDLE_ATTRIBUTE] = fitted
@@ -161,6 +166,23 @@ class Search:
             one_by_one=is_small(self.model),
         )
         return (self._partition, found) if found.fits else self._streamed(found)
+
+    def follow(self, file: PlanFile) -> tuple[Partition, Found]:
+        """What a file's plan decided, proved for the budget that there is now. Raises UsageError for another's."""
+        plan_file.check(file, model=self.model, hardware=self.hardware, task="train")
+        choice = Choice.of(file.plan)
+        if choice.in_backward or choice.chunk_tokens or choice.streams or choice.precision != "fp32":
+            raise UsageError(
+                f"The plan for {file.plan.model} was given to brim.fit.",
+                "It takes a loop of brim's own: streamed weights, updates in backward, logits in pieces or autocast.",
+                "Run it by brim train --plan, or plan for file.py:build.",
+            )
+        partition = parts(self.model)
+        at_once = replace(choice, micro_batch=1)  # as here: whatever the loop gives at once
+        found = self._predict(at_once, partition)
+        if not fits(found.peak_bytes, self.budget_bytes):
+            raise too_small(found.peak_bytes, self.budget_bytes)
+        return partition, Found(rung=-1, choice=at_once, prediction=found, planned=True)
 
     def _predict(self, choice: Choice, partition: Partition | None = None) -> Prediction:
         """Without an example, what the plan holds, gradients, and what was set aside for a step."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from torch import nn
-
-from brim.core import Hardware, Trace
+from brim.core import Trace
 from brim.core.hardware import VRAM
-from brim.errors import BudgetError, UnsupportedError
+from brim.errors import BudgetError
 from brim.planner import training as ways
 from brim.planner.columns import block_bytes, held_bytes, peak_bytes
 from brim.planner.profile import deepened, measured, profile_of
-from brim.planner.schedule import Schedule
+from brim.planner.schedule import Contention, Schedule
 from brim.planner.step_profile import (
     BACKWARD,
     FULL,
@@ -34,15 +31,15 @@ from brim.planner.step_profile import (
     Way,
     shape_of,
 )
-from brim.planner.steps import training_step_s
+from brim.planner.steps import contention_of, training_step_s
 from brim.run.training_choice import Choice
 from brim.run.training_depth import Shallow
 from brim.run.training_ladder import CHUNK_TOKENS, fits, too_small
 from brim.run.training_prediction import Prediction, Rehearsal
-from brim.techniques import checkpointing, chunked_loss, optimizers
+from brim.run.training_ways import head_option, rank, signature, trained_bytes
+from brim.techniques import checkpointing, optimizers
 from brim.techniques.activation_ways import ToDisk, ToRam
-from brim.techniques.base import Option
-from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.blocks import tensor_bytes
 from brim.techniques.checkpointing import NONE
 from brim.techniques.placement import RESIDENT, STAGING_SLOTS
 from brim.techniques.weight_streaming import RING_SLOTS
@@ -53,10 +50,12 @@ _MARGIN_BYTES = 1 << 20
 _ROOM = 0.02  # of a budget: less left over is no reason to search again
 _SURELY = 0.9  # of what the profile says of a simple way: what it takes at least
 _SEARCH_S = 60.0  # no further way is tried after that, once there is one
+_MORE_S = 4.0  # nor one that is slower than the best that is proved, only to make the list longer
+_NOTHING = 0.01  # of a budget: gradients and states that are less (adapters') are not worth a technique
 _MANY = 12  # ways that are tried for each that is asked for
 
-# Measured (forward, backward) seconds of blocks over so many rows.
-Clock = Callable[[int], Mapping[str, tuple[float, float]]]
+# Measured seconds of blocks over so many rows: forward, backward, forward where nothing is saved.
+Clock = Callable[[int], Mapping[str, tuple[float, float, float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,10 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed."""
+    """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed.
+
+    ``beside``: what lanes of the machine were measured to leave each other.
+    """
 
     rehearsal: Rehearsal
     optimizer: str
@@ -86,6 +88,7 @@ class Case:
     limits: Limits
     tokens: int
     clock: Clock | None = None
+    beside: Contention | None = None
     exact: bool = False  # every layer is rehearsed for every proof
 
 
@@ -97,11 +100,10 @@ class Planner:
         self.limits, self.hardware = case.limits, case.rehearsal.hardware
         self._shallow = None if case.exact else Shallow.of(case.rehearsal)
         self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
+        self._learned: dict[str, int] = {}  # per tier, what the latest proof found beyond the profile
         whole = self._profile(self._rehearsal.batch)
         row = self._profile(1) if self._rehearsal.batch > 1 else None
         self.profile: StepProfile = replace(whole, row=row)
-
-    # -- the profile
 
     def _profile(self, batch: int) -> StepProfile:
         rehearsal = replace(self._rehearsal, batch=batch)
@@ -131,7 +133,7 @@ class Planner:
             gradient_bytes=sum(tensor_bytes(p) for p in trained),
             state_bytes=sum(optimizers.state_bytes(case.optimizer, trained)),
             repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
-            head=_head(model, rehearsal.batch * case.tokens, self.hardware),
+            head=head_option(model, rehearsal.batch * case.tokens, self.hardware) if self.limits.chunkable else None,
         )
 
     # -- the search
@@ -141,46 +143,78 @@ class Planner:
 
         Raises BudgetError, with the smallest bytes that do, when nothing fits.
         """
-        found: list[Found] = []
-        end_s = time.monotonic() + _SEARCH_S
-        for count, (seconds, way, simple) in enumerate(self._in_order()):
+        for limits in self._in_turn():
+            found = self._search(limits, top)
+            if found:
+                return found[:top]
+        return [self._least()]
+
+    def _in_turn(self) -> Iterator[Limits]:
+        """What is allowed; before that, where all that is trained is next to nothing, without moving it around."""
+        held = self.profile.state_bytes + self.profile.gradient_bytes
+        budget = self.limits.budget_bytes.get(self.hardware.compute, 0)
+        ordered = {"states", "gradients", "in_backward"} & self.limits.fixed.keys()
+        if held < _NOTHING * budget and not ordered:
+            yield replace(self.limits, states_leave=False, gradients_leave=False, single_pass=False)
+        yield self.limits
+
+    def _search(self, limits: Limits, top: int) -> list[Found]:
+        """What is proved under ``limits``. What the first proof says beyond the profile holds for all that follow."""
+        self._learned.clear()
+        begin_s = time.monotonic()
+        found = self._proved(limits, top, [], begin_s)
+        if found and self._learned:
+            found = self._proved(replace(limits, corrections=dict(self._learned)), top, found, begin_s)
+        return found
+
+    def _proved(self, limits: Limits, top: int, found: list[Found], begin_s: float) -> list[Found]:
+        """``found`` and what else is proved; where nothing was learned yet, no more than until something is."""
+        for count, (seconds, way, simple) in enumerate(self._in_order(limits)):
             enough = len(found) >= top and seconds >= found[top - 1].step_s
-            if enough or count >= _MANY * top or (found and time.monotonic() > end_s):
+            limit_s = _MORE_S if found and seconds >= found[0].step_s else _SEARCH_S
+            if enough or count >= _MANY * top or (found and time.monotonic() - begin_s > limit_s):
                 break
-            if any(_signature(one.way) == _signature(way) and one.step_s <= seconds for one in found):
+            if any(signature(one.way) == signature(way) and one.step_s <= seconds for one in found):
                 continue  # it differs in numbers only, and is no faster
-            made = self.prove(way, corrects=not simple)
+            made = self.prove(way, corrects=not simple, limits=limits)
             if made is not None:
                 found = _with(found, made)
-        return found[:top] if found else [self._least()]
+                if self._learned and not limits.corrections:
+                    break
+        return found
 
-    def _in_order(self) -> Iterator[tuple[float, Way, bool]]:
+    def _in_order(self, limits: Limits) -> Iterator[tuple[float, Way, bool]]:
         """Ways by the seconds of their schedules, and whether each is one of the simple ones.
 
         The program's bound says when no later one can be faster.
         """
-        waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines())]
-        for index, way in enumerate(ways.best(self.profile, self.hardware, self.limits)):
+        waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines(limits))]
+        for index, way in enumerate(ways.best(self.profile, self.hardware, limits)):
             ready = [one for one in waiting if one[0] <= way.bound_s]
-            for one in sorted(ready, key=lambda one: _rank(one[0], one[2])):
+            for one in sorted(ready, key=lambda one: rank(one[0], one[2])):
                 waiting.remove(one)
                 yield one[0], one[2], one[1] < 0
             if not any(way.same(other) for _, _, other in waiting):
                 waiting.append((self.seconds(way), index, way))
-        for seconds, index, way in sorted(waiting, key=lambda one: _rank(one[0], one[2])):
+        for seconds, index, way in sorted(waiting, key=lambda one: rank(one[0], one[2])):
             yield seconds, way, index < 0
 
-    def baselines(self) -> list[Way]:
+    def baselines(self, limits: Limits | None = None) -> list[Way]:
         """The simple ways that may fit."""
-        budget = self.limits.budget_bytes
+        limits = limits or self.limits
+        budget = limits.budget_bytes
         return [
             way
-            for way in ways.baselines(self.profile, self.hardware, self.limits)
+            for way in ways.baselines(self.profile, self.hardware, limits)
             if all(_SURELY * count <= budget.get(tier, count) for tier, count in self.held(way).items())
         ]
 
     def seconds(self, way: Way) -> float:
-        return training_step_s(self.profile, self.hardware, way)[0]
+        return self._timed(way)[0]
+
+    def _timed(self, way: Way) -> tuple[float, Schedule]:
+        beside = {**contention_of(self.hardware), **(self._case.beside or {})}
+        return training_step_s(self.profile, self.hardware, way, beside)
 
     def held(self, way: Way) -> dict[str, int]:
         """Peaks per tier, as far as the profile knows them."""
@@ -188,12 +222,12 @@ class Planner:
 
     # -- proofs
 
-    def prove(self, way: Way, *, corrects: bool = True) -> Found | None:
+    def prove(self, way: Way, *, corrects: bool = True, limits: Limits | None = None) -> Found | None:
         """``way``, or what the search makes of its shape when it knows what that really takes; None: nothing fits.
 
         Not ``corrects``: that way or none.
         """
-        limits, best = self.limits, None
+        limits, best = limits or self.limits, None
         for _ in range(_PROOFS if corrects else 1):
             made = self._found(way)
             if fits(made.prediction.peak_bytes, limits.budget_bytes):
@@ -202,7 +236,8 @@ class Planner:
                     break
             elif best is not None:
                 break
-            corrected = replace(limits, corrections=self._corrections(made))
+            self._learned = self._corrections(made)
+            corrected = replace(limits, corrections=self._learned)
             again = ways.solve_shape(self.profile, self.hardware, corrected, shape_of(way))
             if again is None or again.same(way):
                 break
@@ -212,7 +247,7 @@ class Planner:
     def _found(self, way: Way) -> Found:
         choice = self.choice(way)
         peaks = self.peaks(way, choice)
-        seconds, schedule = training_step_s(self.profile, self.hardware, way)
+        seconds, schedule = self._timed(way)
         busy = schedule.busy_s()
         prediction = Prediction(
             peak_bytes=peaks,
@@ -246,12 +281,12 @@ class Planner:
         return budget - peaks[compute] > _ROOM * budget
 
     def _corrections(self, made: Found) -> dict[str, int]:
-        """What the proof found beyond the profile, per tier."""
+        """What the proof found beyond the profile, per tier that is used at all."""
         thought = self.held(made.way)
         return {
             tier: count - thought.get(tier, 0) + _MARGIN_BYTES
             for tier, count in made.prediction.peak_bytes.items()
-            if tier in self.limits.budget_bytes
+            if tier in self.limits.budget_bytes and (count or thought.get(tier))
         }
 
     def _layer_bytes(self, way: Way) -> Callable[[int, str, bool], int]:
@@ -284,8 +319,6 @@ class Planner:
                 most[treatments[layer]] = 1 + -(-window // max(1, block.offload_bytes))
         return most
 
-    # -- when nothing fits
-
     def _least(self) -> Found:
         """The way that takes least, where it fits after all; else a BudgetError with what it takes."""
         limits, need, made = self.limits, dict[str, int](), None
@@ -308,8 +341,6 @@ class Planner:
         peaks = made.prediction.peak_bytes
         short = {tier: max(peaks.get(tier, 0), count) for tier, count in need.items()}
         raise too_small({**{t: n for t, n in peaks.items() if t not in short}, **short}, self.limits.budget_bytes)
-
-    # -- a way as the runtime takes it
 
     def choice(self, way: Way) -> Choice:
         """``way`` as the runtime takes it."""
@@ -354,47 +385,14 @@ class Planner:
 
 def _with(found: list[Found], made: Found) -> list[Found]:
     """``found`` and ``made``, by seconds; of those that differ in numbers only, the fastest."""
-    rest, name = [], _signature(made.way)
+    rest, name = [], signature(made.way)
     for one in found:
-        if _signature(one.way) == name:
+        if signature(one.way) == name:
             if one.step_s <= made.step_s:
                 return found
             continue
         rest.append(one)
-    return sorted([*rest, made], key=lambda one: _rank(one.step_s, one.way))
-
-
-def _rank(seconds: float, way: Way) -> tuple[float, int, float]:
-    """Of ways that are as fast to four digits, the one that does least comes first."""
-    frame = way.frame
-    used = [frame.chunked, frame.in_backward, frame.states != KEEP, frame.gradients != KEEP]
-    used += [kept != KEEP for kept in way.activations.values()]
-    used += [weights != RESIDENT for weights in way.weights.values()]
-    return float(f"{seconds:.4g}"), sum(used), seconds
-
-
-def _signature(way: Way) -> tuple[Any, ...]:
-    kinds = frozenset((way.weights[name], kept) for name, kept in way.activations.items())
-    return (replace(way.frame, slots=2), kinds)
-
-
-def trained_bytes(model: nn.Module, partition: Partition) -> dict[str, int]:
-    """Of each block, the bytes that the optimizer changes."""
-    parameters = dict(model.named_parameters())
-    return {
-        block.name: sum(tensor_bytes(parameters[n]) for n in block.tensors if parameters[n].requires_grad)
-        for block in partition.blocks
-    }
-
-
-def _head(model: nn.Module, tokens: int, hardware: Hardware) -> Option | None:
-    try:
-        layer: Any = model.get_submodule(chunked_loss.find_head(model))
-    except UnsupportedError:
-        return None
-    classes, hidden = layer.weight.shape
-    made = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
-    return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
+    return sorted([*rest, made], key=lambda one: rank(one.step_s, one.way))
 
 
 __all__ = ["Case", "Clock", "Found", "Planner", "trained_bytes"]

@@ -58,7 +58,13 @@ def apply(model: nn.Module, optimizer: Optimizer | None, precision: str, *, seed
 
 
 class PrecisionHandle:
-    """How a training loop computes under this precision. All its methods do the plain thing where that is right."""
+    """How a training loop computes under this precision. All its methods do the plain thing where that is right.
+
+    ``keeps_casts``: autocast keeps what it made of each weight until the forward pass is over, for weights that are
+    used twice. Where blocks are streamed or computed again, that would hold all weights once more, in 16 bits.
+    """
+
+    keeps_casts = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, precision: str, seed: int) -> None:
         self.precision, self._optimizer = precision, optimizer
@@ -90,7 +96,9 @@ class PrecisionHandle:
     def forward(self) -> AbstractContextManager[Any]:
         """Around the model's call and its loss."""
         dtype = _MIXED.get(self.precision)
-        return nullcontext() if dtype is None else torch.autocast(self._device, dtype)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device, dtype, cache_enabled=self.keeps_casts)
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()

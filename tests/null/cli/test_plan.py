@@ -127,6 +127,19 @@ def test_the_smallest_comes_first_where_memory_is_preferred(llama: str) -> None:
     assert small[0]["step_s"] >= fast[0]["step_s"]
 
 
+def test_the_precisions_are_shown_for_each_kind_of_block(llama: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    found = told(llama, *GENERATE, "--top", "1", "--precisions", "--html", str(page))
+    assert found["precisions"]
+    for row in found["precisions"]:
+        assert len(row["forms"]) == 2 and row["streamed"] in row["forms"] and row["resident"] in row["forms"]
+        assert row["count"] >= 1 and min(form["bytes"] for form in row["forms"].values()) > 0
+    (table,) = (t for t in data_of(page.read_text())["tables"] if t["title"] == "Which precision?")
+    assert len(table["rows"]) == len(found["precisions"])
+    assert " or int8?" in said(llama, *GENERATE, "--top", "1", "--precisions").out
+    assert told(llama, *GENERATE, "--top", "1")["precisions"] == []
+
+
 @pytest.fixture
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than a few changes are tried."""
@@ -169,6 +182,9 @@ def test_what_does_not_fit_is_told_in_words(llama: str, tmp_path: Path, in_no_ti
         (["gpt2", "--top", "0"], "--top"),
         (["gpt2", "--vram", "4000GiB"], "GPU"),
         (["gpt2", "--prefer", "beauty"], "beauty"),
+        (["gpt2", "--task", "train", "--precisions"], "--precisions"),
+        (["gpt2", "--regimes", "--precisions"], "--precisions"),
+        (["gpt2", "--gpu", "RTX 3060", "--router-statistics", "auto"], "only its configuration"),
         (["gpt2", "--output", "no-such-folder/plan.json"], "not a folder"),
         (["gpt2", "--html", "no-such-folder/plan.html"], "not a folder"),
     ],

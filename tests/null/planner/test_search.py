@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from brim.core.hardware import DISK, RAM, VRAM
-from brim.planner.search import BlockClass, Column, Pool, Problem, busiest, solve
+from brim.core.hardware import DISK, VRAM
+from brim.planner.greedy import greedy
+from brim.planner.problem import BlockClass, Column, Pool, Problem, busiest
+from brim.planner.search import solve
 
 MIB = 1 << 20
 
@@ -83,17 +85,39 @@ def test_it_is_the_fastest_that_fits(problem: Problem) -> None:
     assert found.bound_s <= least * (1 + 1e-6)
 
 
-def test_a_start_is_never_made_worse() -> None:
-    columns = [column("resident", 1.0, 0.0, 100), column("streamed", 1.0, 3.0, 0, 100)]
-    problem = Problem(
-        classes=[BlockClass(name="layer", count=10, columns=columns)],
-        budget_bytes={VRAM: 701 * MIB, RAM: 0, DISK: 0},
-        pools=[Pool(name="ring", tiers=[VRAM], slots=2)],
-    )
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_the_greedy_start_fits_and_is_never_made_worse(problem: Problem) -> None:
+    start = greedy(problem)
+    if start is None:
+        return
+    assert fits(problem, {name: dict(counts) for name, counts in start.items()})
     found = solve(problem)
     assert found is not None
-    assert found.counts == {"layer": {"resident": 5, "streamed": 5}}
-    assert solve(problem, start=found) == found
+    assert found.busiest_s <= busiest(problem, start)[1] * (1 + 2e-3)
+
+
+def two_ways(budget: int, disk: int) -> Problem:
+    resident = Column(name="resident", bytes={VRAM: 100 * MIB}, seconds={"compute": 1.0})
+    streamed = Column(name="streamed", bytes={DISK: MIB}, seconds={"compute": 1.0, "link": 3.0})
+    return Problem(
+        classes=[BlockClass(name="layer", count=10, columns=[resident, streamed])],
+        budget_bytes={VRAM: budget, DISK: disk},
+    )
+
+
+def test_without_time_the_greedy_start_is_the_answer_and_says_that_nothing_is_known() -> None:
+    found = solve(two_ways(701 * MIB, 20 * MIB), time_limit_s=0.0)
+    assert found is not None
+    assert found.counts == {"layer": {"resident": 7, "streamed": 3}}
+    assert 0 <= found.gap <= 1
+
+
+def test_a_tier_of_which_there_is_nothing_is_left_alone() -> None:
+    found = solve(two_ways(1001 * MIB, 0))
+    assert found is not None
+    assert found.counts == {"layer": {"resident": 10}}
+    assert solve(two_ways(999 * MIB, 0)) is None
 
 
 def test_the_busiest_lane_has_a_name() -> None:

@@ -216,3 +216,24 @@ def test_more_memory_streams_no_more_unless_that_is_faster(work: Job, budget: in
     if len({b.bytes for b in work.blocks}) == 1:  # of unequal sizes, an even spread may not fill the room exactly
         quieter = streamed(large) <= streamed(small)
         assert quieter or large.promise.step_s < small.promise.step_s or any(b.uses == 2 for b in work.blocks)
+
+
+SIMPLE = ({RESIDENT}, {FROM_RAM, FROM_DISK}, {RESIDENT, FROM_RAM, FROM_DISK})
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs(), st.integers(0, 300), st.integers(0, 300), st.floats(0.5, 40.0))
+def test_no_simple_way_is_faster(work: Job, vram: int, ram: int, disk_bytes_per_s: float) -> None:
+    links = tuple(replace(link, bytes_per_s=disk_bytes_per_s) if link.source == DISK else link for link in GPU.links)
+    for hardware in (replace(GPU, links=links), replace(CPU, links=links[:1])):
+        budget = {RAM: ram} if hardware.compute == RAM else {VRAM: vram, RAM: ram}
+        try:
+            best = plan_streaming(work, hardware, budget)
+        except BudgetError:
+            continue
+        for allowed in SIMPLE:
+            try:
+                simple = plan_streaming(work, hardware, budget, allowed=allowed)
+            except BudgetError:
+                continue
+            assert best.promise.step_s <= simple.promise.step_s * (1 + 1e-6), allowed

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
+from brim.run.planning import plan
 from brim.run.planning_generation import baselines, gap, plan_generation, search
+from brim.run.planning_opening import open_subject
 from brim.run.planning_request import Machine, Proposal, Request, machine_of
-from brim.run.planning_subject import Subject, open_subject
+from brim.run.planning_subject import Subject
 from brim.techniques.placement import COMPUTE_RAM, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME
 from planned import LLAMA
@@ -99,6 +101,17 @@ def test_fewer_bits_take_less_and_are_never_chosen_unasked(config: Path) -> None
     assert narrow.plan.promise.peak_bytes[VRAM] < 0.7 * wide.plan.promise.peak_bytes[VRAM]
     found = plan_generation(request(config, prefer="memory", lossless=True), machine_of(request(config)))
     assert {one.plan.choices("precision")[""] for one in found} <= {"bf16", "fp16"}
+
+
+def test_where_memory_is_preferred_the_gpu_does_it_in_the_least(config: Path) -> None:
+    fast = plan(request(config, lossless=True)).proposals[0]
+    small = plan(request(config, lossless=True, prefer="memory")).proposals
+    first = small[0]
+    assert first.hardware is None, "the GPU computes"
+    assert first.plan.promise.peak_bytes[VRAM] < 0.6 * fast.plan.promise.peak_bytes[VRAM]
+    held = [one.plan.promise.peak_bytes[VRAM if one.hardware is None else RAM] for one in small]
+    assert held == sorted(held)
+    assert first.plan.promise.peak_bytes[VRAM] <= first.plan.budget_bytes[VRAM]
 
 
 def test_a_refusal_says_a_budget_that_does(config: Path) -> None:

@@ -1,0 +1,51 @@
+"""What lanes of this machine take from each other when it computes in RAM: measured once, and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from brim.core import Hardware
+from brim.core.hardware import DISK, RAM
+from brim.measure.beside import READ, WRITE, beside, both_ways
+from brim.measure.probe import probe
+from brim.planner.schedule import COMPUTE, Contention, way
+from brim.run.cache import cache_folder
+from brim.run.remembered import Remembered
+
+_METHOD = 1  # raised when what is measured, or how, changes
+_MANY_ROWS = 256  # a product of more is limited by arithmetic as much
+_LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
+
+
+def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention | None:
+    """The shares of their speeds that computing and the drive keep beside each other; None for another machine.
+
+    ``rows`` are those of a product: one in a token's pass, many in a training. The first time it takes some seconds
+    for each.
+    """
+    if hardware.compute != RAM or (hardware.name, RAM) != ((here := probe(device="cpu")).name, here.compute):
+        return None
+    count = 1 if rows < _MANY_ROWS // 16 else _MANY_ROWS
+    memory = Remembered("beside-drive", (_METHOD, hardware.name, torch.__version__, torch.get_num_threads()))
+    found: dict[tuple[str, str], float] = {}
+    for what in (READ, *((WRITE,) if writes else ())):
+        shares = _known(memory, f"{what} {count}", partial(beside, what, count))
+        found[COMPUTE, _LANES[what]], found[_LANES[what], COMPUTE] = shares
+    if writes:
+        shares = _known(memory, "both ways", both_ways)
+        found[_LANES[READ], _LANES[WRITE]], found[_LANES[WRITE], _LANES[READ]] = shares
+    return found
+
+
+def _known(memory: Remembered, name: str, measure: Callable[[Path], tuple[float, float]]) -> tuple[float, float]:
+    known = memory.get(name)
+    if known is None:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        known = list(measure(folder))
+        memory.keep({name: known})
+    return known[0], known[1]

@@ -1,0 +1,47 @@
+"""What was measured of this machine for plans is measured once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from brim.core.hardware import DISK, RAM
+from brim.measure.probe import probe
+from brim.planner.schedule import COMPUTE, way
+from brim.run import beside_drive, loop_seconds
+from brim.run.program_share import most_grown
+from machine import cache, probed_home
+
+__all__ = ["cache", "probed_home"]
+
+
+def test_the_loop_around_a_token_takes_milliseconds_at_most_and_is_remembered(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took_s = loop_seconds.loop_seconds(300, 1)
+    assert 0 <= took_s < 0.5
+    monkeypatch.setattr(loop_seconds, "_measured", None)
+    assert loop_seconds.loop_seconds(300, 1) == took_s
+
+
+def test_lanes_beside_the_drive_are_measured_once_and_for_this_machine_only(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = probe(device="cpu")
+    found = beside_drive.beside_drive(here, 1, writes=True)
+    assert found is not None
+    lanes = {COMPUTE, way(DISK, RAM), way(RAM, DISK)}
+    assert {lane for pair in found for lane in pair} == lanes
+    assert len(found) == 6 and all(0 < share <= 1 for share in found.values())
+    monkeypatch.setattr(beside_drive, "beside", pytest.fail)
+    monkeypatch.setattr(beside_drive, "both_ways", pytest.fail)
+    assert beside_drive.beside_drive(here, 1, writes=True) == found
+
+
+def test_the_program_s_share_is_the_most_that_was_seen_of_a_model(cache: Path) -> None:
+    small, large = nn.Linear(4, 4), nn.Linear(8, 8)
+    assert most_grown("train full", small, 64, 100 << 20) == 100 << 20
+    assert most_grown("train full", small, 64, 3 << 20) == 100 << 20
+    assert most_grown("train full", large, 64, 3 << 20) == 3 << 20
