@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +21,7 @@ _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _INTERVAL_S = 0.002  # a machine that writes 10 GB/s into fresh pages comes 20 MB further in that time
 _FUTILE_S = 0.05
+_MANY, _MANY_S = 50, 1.0  # so many times within so long, giving holes back costs more than not keeping them
 
 # Left to itself, the heap held 6 to 22 % beside what was in use at the peak of a step, by the model's shapes. So much
 # of it is promised and used as the budget has room for; what would be more is given back in time. With a tenth, a
@@ -78,11 +81,16 @@ class KeptHeap:
 
     def _watch(self) -> None:
         wait_s = _INTERVAL_S
+        given_s: deque[float] = deque(maxlen=_MANY)
         with _STATM.open("rb", buffering=0) as statm:
             while not self._stopped.wait(wait_s):
                 wait_s = _INTERVAL_S
                 if _resident_bytes(statm) > self._mark_bytes:
                     heap.give_back()
+                    given_s.append(time.monotonic())
+                    if len(given_s) == _MANY and given_s[-1] - given_s[0] < _MANY_S:
+                        heap.return_freed_memory()
+                        wait_s = _FUTILE_S
                     if _resident_bytes(statm) > self._mark_bytes:
                         wait_s = _FUTILE_S  # it is in use
 

@@ -18,7 +18,8 @@ from brim.planner import Job
 from brim.run import generation_plan
 from brim.run.beside_drive import beside_drive
 from brim.run.block_calls import Calls, Example, calls_of
-from brim.run.block_timing import OUTSIDE, BlockSeconds, block_seconds, traced_seconds, triggers
+from brim.run.block_seconds import OUTSIDE, BlockSeconds
+from brim.run.block_timing import block_seconds, traced_seconds, triggers
 from brim.run.choosing import Cut, Need, cuts, job_of
 from brim.run.generation_depth import Shallow
 from brim.run.generation_memory import Sizes, cache_shape
