@@ -15,6 +15,7 @@ last;
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
             "Ranks that are not there were to be traced.", "This process is in a group of real ones.",
             "Estimate in a process of its own.",
         )  # fmt: skip
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
     try:
         with ExitStack() as stack:
             stack.enter_context(

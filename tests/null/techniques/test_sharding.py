@@ -1,5 +1,7 @@
 """Sharding and pipelining on one process: shapes, plans, stages, and what is refused."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,3 +132,11 @@ def test_a_stage_has_its_own_weights_only():
 def test_layers_that_a_model_does_not_have_are_an_error():
     with pytest.raises(UsageError, match="has 4"):
         pipeline.cut(llama(), pipeline.Part(first=3, layers=2, of=5))
+
+
+def test_a_process_that_was_a_rank_tells_of_errors_as_before():
+    hook = sys.excepthook
+    with sharding.alone(4, 1):
+        pass
+    assert sys.excepthook is hook
+    assert not dist.is_initialized()
