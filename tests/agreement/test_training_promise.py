@@ -60,13 +60,16 @@ def test_the_process_grows_as_promised(shape: str, tmp_path: Path, probed_home: 
     assert measured >= 0.95 * promised
 
 
+@pytest.mark.slow
 def test_a_tight_budget_holds_where_gradients_are_clipped_and_checkpoints_saved(
     tmp_path: Path, probed_home: Path
 ) -> None:
     """Then weights that come and go are updated after backward, and read once more when they are saved."""
-    budget_bytes = 130 << 20  # the weights alone take 108
+    budget_bytes = 260 << 20  # weights and gradients take 380
     limits = ["--ram", str(budget_bytes), "--offload-optimizer", "disk", "--disk", f"{tmp_path}:2GiB"]
-    found = trained(llama(384, 14), tmp_path, probed_home, *limits, "--clip-norm", "1.0", "--save-every", "1")
+    found = trained(
+        llama(768, 6), tmp_path, probed_home, *limits, "--seq", "64", "--clip-norm", "1.0", "--save-every", "1"
+    )
     assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])
     assert not found["plan"]["settings"]["update_in_backward"]
     assert found["measured_bytes"]["ram"] <= budget_bytes
