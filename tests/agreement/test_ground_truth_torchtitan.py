@@ -7,6 +7,7 @@ import pytest
 from accuracy import ground_truth, torchtitan
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not (ground_truth.folder() / "published_tables.csv").exists(), reason="the table is not here"),
     pytest.mark.filterwarnings("ignore"),
 ]

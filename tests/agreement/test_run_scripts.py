@@ -24,10 +24,10 @@ QUICK = [
     ("evaluated_first", (), 0.5),
     ("classify_pretrained", (), 0.5),
     ("compiled", (), 0.5),
-    ("ema", (), 0.6),
-    ("checkpoints", (), 0.25),
 ]
 SLOW = [
+    ("ema", (), 0.6),
+    ("checkpoints", (), 0.25),
     ("dcgan", (), 0.5),
     ("char_rnn", (), 0.6),
     ("word_language_model", (), 0.5),

@@ -136,7 +136,7 @@ def test_loading_and_dropping_again_and_again_leaks_nothing(saved_llama: Path) -
     ids = torch.arange(4)[None]
     load_streamed(saved_llama)(ids)
     before, least, rss = held(), least_bytes(saved_llama), []
-    for turn in range(8):
+    for turn in range(6):
         model = load_streamed(saved_llama, least)
         model(ids)
         if turn % 3 == 0:
@@ -148,7 +148,7 @@ def test_loading_and_dropping_again_and_again_leaks_nothing(saved_llama: Path) -
         gc.collect()
         rss.append(psutil.Process().memory_info().rss)
         assert held() == before
-    assert min(rss[-3:]) - min(rss[:4]) < 8 * MIB
+    assert min(rss[-2:]) - min(rss[:3]) < 8 * MIB
 
 
 def test_only_pickled_weights_are_refused_and_a_pickle_beside_safetensors_is_not_touched(llama: Path) -> None:

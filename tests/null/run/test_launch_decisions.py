@@ -311,6 +311,7 @@ def test_cuda_that_is_the_cpu_is_planned_as_well(both: Run) -> None:
     assert model["choice"] == "fitted"
 
 
+@pytest.mark.slow
 def test_two_programs_at_once_keep_to_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRIM_SCRATCH", "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path))
     path = tmp_path / "program.py"

@@ -318,6 +318,9 @@ class Slots:
     def updating(self, parameters: Any) -> Any:
         return _Bound(self, parameters)
 
+    def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Any) -> None:
+        """Weights here are at home whenever they are not bound."""
+
 
 class _Bound:
     def __init__(self, slots: Slots, parameters: Any) -> None:
