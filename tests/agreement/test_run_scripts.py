@@ -114,6 +114,7 @@ def test_what_fits_is_left_alone_and_its_need_is_what_it_takes(tmp_path: Path) -
     assert model["untouched_bytes"]["ram"] == pytest.approx(plain.found, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_training_is_killed_by_ctrl_c_as_python_is(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "brim", "run", "--ram", "9MiB", str(SCRIPTS / "endless.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
