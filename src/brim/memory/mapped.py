@@ -106,14 +106,16 @@ def written(views: Sequence[torch.Tensor]) -> list[bool]:
 def _has_own_page(pages: int, view: torch.Tensor) -> bool:
     if not view.numel():
         return False
-    first = view.data_ptr() // PAGE_BYTES
-    last = (view.data_ptr() + view.numel() * view.element_size() - 1) // PAGE_BYTES
+    first = view.data_ptr() // mmap.PAGESIZE
+    last = (view.data_ptr() + view.numel() * view.element_size() - 1) // mmap.PAGESIZE
     return _any_own(pages, first, last + 1)
 
 
 def _any_own(pages: int, first: int, end: int) -> bool:
     """Whether one of these pages is memory of the process's own, in RAM or swapped out."""
     entries = np.frombuffer(os.pread(pages, (end - first) * 8, first * 8), dtype=np.uint64)
+    if len(entries) != end - first:
+        return True  # the kernel does not tell
     return bool(((entries & _PRESENT_OR_SWAPPED != 0) & (entries & _OF_FILE == 0)).any())
 
 
@@ -131,14 +133,14 @@ def forget(tensors: Sequence[torch.Tensor]) -> None:
     try:
         for tensor in tensors:
             begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            first, end = -(-begin // PAGE_BYTES), (begin + size) // PAGE_BYTES
+            first, end = -(-begin // mmap.PAGESIZE), (begin + size) // mmap.PAGESIZE
             if (
                 tensor.device.type == "cpu"
                 and tensor.is_contiguous()
                 and first < end
                 and not _any_own(pages, first, end)
             ):
-                _c_library().madvise(first * PAGE_BYTES, (end - first) * PAGE_BYTES, mmap.MADV_DONTNEED)
+                _c_library().madvise(first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
     finally:
         os.close(pages)
 

@@ -100,7 +100,9 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert args[0].keeper is not None
         args[0].keeper.scale(args[1])
         return args[0]
-    written = _written(func, args)
+    if _is_view(func) or _written(func, kwargs.items()):
+        raise _refusal(func, next(_aways([*args, *kwargs.values()])))  # what is written to the result would be lost
+    written = _written(func, enumerate(args))
     listed = [one for value in args if isinstance(value, (list, tuple)) for one in _aways(value)]
     if listed or len(written) > 1:
         raise _refusal(func, next(_aways(args)))
@@ -113,10 +115,16 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return made
 
 
-def _written(func: Any, args: Any) -> list[Away]:
-    """The arguments that ``func`` changes in place."""
-    places = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-    return [a for a, writes in zip(args, places, strict=False) if writes and isinstance(a, Away)]
+def _is_view(func: Any) -> bool:
+    """Whether a result shares its memory with an argument that ``func`` does not change."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _written(func: Any, given: Iterable[tuple[int | str, Any]]) -> list[Away]:
+    """Those of the arguments ``given``, by position or by name, that ``func`` changes in place."""
+    arguments = dict(enumerate(func._schema.arguments)) | {a.name: a for a in func._schema.arguments}
+    places = [(arguments.get(key), value) for key, value in given if isinstance(value, Away)]
+    return [v for a, v in places if a is not None and a.alias_info is not None and a.alias_info.is_write]
 
 
 def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
