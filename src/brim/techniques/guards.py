@@ -154,6 +154,7 @@ class _OwnState:
 
     def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:
         for streamed, index in self._owned.values():
+            streamed.home.settle()  # else what is on its way there would overwrite what is loaded
             if streamed.is_hollow(index):
                 streamed.parameters[index].data = streamed.home.value(index)
 

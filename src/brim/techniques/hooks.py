@@ -64,7 +64,7 @@ class Visit:
             assert self._handle._recall is not None
             self._handle._recall.announce(self._held, call.start, output)
         for streamed in reversed(self._held):
-            self._handle._leave(streamed)
+            self._handle._leave(streamed, settle=True)
         hooks = self._module._forward_pre_hooks
         if next(iter(hooks)) != self._first.id:
             hooks.move_to_end(self._first.id, last=False)  # type: ignore[attr-defined]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,27 +28,15 @@ from brim.techniques.beside import Beside
 from brim.techniques.clipping import clip
 from brim.techniques.crossing import Carried
 from brim.techniques.gradients import Arrivals
-from brim.techniques.optimizer_places import KEEP, Choices, Places, usual_buffer_bytes, work_bytes
+from brim.techniques.optimizer_places import KEEP, Choices, Places, Streaming, check, usual_buffer_bytes, work_bytes
 from brim.techniques.optimizer_states import StateBlock, state_blocks
 from brim.techniques.optimizer_trial import Trial, raw_step
 from brim.techniques.optimizer_whole import WholeState
 from brim.techniques.updates import Recomputation, narrowed, root_task, stepping
 
 NAME = "optimizer_offload"
-CHOICES = (KEEP, RAM, DISK)
 BLOCK_BYTES = 16 << 20
 _AHEAD = 4  # blocks whose states are fetched while one is updated, as far as they fit
-
-
-class Streaming(Protocol):
-    """What is needed of weight streaming: its blocks, and their true values for the time of an update."""
-
-    @property
-    def blocks(self) -> Sequence[tuple[str, Sequence[nn.Parameter]]]: ...
-
-    def updating(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]: ...
-
-    def is_updated_by(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None: ...
 
 
 def options(
@@ -109,7 +97,7 @@ def apply(
     Raises UsageError for an unknown choice or an optimizer that is fitted already, UnsupportedError for an
     optimizer that needs all its parameters at once, BudgetError and TransferError; then nothing has changed.
     """
-    _check(optimizer, states=states, gradients=gradients)
+    check(optimizer, states=states, gradients=gradients)
     given, trial = () if streaming is None else streaming.blocks, Trial(optimizer)
     blocks = state_blocks(model, optimizer, block_bytes=block_bytes, given=given, trial=trial)
     unknown = set(keep) - {block.name for block in blocks}
@@ -117,24 +105,6 @@ def apply(
         raise UsageError(f"keep={sorted(unknown)} was asked of {NAME}.", "There are no such blocks.")
     choices = Choices(states=states, gradients=gradients, keep=frozenset(keep), buffer_bytes=buffer_bytes)
     return OptimizerOffload(model, optimizer, memory, blocks, trial, choices, streaming)
-
-
-def _check(optimizer: Optimizer, **choices: str) -> None:
-    if HANDLE_ATTRIBUTE in vars(optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__} was to be fitted.",
-            "It is fitted already.",
-            "Call .brim.remove() on it first.",
-        )
-    for what, choice in choices.items():
-        if choice not in CHOICES:
-            raise UsageError(f"{what}={choice!r} was asked of {NAME}.", f"Known are {', '.join(CHOICES)}.")
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} was to be fitted.",
-            "Its step was replaced by a function of somebody else's.",
-            "Fit the optimizer first, and wrap its step then.",
-        )
 
 
 class OptimizerOffload:
@@ -195,6 +165,7 @@ class OptimizerOffload:
             rest = [index for index in self._order if index not in self._seen]
             self._order = self._seen + rest
             self._beside.join()
+        self._settle()
 
     @property
     def partly_updated(self) -> bool:
@@ -253,6 +224,7 @@ class OptimizerOffload:
         finally:
             self._beside.give_up()  # after an error it would go on under whoever handles that
         self._step_rest()
+        self._settle()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
         self._places.states.expect(order[:_AHEAD])  # the next step begins with them
         self.reset()
@@ -319,6 +291,11 @@ class OptimizerOffload:
         if self._streaming is None or not streamed:
             return contextlib.nullcontext()
         return self._streaming.updating(streamed)
+
+    def _settle(self) -> None:
+        """Streamed weights are new where they rest: from here on whoever reads or writes them does so there."""
+        if self._streaming is not None:
+            self._streaming.settle()
 
     # -- clipping and reports
 

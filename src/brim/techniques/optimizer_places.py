@@ -5,16 +5,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from torch import nn
 from torch.optim import Optimizer
 
 from brim.core.hardware import DISK, RAM
+from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
+from brim.techniques.base import HANDLE_ATTRIBUTE
 from brim.techniques.crossing import Crossing, tensor_bytes
 from brim.techniques.gradients import Gradients
 from brim.techniques.optimizer_states import StateBlock, States
 
 KEEP = "keep"
+CHOICES = (KEEP, RAM, DISK)
+
+
+class Streaming(Protocol):
+    """What is needed of weight streaming: its blocks, and their true values for the time of an update."""
+
+    @property
+    def blocks(self) -> Sequence[tuple[str, Sequence[nn.Parameter]]]: ...
+
+    def updating(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]: ...
+
+    def is_updated_by(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +43,25 @@ class Choices:
     gradients: str
     keep: frozenset[str]
     buffer_bytes: int | None
+
+
+def check(optimizer: Optimizer, **choices: str) -> None:
+    """Raise UsageError for what is unknown or fitted already, UnsupportedError for a step that is not PyTorch's."""
+    if HANDLE_ATTRIBUTE in vars(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} was to be fitted.",
+            "It is fitted already.",
+            "Call .brim.remove() on it first.",
+        )
+    for what, choice in choices.items():
+        if choice not in CHOICES:
+            raise UsageError(f"{what}={choice!r} was asked of optimizer_offload.", f"Known are {', '.join(CHOICES)}.")
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} was to be fitted.",
+            "Its step was replaced by a function of somebody else's.",
+            "Fit the optimizer first, and wrap its step then.",
+        )
 
 
 class Places:

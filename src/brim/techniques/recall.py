@@ -124,6 +124,8 @@ class Recall:
         if any(task.number == number for task in self._tasks):
             self._release(self._task(number))
             self._tasks.pop()
+            if not self._tasks:
+                self._handle.settle()  # weights that were updated meanwhile are read where they rest from now on
 
     def _release(self, task: _Task) -> None:
         while task.held:

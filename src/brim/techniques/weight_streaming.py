@@ -318,7 +318,8 @@ class WeightStreaming:
             carrier.release(streamed.index)
             raise
 
-    def _leave(self, streamed: Streamed) -> None:
+    def _leave(self, streamed: Streamed, *, settle: bool = False) -> None:
+        """What was changed may still be on its way when this returns, unless ``settle`` is asked."""
         if streamed.uses == 0:
             return  # entering failed
         streamed.uses -= 1
@@ -330,6 +331,8 @@ class WeightStreaming:
             if changed:
                 saved = False
                 self._save(streamed)
+                if settle:  # whoever reads or writes the parameters next does so where they rest
+                    streamed.home.settle()
                 saved = True
         finally:  # a full scratch disk loses the change, not the slot
             streamed.rest()

@@ -321,6 +321,9 @@ class Slots:
     def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Any) -> None:
         """Weights here are at home whenever they are not bound."""
 
+    def settle(self) -> None:
+        """They need not travel."""
+
 
 class _Bound:
     def __init__(self, slots: Slots, parameters: Any) -> None:

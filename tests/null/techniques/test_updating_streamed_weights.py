@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import nn
 
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
+from brim.memory.transfer import ThreadEngine
 from brim.techniques import optimizer_offload
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streamed import Streamed
@@ -158,6 +162,78 @@ def test_what_a_step_has_brought_home_is_not_read_and_written_once_more(
     theirs.step()
     assert torch.equal(loss_of(net), loss_of(twin))
     assert any(again)
+
+
+class _Late:
+    """A condition that takes its time: whatever waits for it comes later than the code after it."""
+
+    done = False
+
+    def wait(self) -> None:
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def slow_way_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What leaves the compute tier is long on its way."""
+    copy, write = ThreadEngine.copy, ThreadEngine.write
+
+    def late_copy(self: Any, source: Any, target: Any, label: str, after: Any, way: tuple[str, str]) -> Any:
+        return copy(self, source, target, label, [*after, _Late()] if way[1] == RAM else after, way)
+
+    def late_write(self: Any, source: Any, extent: Any, label: str, after: Any) -> Any:
+        return write(self, source, extent, label, [*after, _Late()])
+
+    monkeypatch.setattr(ThreadEngine, "copy", late_copy)
+    monkeypatch.setattr(ThreadEngine, "write", late_write)
+
+
+@pytest.mark.parametrize("during", [False, True], ids=["step", "final"])
+def test_weights_are_new_where_they_rest_once_a_step_returns(
+    fit: Callable[..., WeightStreaming], slow_way_home: None, during: bool
+) -> None:
+    """Whoever reads, changes or loads them then is not overtaken by what was still on its way."""
+    net, twin = Net(), Net()
+    handle = fit(net)
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in (net, twin))
+    offload = optimizer_offload.apply(net, ours, handle.memory, states="ram", gradients="ram", streaming=handle)
+    begin = {name: value.clone() for name, value in twin.state_dict().items()}
+    for what in ("read", "change", "load", "nothing"):
+        losses = [loss_of(net), loss_of(twin)]
+        assert torch.equal(*losses), what
+        with offload.final() if during else contextlib.nullcontext():
+            losses[0].backward()
+        losses[1].backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        for model in (net, twin):
+            if what == "change":
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.5)
+            elif what == "load":
+                model.load_state_dict(begin)
+        assert_equal(dict(net.named_parameters()), dict(twin.named_parameters()))
+    offload.remove()
+
+
+def test_a_weight_changed_in_forward_is_new_where_it_rests(
+    fit: Callable[..., WeightStreaming], slow_way_home: None
+) -> None:
+    net, twin = Net(), Net()
+    fit(net)
+
+    def halve(module: nn.Module, args: object) -> None:
+        with torch.no_grad():
+            module.scale.mul_(0.5)
+
+    for model in (net, twin):
+        model.layers[0].register_forward_pre_hook(halve)
+        loss_of(model)
+        model.layers[0].scale.data.add_(1.0)
+    assert torch.equal(loss_of(net), loss_of(twin))
+    assert_equal(dict(net.named_parameters()), dict(twin.named_parameters()))
 
 
 @settings(max_examples=30, deadline=None)
