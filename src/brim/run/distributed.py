@@ -25,6 +25,7 @@ from brim.run import checkpoint_reading
 from brim.run.data import Batches
 from brim.run.distributed_checkpoint import SplitSaver
 from brim.run.distributed_group import Ranks, joined
+from brim.run.distributed_memory import Watched
 from brim.run.distributed_model import Part, Recipe, build, check, open_whole
 from brim.run.distributed_request import SplitRequest, SplitTraining
 from brim.run.distributed_step import Stepper, share_of
@@ -110,19 +111,22 @@ class _Run:
         device = ranks.device
         mesh = init_device_mesh(device.type, (split.pp, split.shards, split.tp), mesh_dim_names=_AXES)
         part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.trainee))
+        meter = Watched(part, device, ranks.rank)
         saver = SplitSaver(ranks, part, opened.recipe, opened.output, request.model)
         step = saver.start(opened.batches) if request.resume else 0
         for note in saver.notes:
             self._note(note)
         self._on_stage("training")
-        self._train(opened, part, mesh, saver, step)
+        self._train(opened, part, mesh, saver, step, meter)
         self._on_stage("saving")
         saver.export(self._steps(opened), opened.batches, keep=request.save_every is not None)
+        meter.write(opened.output)
+        allocated = ranks.gathered(meter.peak_bytes)
         if not ranks.is_first:
             return None
         step_s = statistics.median(self._times_s) if self._times_s else 0.0
         return SplitTraining(
-            losses=self._losses, split=split, allocated_bytes=[], step_s=step_s, output=opened.output,
+            losses=self._losses, split=split, allocated_bytes=allocated, step_s=step_s, output=opened.output,
             notes=self._notes,
         )  # fmt: skip
 
@@ -157,7 +161,9 @@ class _Run:
         request = self._request.training
         return request.steps if request.steps is not None else opened.batches.steps(request.epochs or 1)
 
-    def _train(self, opened: _Opened, part: Part, mesh: DeviceMesh, saver: SplitSaver, first: int) -> None:
+    def _train(
+        self, opened: _Opened, part: Part, mesh: DeviceMesh, saver: SplitSaver, first: int, meter: Watched
+    ) -> None:  # fmt: skip
         request, ranks, split = self._request.training, self._ranks, opened.split
         stepper = Stepper(part, split, mesh, ranks.device, request.seq)
         dp, pp = mesh["shard"].get_local_rank(), mesh["pp"].get_local_rank()
@@ -170,7 +176,8 @@ class _Run:
             begin_s = time.perf_counter()
             batch = next(opened.batches)
             lr = request.lr_at(number, steps)
-            loss = stepper.step(share_of(batch, split, dp, ranks.device), lr=lr, clip_norm=request.clip_norm)
+            with meter.step(number - first):
+                loss = stepper.step(share_of(batch, split, dp, ranks.device), lr=lr, clip_norm=request.clip_norm)
             report = StepReport(
                 step=number + 1, steps=steps, loss=loss, lr=lr, tokens=batch["input_ids"].numel(),
                 step_s=time.perf_counter() - begin_s, peak_bytes={}, moved_bytes={}, gpu_use=None,

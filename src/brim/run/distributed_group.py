@@ -94,6 +94,15 @@ class Ranks:
         self.agree(lambda: self._store.set(name, json.dumps(action())) if self.is_first else None)
         return json.loads(self._store.get(name))
 
+    def gathered(self, number: int) -> list[int]:
+        """Every rank's number, on all of them."""
+        self._agreements += 1
+        name = f"number-{self._agreements}"
+        self._store.set(f"{name}-{self.rank}", str(number))
+        keys = [f"{name}-{rank}" for rank in range(self.world)]
+        self._wait(keys)
+        return [int(self._store.get(key)) for key in keys]
+
     def _verdict(self, name: str, error: BaseException | None) -> str:
         """What the first rank that failed says; empty where none did."""
         self._store.set(f"{name}-{self.rank}", "" if error is None else _text_of(error, self.rank))

@@ -182,9 +182,9 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
     sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
     try:
         with ExitStack() as stack:
-            stack.enter_context(
-                mock.patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", _propagated)
-            )
+            for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
+                unseen = _unseen(vars(ShardingPropagator)[name])  # whole shapes, which no rank works out by operations
+                stack.enter_context(mock.patch.object(ShardingPropagator, name, unseen))
             for name in ("__init__", "__getitem__", "_concatenate"):
                 stack.enter_context(mock.patch.object(DeviceMesh, name, _unseen(vars(DeviceMesh)[name])))
             yield
@@ -192,14 +192,8 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _propagated(propagator: Any, schema: Any) -> Any:
-    """DTensor works out a whole result's shape with operations of its own, which no rank runs."""
-    with _disable_current_modes():
-        return propagator.propagate_op_sharding(schema)
-
-
 def _unseen(function: Any) -> Any:
-    """The same function, run beside a trace: a mesh looks its own numbers up in tensors."""
+    """The same function, run beside a trace: it makes tensors only to look something up."""
     inner = function.__func__ if isinstance(function, staticmethod) else function
 
     @functools.wraps(inner)
