@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 SEQ, BATCH, LR, STEPS = 32, 12, 1e-3, 5
-_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+_TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-endpoint",
+    "localhost:0",
+]
 
 
 def command(ranks: int, *words: str, restarts: int = 0) -> list[str]:

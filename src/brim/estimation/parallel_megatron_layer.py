@@ -213,7 +213,7 @@ class Layer:
 
     def _column(self, module: str, weight: str, output_bytes: int) -> int:
         """A product split by its outputs; its input is gathered from all ranks of the group first."""
-        script, place = self.script, self.place
+        script = self.script
         self._at(module)
         gathered = self._gathered()
         made = script.keep(output_bytes)

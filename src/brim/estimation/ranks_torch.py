@@ -139,7 +139,9 @@ def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
-            made = trace(program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability)
+            made = trace(
+                program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability
+            )
             return _as_sharded(made)
     except BrimError:
         raise

@@ -27,6 +27,7 @@ from brim.run.distributed_checkpoint import SplitSaver
 from brim.run.distributed_group import Ranks, joined
 from brim.run.distributed_memory import Watched
 from brim.run.distributed_model import Part, Recipe, build, check, open_whole
+from brim.run.distributed_plan import with_plan
 from brim.run.distributed_request import SplitRequest, SplitTraining
 from brim.run.distributed_step import Stepper, share_of
 from brim.run.models import prepare
@@ -46,7 +47,7 @@ def train(
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_note: Callable[[str], None] = lambda text: None,
 ) -> SplitTraining | None:
-    """Train on all ranks that torchrun has started. What came of it, on rank 0; None on the others, which call nothing.
+    """Train on all ranks that torchrun has started. Rank 0 gives what came of it, the others None, in silence.
 
     A process that fails tells so through rank 0 and ends: the others may be waiting for it in PyTorch's engine, from
     where no exception returns. Started again by torchrun, it goes on from the last checkpoint.
@@ -96,7 +97,7 @@ class _Run:
         on_step: Callable[[StepReport], None], on_note: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._ranks, self._on_stage, self._on_step, self._on_note = ranks, on_stage, on_step, on_note
-        self._request = replace(request, training=replace(request.training, **_resumed(request, ranks)))
+        self._request = replace(request, training=replace(request.training, resume=_resumes(request, ranks)))
         self._losses: list[float] = []
         self._times_s: list[float] = []
         self._notes: list[str] = []
@@ -140,8 +141,10 @@ class _Run:
             )  # fmt: skip
 
     def _open(self) -> _Opened:
+        ranks = self._ranks
+        self._request = with_plan(self._request, ranks.world)
         self._request.check()
-        request, ranks = self._request.training, self._ranks
+        request = self._request.training
         split = self._request.split(ranks.world, ranks.per_node)
         folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
         on_gpu = ranks.device.type == "cuda"
@@ -199,9 +202,9 @@ class _Run:
         self._on_note(text)
 
 
-def _resumed(request: SplitRequest, ranks: Ranks) -> dict[str, bool]:
+def _resumes(request: SplitRequest, ranks: Ranks) -> bool:
     """Ranks that torchrun has started again go on, whether they were asked to or not."""
-    return {"resume": True} if ranks.restarts else {"resume": request.training.resume}
+    return request.training.resume or ranks.restarts > 0
 
 
 def _check_loss(report: StepReport) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints of a training over ranks: PyTorch's distributed checkpoint behind brim's manifest and checksums.
 
-Every rank writes its shards as safetensors (``torch.distributed.checkpoint.HuggingFaceStorageWriter``; no pickle), rank 0
-the manifest, last. Weights and optimizer states go by their names in the whole model, each with its place in the whole
-tensor, so that any number of ranks in any split reads them.
+Every rank writes its shards as safetensors (``torch.distributed.checkpoint.HuggingFaceStorageWriter``; no pickle),
+rank 0 the manifest, last. Weights and optimizer states go by their names in the whole model, each with its place in
+the whole tensor, so that any number of ranks in any split reads them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from brim.errors import TransferError, UsageError
 from brim.memory.checkpoint_writing import write_safetensors
 from brim.run import checkpoint_reading
 from brim.run.checkpoint_contents import model_files, model_tensors
-from brim.run.checkpoint_reading import entry_of
 from brim.run.checkpoint_manifest import checkpoint_folder, partial_folder
+from brim.run.checkpoint_reading import entry_of
 from brim.run.checkpoint_writer import FolderWriter
 from brim.run.data import Batches
 from brim.run.distributed_group import Ranks
@@ -58,7 +60,7 @@ class SplitSaver:
         self.notes += found["skipped"]
         self._make_states()
         with _quiet():
-            dcp.load(self._tensors(), storage_reader=HuggingFaceStorageReader(str(folder)))
+            load(self._tensors(), storage_reader=HuggingFaceStorageReader(str(folder)))
         self._set_counters(state["updates"])
         return int(found["step"])
 
@@ -86,7 +88,7 @@ class SplitSaver:
         writer = FolderWriter(self._output, step, ())
         ranks.agree(lambda: _told(folder, writer.create) if ranks.is_first else None)
         with _quiet(), _as_transfer(folder):
-            dcp.save(
+            save(
                 self._tensors(),
                 storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
             )
@@ -130,7 +132,7 @@ class SplitSaver:
             for group in _groups(names, shapes):
                 read = {name: torch.empty_like(shapes[name], device="cpu") for name in group}
                 with _quiet():
-                    dcp.load(dict(read), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+                    load(dict(read), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
                 yield from read.items()
 
         def write() -> None:
@@ -208,7 +210,7 @@ def _as_transfer(folder: Path) -> Iterator[None]:
     """What the disk refuses, as an error of ours."""
     try:
         yield
-    except (OSError, dcp.api.CheckpointException) as error:
+    except (OSError, CheckpointException) as error:
         reason = " ".join(str(error).split())
         raise TransferError(
             f"A training checkpoint was to be written to {folder}.", f"{reason:.300}",

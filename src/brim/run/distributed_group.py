@@ -1,7 +1,7 @@
 """Ranks that torchrun started: how they find each other, agree, fail together and never wait for ever.
 
-What a step sends is sent by PyTorch's engine. Beside it there is torchrun's own key-value store, which brim uses for what
-has no place in a step: whether every rank could do what it was to do, how far each has got, and why one gave up.
+What a step sends is sent by PyTorch's engine. Beside it there is torchrun's own key-value store, which brim uses for
+what has no place in a step: whether every rank could do what it was to do, how far each has got, and why one gave up.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from brim.errors import BrimError, TransferError, UsageError
 
@@ -45,7 +47,7 @@ def started_by_torchrun() -> bool:
 class Ranks:
     """This process among those that torchrun started. ``restarts``: how often torchrun has started them again."""
 
-    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, store: Store, timeout_s: float) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
@@ -53,7 +55,8 @@ class Ranks:
         self._store, self._timeout_s = store, timeout_s
         self._agreements = 0
         self._ending, self._telling = threading.Event(), threading.Lock()
-        self._watcher = threading.Thread(target=self._watch, args=(store.clone(),), name="brim-ranks", daemon=True)
+        beside: Any = store  # a connection of its own: the other may be waiting
+        self._watcher = threading.Thread(target=self._watch, args=(beside.clone(),), name="brim-ranks", daemon=True)
 
     @property
     def is_first(self) -> bool:
@@ -186,7 +189,7 @@ class Ranks:
         self._ending.set()
         self._watcher.join()
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self, store: Store) -> None:
         """Rank 0 may be in the middle of a collective, where no exception reaches it."""
         while not self._ending.wait(_POLL_S):
             try:
@@ -217,12 +220,12 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "nccl"
-    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     turn = store.add(f"runs-{rank}", 1)  # a program may train several times: keys of one run are not another's
-    engine = dist.PrefixStore(f"engine-{turn}", store)
+    engine = PrefixStore(f"engine-{turn}", store)
     dist.init_process_group(backend, store=engine, rank=rank, world_size=world, timeout=timeout)
     sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
-    ranks = Ranks(dist.PrefixStore(f"brim-{turn}", store), timeout_s)
+    ranks = Ranks(PrefixStore(f"brim-{turn}", store), timeout_s)
     ranks.start_watching()
     try:
         yield ranks
@@ -237,8 +240,8 @@ def _text_of(error: BaseException, rank: int) -> str:
         return json.dumps(parts)
     reason = " ".join(str(error).split())
     return json.dumps({
-        "asked": f"Rank {rank} was to train.", "found": f"It fails: {type(error).__name__}: {reason:.500}", "todo": "",
-        "exit_code": 1,
+        "asked": f"Rank {rank} was to train.", "found": f"It fails: {type(error).__name__}: {reason:.500}",
+        "todo": "", "exit_code": 1,
     })  # fmt: skip
 
 

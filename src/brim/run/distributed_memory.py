@@ -1,7 +1,7 @@
 """What a rank's tensors take, to the byte, as a timeline: every storage from its making until its last owner lets go.
 
-A dispatch mode sees what operations make; what was there before counts from the beginning. What lies in no tensor (buffers
-of gloo or NCCL, scratch memory of kernels) is not seen.
+A dispatch mode sees what operations make; what was there before counts from the beginning. What lies in no tensor
+(buffers of gloo or NCCL, scratch memory of kernels) is not seen.
 """
 
 from __future__ import annotations

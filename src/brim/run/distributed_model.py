@@ -35,12 +35,10 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """All that a rank holds. ``hidden``: the size of what stages send each other; ``trainee``: the whole model, hollow,
-    for its configuration and its files."""
+    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other."""
 
     chunks: Sequence[Chunk]
     optimizer: torch.optim.Optimizer
-    trainee: Trainee
     hidden: int
     dtype: torch.dtype
 
@@ -112,8 +110,9 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     optimizer = optimizers.make(recipe.optimizer, trained, recipe.lr)
     sharding.group_by_kind(optimizer)
     weights = next(parameter.dtype for parameter in trained)
+    config: Any = first.module.config
     return Part(
-        chunks=chunks, optimizer=optimizer, trainee=first, hidden=int(first.module.config.hidden_size),
+        chunks=chunks, optimizer=optimizer, hidden=int(config.hidden_size),
         dtype=COMPUTES.get(recipe.precision, weights),
     )  # fmt: skip
 
@@ -175,7 +174,7 @@ def _own(stage: nn.Module) -> None:
     for parameter in stage.parameters():
         local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
         if local.untyped_storage().nbytes() > local.numel() * local.itemsize and isinstance(parameter.data, DTensor):
-            parameter.data._local_tensor = local.clone()  # type: ignore[attr-defined]
+            parameter.data._local_tensor = local.clone()
 
 
 def _layers(config: Any) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from brim.errors import UnsupportedError, UsageError
+from brim.errors import UnsupportedError
 from brim.estimation.parallel import Split, nearest
 from brim.run.training_request import Request
 
@@ -23,8 +23,7 @@ _ALONE = {
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRequest:
-    """A training over all ranks that torchrun has started. ``zero`` None: 3 where the model fits in no other way to
-    be told, else what was given; ``timeout_s``: how long a rank waits for another."""
+    """A training over all ranks that torchrun has started. ``timeout_s``: how long a rank waits for another."""
 
     training: Request
     zero: int = 0
@@ -58,7 +57,8 @@ class SplitRequest:
             )
         if training.offload_optimizer not in (None, "keep"):
             raise UnsupportedError(
-                "--offload-optimizer was asked for on several ranks.", "Shards of the optimizer stay with the weights."
+                "--offload-optimizer was asked for on several ranks.",
+                "Shards of the optimizer stay with the weights.",
             )
 
     def split(self, ranks: int, per_node: int) -> Split:

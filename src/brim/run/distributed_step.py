@@ -1,7 +1,7 @@
 """One training step of a rank: its share of the batch, forward and backward by PyTorch's engine, clipping, update.
 
-The loss of a batch is a mean over its counted tokens, wherever they are: every micro-batch's own mean is weighed by its
-share of all that counts in the whole batch, on all ranks together.
+The loss of a batch is a mean over its counted tokens, wherever they are: every micro-batch's own mean is weighed by
+its share of all that counts in the whole batch, on all ranks together.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Stepper:
 
     def _of_all(self, own: torch.Tensor) -> float:
         """Every data-parallel rank's part of the loss, from one member of its tensor-parallel group."""
-        mine = own.to(torch.float64) if self._mesh["tp"].get_local_rank() == 0 else own.new_zeros((), dtype=torch.float64)
+        mine = own.to(torch.float64) * (self._mesh["tp"].get_local_rank() == 0)
         dist.all_reduce(mine)
         return float(mine) / self._split.dp
 

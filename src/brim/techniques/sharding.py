@@ -96,8 +96,8 @@ def apply(
 
 
 class Sharded:
-    """The handle. ``micro_batch`` is to be entered for every micro-batch of a step; in a pipeline, where backward passes
-    come in an order of their own, ``losses`` for all of it and ``put_off`` before each of them."""
+    """The handle. ``micro_batch`` is to be entered for every micro-batch of a step; in a pipeline, where backward
+    passes come in an order of their own, ``losses`` for all of it and ``put_off`` before each of them."""
 
     def __init__(self, model: nn.Module | None, decision: Sharding, *, tensors: bool) -> None:
         self._tensors = tensors
@@ -133,8 +133,8 @@ class Sharded:
 
 
 def group_by_kind(optimizer: torch.optim.Optimizer) -> None:
-    """Parameters on one mesh in a group of their own, by ``foreach`` as PyTorch steps on a GPU: one call takes DTensors
-    of one mesh, or plain tensors."""
+    """Parameters on one mesh in a group of their own, by ``foreach`` as PyTorch steps on a GPU: one call takes
+    DTensors of one mesh, or plain tensors."""
     apart = []
     for group in optimizer.param_groups:
         for own in of_one_kind(group["params"]):
@@ -183,7 +183,9 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
-                unseen = _unseen(vars(ShardingPropagator)[name])  # whole shapes, which no rank works out by operations
+                unseen = _unseen(
+                    vars(ShardingPropagator)[name]
+                )  # whole shapes, which no rank works out by operations
                 stack.enter_context(mock.patch.object(ShardingPropagator, name, unseen))
             for name in ("__init__", "__getitem__", "_concatenate"):
                 stack.enter_context(mock.patch.object(DeviceMesh, name, _unseen(vars(DeviceMesh)[name])))

@@ -82,7 +82,8 @@ def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
 def test_other_splits_of_two_ranks(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
     splits = [
         {"zero": 0, "micro_batch": 6}, {"zero": 2, "micro_batch": 1}, {"tp": 2, "micro_batch": 12},
-        {"tp": 2, "micro_batch": 4, "checkpointing": "full"}, {"pp": 2, "micro_batch": 1, "checkpointing": "selective"},
+        {"tp": 2, "micro_batch": 4, "checkpointing": "full"},
+        {"pp": 2, "micro_batch": 1, "checkpointing": "selective"},
     ]  # fmt: skip
     made = check(2, llama, text, tmp_path, alone, *splits)
     check_memory(2, llama, made, *splits)
@@ -133,8 +134,10 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_one_two_and_three(llama: Path, 
         assert found["losses"] == pytest.approx(whole[3:], abs=1e-5)
 
 
-@pytest.mark.parametrize("lines", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
-def test_a_signal_rank_is_started_again_and_the_course_is_the_same(
+@pytest.mark.parametrize(
+    "lines", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
+def test_a_killed_rank_is_started_again_and_the_course_is_the_same(
     llama: Path, text: Path, tmp_path: Path, lines: int
 ) -> None:
     whole = plain(llama, text, 7, seq=SEQ, batch=BATCH, lr=LR)[0]
