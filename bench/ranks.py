@@ -1,6 +1,6 @@
-"""What each rank's tensors take on 1, 2 and 4 ranks, measured over gloo and predicted: ``python bench/ranks.py [PLOT]``.
+"""What each rank's tensors take on 1, 2 and 4 ranks, measured over gloo and predicted.
 
-Prints a table, writes JSON to ``bench_ranks.json`` in the current folder, and the plot as SVG.
+``python bench/ranks.py [PLOT]`` prints a table, writes JSON to ``bench_ranks.json`` in the current folder, and the plot as SVG.
 """
 
 from __future__ import annotations

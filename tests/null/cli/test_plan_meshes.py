@@ -47,15 +47,14 @@ def test_what_cannot_be_is_one_clear_error(capsys, arguments, told):
 
 def test_numbers_of_gpus_are_compared_for_the_same_batch(capsys, tmp_path):
     plot = tmp_path / "plot.svg"
-    command = ["plan", "llama-3-8b", "--task", "train", "--gpu", "H100", "--seq", "1024", "--compare-gpus", "8,2"]
+    command = ["plan", "llama-3-8b", "--task", "train", "--gpu", "RTX 4090", "--seq", "512", "--compare-gpus", "16,2"]
     assert main([*command, "--global-batch", "16", "--price", "3", "--output", str(plot), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    two, eight = document["rows"]
-    assert (two["gpus"], eight["gpus"], document["global_batch"]) == (2, 8, 16)
+    two, many = document["rows"]
+    assert (two["gpus"], many["gpus"], document["global_batch"]) == (2, 16, 16)
     assert not two["fits"] and two["cost"] is None
-    assert eight["cost"] == pytest.approx(3 * eight["gpu_hours"])
-    tokens = 16 * 1024
-    assert eight["gpu_hours"] == pytest.approx(8 * eight["step_s"] / 3600 * document["tokens"] / tokens)
+    assert many["cost"] == pytest.approx(3 * many["gpu_hours"])
+    assert many["gpu_hours"] == pytest.approx(16 * many["step_s"] / 3600 * document["tokens"] / (16 * 512))
     assert plot.read_text().startswith("<svg")
 
 

@@ -69,7 +69,8 @@ def test_micro_batches_fill_a_pipeline_where_none_are_given(ranks: int, batch: i
     ("option", "told"),
     [
         ({"ram": "1GiB"}, "--ram was given for several ranks"), ({"method": "lora"}, "--method lora"),
-        ({"offload_optimizer": "disk"}, "--offload-optimizer"), ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
+        ({"offload_optimizer": "disk"}, "--offload-optimizer"),
+        ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
     ],
 )  # fmt: skip
 def test_what_ranks_cannot_do_is_refused(option: dict[str, str], told: str) -> None:
