@@ -1,6 +1,7 @@
 """What each rank's tensors take on 1, 2 and 4 ranks, measured over gloo and predicted.
 
-``python bench/ranks.py [PLOT]`` prints a table, writes JSON to ``bench_ranks.json`` in the current folder, and the plot as SVG.
+``python bench/ranks.py [PLOT]`` prints a table, writes JSON to ``bench_ranks.json`` in the current folder, and the
+plot as SVG.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import Any
 BATCH, SEQ, LAYERS, HIDDEN = 4, 32, 4, 64
 WAYS: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"zero": 0}, "ZeRO-3": {"zero": 3},
-    "tensors, sequence": {"tp": 0, "sequence_parallel": True}, "pipeline": {"pp": 0, "micro_batch": 1},
+    "tensors in pairs": {"tp": 2, "sequence_parallel": True, "zero": 1}, "pipeline": {"pp": 0, "micro_batch": 1},
 }  # fmt: skip
 
 
 def splits(ranks: int) -> dict[str, dict[str, Any]]:
-    """Each way on so many ranks: 0 stands for all of them. One rank splits nothing."""
+    """Each way on so many ranks; a pipeline has a stage on each. One rank splits nothing."""
     if ranks == 1:
         return {"one": {"micro_batch": 1}}
     found = {}
     for name, way in WAYS.items():
-        made = {key: ranks if value == 0 and key in ("tp", "pp") else value for key, value in way.items()}
+        made = {key: ranks if key == "pp" else value for key, value in way.items()}
         found[name] = {"micro_batch": 1, **made}
     return found
 

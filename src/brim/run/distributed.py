@@ -111,6 +111,8 @@ class _Run:
         self._on_stage(f"splitting it over {split.describe()}")
         device = ranks.device
         mesh = init_device_mesh(device.type, (split.pp, split.shards, split.tp), mesh_dim_names=_AXES)
+        if split.shards > 1 and split.tp > 1:
+            mesh["shard", "tp"]._flatten("all_shards")  # norms over both are summed at once
         part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.trainee))
         meter = Watched(part, device, ranks.rank)
         saver = SplitSaver(ranks, part, opened.recipe, opened.output, request.model)

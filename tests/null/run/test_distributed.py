@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import splitting
 from brim.core import Timeline
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import cpu_bytes
@@ -177,6 +179,17 @@ def test_what_cannot_be_split_is_told_once_and_ends_all(llama: Path, text: Path,
     assert len(errors) == 1, done.stderr[-3000:]
     assert told in done.stderr
     assert done.stderr.count("Traceback") <= 1, "torchrun's own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_without_the_data_ends_all(llama: Path, text: Path, tmp_path: Path, rank: int) -> None:
+    words = [str(llama), str(text), str(tmp_path), json.dumps({"zero": 3, "rank_without_data": rank})]
+    done = torchrun(2, str(Path(splitting.__file__)), *words, timeout_s=120)
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("Error: ")] == [
+        "Error: nowhere.txt was to be read."
+    ], done.stderr[-3000:]
 
 
 @pytest.mark.slow
