@@ -188,7 +188,7 @@ def test_one_rank_without_the_data_ends_all(llama: Path, text: Path, tmp_path: P
     done = torchrun(2, str(Path(splitting.__file__)), *words, timeout_s=120)
     assert done.returncode != 0
     assert [line for line in done.stderr.splitlines() if line.startswith("Error: ")] == [
-        "Error: nowhere.txt was to be read."
+        "Error: nowhere.txt was given as training data."
     ], done.stderr[-3000:]
 
 
