@@ -42,7 +42,7 @@ def train(folder: str, output: str, ways: str) -> None:
         split = {key: value for key, value in way.items() if key != "micro_batch"}
         training = Request(
             model=folder, data=Path(folder) / "text.txt", output=Path(output) / str(number), batch=BATCH, seq=SEQ,
-            steps=2, micro_batch=way["micro_batch"],
+            steps=4, micro_batch=way["micro_batch"],
         )  # fmt: skip
         made = run(SplitRequest(training=training, **split))
         if made is not None:

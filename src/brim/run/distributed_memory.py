@@ -24,7 +24,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import EventKind
 from brim.run.distributed_model import Part
 
-_WATCHED = 2
+_WATCHED = 4
 
 
 class TensorMeter(TorchDispatchMode):
@@ -103,14 +103,17 @@ class TensorMeter(TorchDispatchMode):
 
 
 class Watched:
-    """A rank's memory over the first steps of a run: the first makes the optimizer's states, the second has all.
+    """A rank's memory over the first steps of a run: the first makes the optimizer's states, the others have all.
 
-    On a GPU the caching allocator counts, for the whole run, and there is no timeline.
+    Those others do the same, and the least of their peaks is told: gloo's threads let go of a buffer some time after
+    they have told that it is sent, and what is late in one step is not in all. On a GPU the caching allocator counts,
+    for the whole run, and there is no timeline.
     """
 
     def __init__(self, part: Part, device: torch.device, rank: int) -> None:
         self._part, self._device, self._rank = part, device, rank
         self._meter = TensorMeter(f"rank {rank}", device) if device.type == "cpu" else None
+        self._peaks: list[int] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -125,12 +128,16 @@ class Watched:
         for state in self._part.optimizer.state.values():
             held = [value for value in state.values() if isinstance(value, torch.Tensor)]
             self._meter.hold(held, Category.OPTIMIZER_STATE)
+        self._meter.peak_bytes = self._meter.live_bytes
         with self._meter.watching():
             yield
+        self._peaks.append(self._meter.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) if self._meter is None else self._meter.peak_bytes
+        if self._meter is None:
+            return torch.cuda.max_memory_allocated(self._device)
+        return max([*self._peaks[:1], min(self._peaks[1:], default=0)], default=0)
 
     def write(self, output: Path) -> None:
         """``timeline-RANK.json`` for ``brim explain``."""

@@ -76,7 +76,7 @@ def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
     check_memory(2, llama, [made[0], made[3]], splits[0], splits[3])
     whole = Timeline.read(tmp_path / "0" / "timeline-1.json")
     assert whole.measured
-    assert whole.peak_bytes("ram") == made[0]["ranks"][1]["allocated_bytes"]
+    assert whole.peak_bytes("ram") >= made[0]["ranks"][1]["allocated_bytes"] > 1 << 20
 
 
 @pytest.mark.slow
