@@ -142,8 +142,8 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_one_two_and_three(llama: Path, 
 def test_a_killed_rank_is_started_again_and_the_course_is_the_same(
     llama: Path, text: Path, tmp_path: Path, lines: int
 ) -> None:
-    whole = plain(llama, text, 7, seq=SEQ, batch=BATCH, lr=LR)[0]
-    words = brim_train(llama, text, tmp_path, "--steps", "7", "--zero", "3", "--save-every", "2")
+    whole = plain(llama, text, 16, seq=SEQ, batch=BATCH, lr=LR)[0]
+    words = brim_train(llama, text, tmp_path, "--steps", "16", "--zero", "3", "--save-every", "2")
     process = subprocess.Popen(
         command(2, *words, restarts=2), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -155,7 +155,7 @@ def test_a_killed_rank_is_started_again_and_the_course_is_the_same(
         process.wait(timeout=60)
     assert process.returncode == 0, told[-3000:]
     steps = course(tmp_path)
-    assert [step for step, _ in steps] == list(range(1, 8))
+    assert [step for step, _ in steps] == list(range(1, 17))
     assert [loss for _, loss in steps] == pytest.approx(whole, abs=1e-5)
 
 
