@@ -29,6 +29,7 @@ from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
+from brim.predict.shapes import result_of
 from brim.predict.values import KnownValues
 
 _add = torch.ops.aten.add.Tensor
@@ -113,7 +114,8 @@ class RecordingMode(TorchDispatchMode):
             adds_bias = self._in_linear and func is _add and args[1].dim() == 1
             result = inplace.written(func, args, kwargs)
             if result is None:
-                result = (inplace.add_bias if adds_bias else FAKES.get(func, func))(*args, **kwargs)
+                fake = inplace.add_bias if adds_bias else FAKES.get(func)
+                result = result_of(func, args, kwargs) if fake is None else fake(*args, **kwargs)
             self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
         fresh = self._fresh(outputs)
