@@ -92,7 +92,7 @@ def test_results_are_never_the_same_storage_twice(fake: FakeTensorMode) -> None:
 def test_what_is_refused_is_refused_again(fake: FakeTensorMode) -> None:
     with Remembering():
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            with pytest.raises(RuntimeError, match="reduction dim"):
                 torch.empty(4, 6) @ torch.empty(5, 6)
 
 
