@@ -46,7 +46,7 @@ class _NoTime(Exception):
 
 
 class _Prover:
-    """Plans until its time is over: but for those that are due, one more is begun only where it should end by then."""
+    """Plans until its time is over: but for what is due, one more is begun only where it should end by then."""
 
     def __init__(self, planner: Planner, limit_s: float) -> None:
         self._planner, self._end_s, self._longest_s = planner, time.perf_counter() + limit_s, 0.0
