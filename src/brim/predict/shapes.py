@@ -62,8 +62,8 @@ def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         kind = _KINDS[func] = _is_plain(func)
     if not kind or not args or type(args[0]) is not FakeTensor:
         return None
-    key: _Key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
     mode = args[0].fake_mode
+    key: _Key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), mode.allow_fallback_kernels]
     for arg in args:
         if not _add(key, arg, mode):
             return None
