@@ -57,7 +57,11 @@ class Field:
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor in the record ``flat`` (uint8)."""
-        return shaped(flat[self.offset : self.offset + self.bytes], self.dtype, self.shape, self.stride)
+        return self.view_alone(flat[self.offset : self.offset + self.bytes])
+
+    def view_alone(self, part: torch.Tensor) -> torch.Tensor:
+        """The tensor whose bytes (uint8) are ``part``."""
+        return shaped(part, self.dtype, self.shape, self.stride)
 
 
 def shaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -196,8 +200,7 @@ class States:
 
     def value(self, index: int, field: Field) -> torch.Tensor:
         """A state in memory of its own, on the CPU."""
-        flat = self.records.get(index, field.offset, field.bytes)
-        return shaped(flat, field.dtype, field.shape, field.stride)
+        return field.view_alone(self.records.get(index, field.offset, field.bytes))
 
     def away_fields(self, index: int, parameter: int) -> dict[str, Field]:
         """Of one parameter, what is away now, by key."""
