@@ -233,21 +233,19 @@ def _optimizer(case: Case, parameters: list[nn.Parameter]) -> torch.optim.Optimi
 def has_eight_bits() -> bool:
     import importlib.util
 
-    return importlib.util.find_spec("bitsandbytes") is not None
+    return importlib.util.find_spec("torchao") is not None
 
 
 def _eight_bits(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """bitsandbytes' on a GPU; while tracing, and where it is not installed, brim's stand-in."""
+    """torchao's on a GPU; while tracing, and where it is not installed, brim's stand-in."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     from brim.estimation.optimizers import AdamW8bit
+    from brim.techniques import optimizers
 
     if isinstance(parameters[0], FakeTensor) or not parameters[0].is_cuda or not has_eight_bits():
         return AdamW8bit(parameters)
-    import bitsandbytes
-
-    made: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters)
-    return made
+    return optimizers.make("adamw8bit", parameters)
 
 
 def _case(name: str, family: str, model: str, batch: int, size: int, **settings: Any) -> Case:

@@ -217,35 +217,51 @@ def _transformer_2d(infer: bool) -> Build:
     )  # fmt: skip
 
 
-def _families() -> Iterator[tuple[str, Build]]:
-    for name, make in DECODERS.items():
+Family = Callable[[], nn.Module]
+Pairs = dict[str, tuple[Family, Callable[[], dict[str, Any]]]]
+
+PAIRS: Pairs = {
+    "clip": (_clip, _clip_inputs),
+    "detr": (_detr, lambda: {"pixel_values": torch.randn(2, 3, 64, 64)}),
+    "hubert": (_hubert, _sound),
+    "qwen2-vl-text": (_qwen2_vl, lambda: {"input_ids": _words()}),
+    "segformer-masks": (_segmenter, lambda: {"pixel_values": torch.randn(2, 3, 64, 64),
+                                             "labels": torch.randint(0, 10, (2, 64, 64))}),
+    "siglip": (_siglip, _clip_inputs),
+    "wav2vec2": (_wav2vec2, _sound),
+}  # fmt: skip
+
+
+def configurations(
+    decoders: dict[str, Family],
+    encoders: dict[str, Family],
+    images: dict[str, Family],
+    pairs: Pairs,
+    diffusers: dict[str, Callable[[bool], Build]],
+) -> Iterator[tuple[str, Build]]:
+    """A step of training and one of inference for every family, by name."""
+    for name, make in decoders.items():
         yield name, text(make, 2, 32)
         yield f"{name}-inference", text(make, 2, 32, infer=True)
-    for name, make in ENCODERS.items():
+    for name, make in encoders.items():
         yield name, text(make, 2, 64)
         yield f"{name}-inference", text(make, 2, 64, infer=True)
-    for name, make in BOTH.items():
-        yield name, text(make, 2, 32)
-        yield f"{name}-inference", pair(make, lambda: {"input_ids": _words(), "labels": _words()}, infer=True)
-    for name, make in IMAGES.items():
+    for name, make in images.items():
         yield name, image(make, (2, 3, 64, 64))
         yield f"{name}-inference", image(make, (2, 3, 64, 64), infer=True)
-    pairs: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
-        "clip": (_clip, _clip_inputs),
-        "detr": (_detr, lambda: {"pixel_values": torch.randn(2, 3, 64, 64)}),
-        "hubert": (_hubert, _sound),
-        "qwen2-vl-text": (_qwen2_vl, lambda: {"input_ids": _words()}),
-        "segformer-masks": (_segmenter, lambda: {"pixel_values": torch.randn(2, 3, 64, 64),
-                                                 "labels": torch.randint(0, 10, (2, 64, 64))}),
-        "siglip": (_siglip, _clip_inputs),
-        "wav2vec2": (_wav2vec2, _sound),
-    }  # fmt: skip
     for name, (make, inputs) in pairs.items():
         yield name, pair(make, inputs)
         yield f"{name}-inference", pair(make, inputs, infer=True)
-    for name, made in (("unet-conditioned", _conditioned), ("vae", _autoencoder), ("dit", _transformer_2d)):
+    for name, made in diffusers.items():
         yield name, made(False)
         yield f"{name}-inference", made(True)
 
 
-CONFIGURATIONS: dict[str, Build] = dict(_families())
+def _both() -> Iterator[tuple[str, Build]]:
+    for name, make in BOTH.items():
+        yield name, text(make, 2, 32)
+        yield f"{name}-inference", pair(make, lambda: {"input_ids": _words(), "labels": _words()}, infer=True)
+
+
+_DIFFUSERS = {"unet-conditioned": _conditioned, "vae": _autoencoder, "dit": _transformer_2d}
+CONFIGURATIONS: dict[str, Build] = dict(_both()) | dict(configurations(DECODERS, ENCODERS, IMAGES, PAIRS, _DIFFUSERS))

@@ -3,14 +3,14 @@ segmentation, time series, sound and diffusion transformers. Small, to be run fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from cpu_families import causal, diffuser, masked, pair, vision
-from cpu_zoo import Build, hugging_face, image, text
+from cpu_families import Pairs, causal, configurations, diffuser, masked, vision
+from cpu_zoo import Build, hugging_face
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDTH = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000, **_TOKENS}
@@ -109,7 +109,7 @@ def _words(batch: int = 2, tokens: int = 32) -> torch.Tensor:
     return torch.randint(3, 1000, (batch, tokens))
 
 
-PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
+PAIRS: Pairs = {
     "ast": (
         hugging_face("ASTForAudioClassification", "ASTConfig", **_TOWER, max_length=64, num_mel_bins=32,
                      patch_size=8, frequency_stride=8, time_stride=8, num_labels=10),
@@ -213,22 +213,5 @@ def _unet_3d(infer: bool) -> Build:
     )  # fmt: skip
 
 
-def _families() -> Iterator[tuple[str, Build]]:
-    for name, make in DECODERS.items():
-        yield name, text(make, 2, 32)
-        yield f"{name}-inference", text(make, 2, 32, infer=True)
-    for name, make in ENCODERS.items():
-        yield name, text(make, 2, 64)
-        yield f"{name}-inference", text(make, 2, 64, infer=True)
-    for name, make in IMAGES.items():
-        yield name, image(make, (2, 3, 64, 64))
-        yield f"{name}-inference", image(make, (2, 3, 64, 64), infer=True)
-    for name, (make, inputs) in PAIRS.items():
-        yield name, pair(make, inputs)
-        yield f"{name}-inference", pair(make, inputs, infer=True)
-    for name, made in (("flux", _flux), ("sd3", _sd3), ("unet-3d", _unet_3d), ("vq", _vq)):
-        yield name, made(False)
-        yield f"{name}-inference", made(True)
-
-
-CONFIGURATIONS: dict[str, Build] = dict(_families())
+_DIFFUSERS = {"flux": _flux, "sd3": _sd3, "unet-3d": _unet_3d, "vq": _vq}
+CONFIGURATIONS: dict[str, Build] = dict(configurations(DECODERS, ENCODERS, IMAGES, PAIRS, _DIFFUSERS))

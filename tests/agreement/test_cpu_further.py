@@ -19,7 +19,7 @@ NAMES = (
 )  # fmt: skip
 # oneDNN chooses its scratchpads by the processor; everything else is PyTorch's own.
 CONVOLUTIONS = ("ast", "unet-3d", "vq")
-MISSED = {"speecht5": "oneDNN's scratchpad for the weight gradient of a grouped convolution over few positions"}
+MISSED = {"speecht5": "oneDNN's buffers for the data gradient of a strided convolution follow its choice of blocks"}
 
 
 def check(name):

@@ -38,7 +38,8 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--optimizer",
-            help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit. [default: adamw]",
+            help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit (of torchao). "
+            "[default: adamw]",
         ),
         click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
         click.option("--checkpointing", help="none, selective or full. [default: none]"),

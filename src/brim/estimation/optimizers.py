@@ -11,21 +11,30 @@ from torch.optim import Optimizer
 
 from brim.techniques.optimizers import make
 
-_BLOCK = 256  # elements that share one scale in bitsandbytes' blockwise quantization
-_SMALLEST_QUANTIZED = 4096  # bitsandbytes' min_8bit_size
+_BLOCK = 256  # elements that share one scale (torchao/optim/adam.py, block_size)
+_SMALLEST_QUANTIZED = 4096  # elements (torchao/optim/adam.py, _new_buffer)
+_CODES = 256  # values of a byte: the entries of a moment's table
+_LOOPED = 2 * 32  # blocks a multiprocessor from which on Inductor loops over them (torch/_inductor/ir.py, num_splits)
 
 
 class AdamW8bit(Optimizer):
-    """The memory of bitsandbytes' ``AdamW8bit`` (bitsandbytes/optim/optimizer.py, ``Optimizer2State``), for traces.
+    """The memory of torchao's ``AdamW8bit`` (torchao/optim/adam.py) with its compiled step, for traces.
 
-    Two moments of one byte with a float32 scale per 256 elements; parameters under 4,096 elements keep float32
-    moments; one table of 256 float32 for each moment. Its one fused kernel per parameter needs nothing else. The
-    arithmetic of the update is left out: this never steps real parameters.
+    Two moments of one byte with a float32 scale per 256 elements and a table of 256 float32 each, per parameter;
+    parameters under 4,096 elements or that 256 does not divide keep two of their own dtype. Step counters and the
+    learning rate are in RAM. torchao compiles the update of each parameter by itself, and what Inductor makes of it
+    on CUDA (torch 2.13) decides what the step takes beside the states:
+
+    * where blocks are few, one kernel that holds a block in registers (a persistent reduction): nothing, or the new
+      scales where rows are not whole blocks;
+    * from 64 blocks a multiprocessor on, a loop over each block and a second kernel after it: both moments in
+      float32 and their new scales, for one parameter at a time.
+
+    The arithmetic of the update is left out: this never steps real parameters.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-3):
         super().__init__(params, {"lr": lr})
-        self._tables: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -36,21 +45,41 @@ class AdamW8bit(Optimizer):
                     continue
                 if not self.state[parameter]:
                     self._allocate(parameter)
-                parameter.add_(
-                    parameter.grad, alpha=-group["lr"]
-                )  # stands for the fused kernel: nothing is allocated
+                held = _beside_the_state(parameter)
+                parameter.add_(parameter.grad, alpha=-group["lr"])  # stands for the kernels
+                del held
 
     def _allocate(self, parameter: nn.Parameter) -> None:
-        state, quantized = self.state[parameter], parameter.numel() >= _SMALLEST_QUANTIZED
-        for moment in ("1", "2"):
-            dtype = torch.uint8 if quantized else torch.float32
-            state[f"state{moment}"] = torch.zeros_like(parameter, dtype=dtype)
-            if quantized:
-                blocks = -(-parameter.numel() // _BLOCK)
-                if moment not in self._tables:
-                    self._tables[moment] = torch.zeros(256, device=parameter.device)
-                state[f"qmap{moment}"] = self._tables[moment]
-                state[f"absmax{moment}"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+        state = self.state[parameter]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if not _is_quantized(parameter):
+                state[moment] = torch.zeros_like(parameter)
+                continue
+            state[f"{moment}.codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+            state[f"{moment}.scale"] = _scales(parameter)
+            state[f"{moment}.qmap"] = torch.zeros(_CODES, device=parameter.device)
+
+
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    return parameter.numel() >= _SMALLEST_QUANTIZED and parameter.numel() % _BLOCK == 0
+
+
+def _scales(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros(parameter.numel() // _BLOCK, dtype=torch.float32, device=parameter.device)
+
+
+def _beside_the_state(parameter: nn.Parameter) -> list[torch.Tensor]:
+    """What the compiled update of one parameter allocates while it runs."""
+    if not _is_quantized(parameter):
+        return []
+    multiprocessors = torch.cuda.get_device_properties(parameter.device).multi_processor_count
+    looped = parameter.numel() // _BLOCK >= _LOOPED * multiprocessors
+    held = []
+    if looped or (parameter.dim() > 1 and parameter.shape[-1] % _BLOCK):
+        held += [_scales(parameter) for _ in range(2)]
+    if looped:
+        held += [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
+    return held
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter]) -> Optimizer:

@@ -15,6 +15,7 @@ OPTIMIZERS = (
     "adamw", "adam", "sgd", "sgd-momentum", "adafactor", "rmsprop", "adagrad", "lion", "adamw8bit",
 )  # fmt: skip
 _FROZEN = ("int8", "int4")  # weights that no gradient reaches
+_FULL_NAMES = {"adamw8bit": "adamw8bit (torchao)"}  # bitsandbytes has another of the same name
 METHODS = ("full", "lora")
 CHECKPOINTING = ("none", "selective", "full")
 
@@ -102,7 +103,8 @@ class Workload:
         parts = [self.task, f"batch {self.batch:,}"]
         parts += [f"{self.seq:,} tokens"] if self.seq else []
         parts += [f"{self.new_tokens:,} new tokens"] if self.new_tokens else []
-        parts += [value for value in (self.precision, self.optimizer, self.method) if value]
+        optimizer = _FULL_NAMES.get(self.optimizer or "", self.optimizer)
+        parts += [value for value in (self.precision, optimizer, self.method) if value]
         parts += [f"checkpointing {self.checkpointing}"] if self.checkpointing not in (None, "none") else []
         return ", ".join(parts)
 

@@ -35,16 +35,23 @@ def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[st
         **_device(recording, capability),
         **{name: _typed(legacy) for name, legacy in _TYPED.items()},
         "is_current_stream_capturing": lambda: False,
-        "Stream": Stream,
-        "Event": Event,
+        **streams(),
         "CUDAGraph": NoGraph,
         "graph": NoGraph,
         "make_graphed_callables": NoGraph,
+        "device_of": Device,
+    }
+
+
+def streams() -> dict[str, Any]:
+    """Streams, events and the current device, of which there is one and which do nothing."""
+    return {
+        "Stream": Stream,
+        "Event": Event,
         "current_stream": lambda *args: Stream(),
         "default_stream": lambda *args: Stream(),
         "stream": lambda stream: contextlib.nullcontext(),
         "device": Device,
-        "device_of": Device,
     }
 
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch.overrides import TorchFunctionMode
 
-from brim.predict.torch_cuda import Device, Event, Stream
+from brim.predict.torch_cuda import Device, streams
 from brim.run.launch_moves import leave
 
 _CPU = torch.device("cpu")
@@ -103,12 +103,7 @@ def _torch_cuda() -> dict[str, Any]:
         "memory_summary": lambda *args, **kwargs: "",
         "get_rng_state": lambda *args: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda *args: Stream(),
-        "default_stream": lambda *args: Stream(),
-        "stream": lambda stream: contextlib.nullcontext(),
-        "device": Device,
+        **streams(),
         "device_of": type("device_of", (Device,), {}),
     }
 

@@ -23,11 +23,6 @@ from brim.techniques.base import Option
 
 NAME = "optimizers"
 
-_QUANTIZED_BLOCK = 256  # elements that share one scale (torchao/optim/adam.py, block_size)
-_SMALLEST_QUANTIZED = 4096  # smaller parameters keep moments of their own dtype (torchao/optim/adam.py, _new_buffer)
-_CODE_BOOK_BYTES = 256 * 4
-_COUNTER_BYTES = 4
-
 
 class Lion(Optimizer):
     """Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, algorithm 2, one loop."""
@@ -91,8 +86,6 @@ def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
     PyTorch keeps its counters (4 bytes each) in RAM unless the optimizer is fused or capturable.
     """
     _check(name)
-    if name == "adamw8bit":
-        return [_quantized_bytes(parameter) for parameter in parameters]
     return [
         int(optimizer_state(name, [tuple(p.shape)], dtype=str(p.dtype).removeprefix("torch.")).value)
         for p in parameters
@@ -133,13 +126,6 @@ def _check(name: str) -> None:
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name, OPTIMIZERS, n=3, cutoff=0.0)
         raise UsageError(f"The optimizer {name!r} was asked for.", "It is not known.", f"Nearest: {', '.join(near)}.")
-
-
-def _quantized_bytes(parameter: torch.Tensor) -> int:
-    count = parameter.numel()
-    if count < _SMALLEST_QUANTIZED or count % _QUANTIZED_BLOCK:
-        return 2 * count * parameter.element_size() + _COUNTER_BYTES
-    return 2 * (count + count // _QUANTIZED_BLOCK * 4 + _CODE_BOOK_BYTES) + _COUNTER_BYTES
 
 
 _MAKERS: dict[str, Callable[..., Optimizer]] = {

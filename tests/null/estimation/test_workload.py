@@ -37,3 +37,7 @@ def test_what_is_left_open_is_filled_in():
     done = Workload(batch=2).resolved(seq=128, precision="bf16", new_tokens=None)
     assert done.describe() == "train, batch 2, 128 tokens, bf16, adamw, full"
     assert Workload(batch=2, seq=4).given == {"batch": 2, "seq": 4}
+
+
+def test_the_eight_bit_optimizer_is_said_to_be_torchaos():
+    assert "adamw8bit (torchao)" in Workload(optimizer="adamw8bit").describe()

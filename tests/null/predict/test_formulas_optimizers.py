@@ -66,12 +66,19 @@ def test_lion_keeps_one_moment():
     assert formulas.optimizer_state("lion", [(4, 5), (3,)], dtype="bf16").value == 2 * 23
 
 
-def test_eight_bit_adam_quantizes_large_tensors_only():
+def test_bitsandbytes_adam_quantizes_large_tensors_only():
     """arXiv 2110.02861: one byte per moment, a float32 scale per block of 256; small tensors stay float32."""
-    found = formulas.optimizer_state("adamw8bit", [(4096, 4096), (1000,), (4097,)])
+    found = formulas.optimizer_state("adamw8bit-bitsandbytes", [(4096, 4096), (1000,), (4097,)])
     large = 4096 * 4096 + 4097
     scales = 4096 * 4096 // 256 + 17
     assert found.value == 2 * (large + 4 * scales + 4 * 1000) + 2 * 1024
+
+
+def test_torchaos_adam_quantizes_what_is_large_and_whole_blocks():
+    """A table of 256 float32 per moment and parameter; the rest keeps the parameters' dtype."""
+    found = formulas.optimizer_state("adamw8bit", [(4096, 4096), (1000,), (4097,), (32, 256)], dtype="bfloat16")
+    large = 4096 * 4096 + 32 * 256
+    assert found.value == 2 * (large + 4 * (large // 256) + 2 * 1024 + 2 * 5097) + 4 * 4
 
 
 def test_an_unknown_optimizer_names_the_nearest():

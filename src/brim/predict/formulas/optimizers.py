@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from brim.errors import UsageError
 from brim.predict.formulas.result import Result, item_bytes, result, written_bytes
 
-_BLOCK = 256  # elements that share one scale in bitsandbytes' blockwise quantization
-_SMALLEST_QUANTIZED = 4096  # bitsandbytes' min_8bit_size: smaller parameters keep float32 moments
-_CODE_BOOK_BYTES = 256 * 4  # one table of 256 float32 per moment and device
+_BLOCK = 256  # elements that share one scale, with torchao as with bitsandbytes
+_SMALLEST_QUANTIZED = 4096  # elements; smaller parameters are not quantized by either
+_CODE_BOOK_BYTES = 256 * 4  # a table of 256 float32 per moment: for each parameter (torchao), for all (bitsandbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,12 @@ OPTIMIZERS: dict[str, _Kind] = {
     "adafactor-transformers": _Kind(
         copies=0, counters=1, source="transformers/optimization.py: exp_avg_sq_row, exp_avg_sq_col, RMS"
     ),
-    "adamw8bit": _Kind(copies=2, counters=0, source="bitsandbytes/optim/optimizer.py: state1, state2, absmax"),
+    "adamw8bit": _Kind(
+        copies=2, counters=1, source="torchao/optim/adam.py and subclass_8bit.py: codes, scale, qmap, step"
+    ),
+    "adamw8bit-bitsandbytes": _Kind(
+        copies=2, counters=0, source="bitsandbytes/optim/optimizer.py: state1, state2, absmax"
+    ),
 }
 
 _OPTIONS = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered")}
@@ -70,7 +75,9 @@ def optimizer_state(
     if wrong:
         raise UsageError(f"{' and '.join(wrong)} was given for {optimizer}.", "It has no such state.")
     if optimizer == "adamw8bit":
-        return _eight_bit(shapes, kind)
+        return _torchao(shapes, dtype, kind)
+    if optimizer == "adamw8bit-bitsandbytes":
+        return _bitsandbytes(shapes, kind)
     if optimizer.startswith("adafactor"):
         return _factored(shapes, dtype, kind)
     copies = kind.copies + amsgrad + momentum + centered
@@ -106,7 +113,19 @@ def _factored(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Resul
     return result((rows + columns + whole) * item_bytes(dtype) + 4 * counters, "B", text, source=kind.source)
 
 
-def _eight_bit(shapes: Sequence[Sequence[int]], kind: _Kind) -> Result:
+def _torchao(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result:
+    """Two moments of a byte, a float32 scale per 256, a table each; what 256 does not divide keeps its dtype."""
+    sizes = [math.prod(shape) for shape in shapes]
+    quantized = [size for size in sizes if size >= _SMALLEST_QUANTIZED and size % _BLOCK == 0]
+    whole = sum(sizes) - sum(quantized)
+    blocks, tables = sum(quantized) // _BLOCK, len(quantized) * _CODE_BOOK_BYTES
+    text = f"2 x ({sum(quantized):,} x 1 B + {blocks:,} scales x 4 B + {tables:,} B of tables"
+    text += f" + {whole:,} of tensors kept whole x {written_bytes(dtype)}) + {len(sizes):,} counters x 4 B"
+    value = 2 * (sum(quantized) + 4 * blocks + tables + whole * item_bytes(dtype)) + 4 * len(sizes)
+    return result(value, "B", text, source=kind.source)
+
+
+def _bitsandbytes(shapes: Sequence[Sequence[int]], kind: _Kind) -> Result:
     """Dettmers et al., arXiv 2110.02861: two moments of a byte, a float32 scale per 256; small ones float32."""
     sizes = [math.prod(shape) for shape in shapes]
     large = [size for size in sizes if size >= _SMALLEST_QUANTIZED]

@@ -19,6 +19,9 @@ _ALIGN = 128  # what oneDNN adds to a scratchpad to align it
 _BRGEMM_BATCH = 12336  # addresses of a batch of small products for two threads, rounded to pages
 _BRGEMM_STRIDED = 61488  # the same with the buffers of a strided backward convolution
 
+# What oneDNN's AVX2 code does (jit_avx2_conv_kernel_f32.cpp); wider is left to columns.
+_WIDEST_KERNEL = 13  # for the gradient of a weight (kw < 14)
+_WIDEST_PADDING = 3  # forward: the points of a row that it computes at once (l_pad <= ur_w)
 _REDUCED_CHANNELS = 64  # input channels up to which the gradient of a 1x1 weight is one piece of work
 
 
@@ -96,6 +99,12 @@ class _Convolution:
         if self.groups == 1 or self.depthwise:
             return False
         return bool(self.inputs // self.groups % block or self.outputs // self.groups % block)
+
+    @property
+    def far_padded(self) -> bool:
+        """Padded too far for the blocked forward kernel."""
+        avx2 = _block() == 8
+        return avx2 and not self.depthwise and not self.transposed and self.padding[-1] > _WIDEST_PADDING
 
     def blocked(self, channels: int, points: int) -> int:
         return self.batch * _pad(channels, _block()) * points * 4
@@ -179,7 +188,7 @@ def _forward(kernel: Kernel) -> None:
 
 def _onednn_forward(kernel: Kernel, conv: _Convolution, has_bias: bool) -> int:
     """Scratchpad, copies of source and weight, result; returns the handle of the blocked result."""
-    if conv.by_gemm:
+    if conv.by_gemm or conv.far_padded:
         scratch = kernel.temp(conv.columns(conv.points) + _ALIGN)
         result = kernel.temp(conv.batch * conv.outputs * conv.points * 4)
         kernel.free(scratch)
@@ -272,6 +281,7 @@ def _backward_weight(kernel: Kernel, conv: _Convolution, made: dict[int, int]) -
     handles = []
     by_gemm = conv.by_gemm or conv.dilated or (conv.source.dim() == 5 and not flat)
     by_gemm = by_gemm or (conv.depthwise and conv.weight.size(-1) > 3)
+    by_gemm = by_gemm or (block == 8 and conv.weight.size(-1) > _WIDEST_KERNEL)
     by_gemm = by_gemm or any(size < k for size, k in zip(conv.source.shape[2:], conv.weight.shape[2:], strict=True))
     if conv.channels_last or by_gemm:
         blocked = kernel.temp(nbytes(conv.weight))
