@@ -13,9 +13,8 @@ QLoRA is predicted with the layers of 4 bits that ``brim estimate`` has: bitsand
 64 weights where torchtune's (torchao's NF4) take a little over one. Left out are the baseline (its batches' lengths
 were not published), the rungs between packing and checkpointing (what a compiler makes of whole layers) and 8-bit
 AdamW: it is torchao's, a compiled step over each parameter in float32, and which of its intermediate results lie in
-memory is Inductor's choice, which changed since. With what Inductor of torch 2.13 keeps, both moments of the
-embedding in float32 (``brim.estimation.optimizers``), the rung is 5.8 GiB smaller than the one before and 9 % under
-the published 17.6 GiB; published is a step of 4.2 GiB, one more float32 copy of the embedding.
+memory is Inductor's choice, which changed since: with what Inductor of torch 2.13 keeps
+(``brim.estimation.optimizers``), the rung is 9 % under the published 17.6 GiB.
 """
 
 from __future__ import annotations
