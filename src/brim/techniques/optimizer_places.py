@@ -161,14 +161,13 @@ def work_bytes(blocks: Iterable[StateBlock]) -> int:
 def usual_buffer_bytes(sizes: Sequence[int]) -> int:
     """Room for three ordinary blocks: one is read, one worked on, one written. A very large one may need more.
 
-    Where these would be a good part of all there is, as in a model of a few large layers, for the largest alone: room
-    is what is wanted.
+    For the largest alone where three would be a good part of all there is, as in a model of a few large layers, or
+    where a block is so small that reading it ahead gains nothing: room is what is wanted.
     """
-    if len(sizes) < 2:
-        return max(sizes, default=0)
-    ordinary = sorted(sizes)[: max(1, len(sizes) * 9 // 10)]
-    room = 3 * max(ordinary)
-    return room if room * _LEAST_PART <= sum(sizes) else max(sizes)
+    ordinary = max(sorted(sizes)[: max(1, len(sizes) * 9 // 10)], default=0)
+    three = 3 * ordinary if ordinary >= _WORTH_READING_AHEAD_BYTES and _PART * ordinary <= sum(sizes) else 0
+    return max([three, *sizes])
 
 
-_LEAST_PART = 4  # of all there is
+_WORTH_READING_AHEAD_BYTES = 1 << 20
+_PART = 12  # three blocks are a quarter of all then
