@@ -124,8 +124,8 @@ class States:
             yield
         finally:
             made = self._optimizer.state.pop(parameter, {})
-        if part.end == block.parameters[part.parameter].numel() and made:
-            self._optimizer.state[block.parameters[part.parameter]] = self._whole(*key, made)
+            if part.end == block.parameters[part.parameter].numel() and made:
+                self._optimizer.state[block.parameters[part.parameter]] = self._whole(*key, made)
 
     def _whole(self, index: int, parameter: int, made: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter, of whose last part it is ``made``."""

@@ -88,10 +88,13 @@ class Trial:
         made = _copy(self._optimizer, [{**options, "params": []}])
         runs = [slice(begin, begin + (length or count)) for begin in range(0, count, length or count)]
         states: list[dict[str, Any]] = [{} for _ in runs]
+        used: list[torch.Tensor] = []  # kept, so that none is taken for another that was there before
         for turn in range(_STEPS):
             slope = (torch.cos(at * 0.9 + turn) * 10.0 ** (-at % 7)).to(dtype)
             for number, run in enumerate(runs):
-                part = data[run].view(shape if length is None else -1)
+                # A part is another tensor at each step, as what stands in for one is. The whole is always the same.
+                part = data[run].view(-1) if length else used[0] if used else data.view(shape)
+                used.append(part)
                 part.grad = slope[run].view(part.shape)
                 made.param_groups[0]["params"] = [part]
                 if states[number]:
