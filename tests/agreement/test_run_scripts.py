@@ -32,7 +32,7 @@ SLOW = [
     ("char_rnn", (), 0.55),
     ("word_language_model", (), 0.5),
     ("mnist", ("--epochs", "2"), 0.5),
-    ("vae", (), 0.4),
+    ("vae", (), 0.5),
     ("super_resolution", (), 0.5),
     ("seq2seq", (), 0.55),
     ("with_trainer", (), 0.5),

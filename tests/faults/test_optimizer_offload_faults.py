@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,57 @@ def remove_until_done(handle: OptimizerOffload) -> int:
             continue
         return errors
     raise AssertionError("it never went through")
+
+
+def until_done(do: Callable[[], Any]) -> Any:
+    """Its result, after as many TransferErrors as there are."""
+    for _ in range(50):
+        with contextlib.suppress(TransferError):
+            return do()
+    raise AssertionError("it never went through")
+
+
+def used(model: Words, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Two steps whose gradients are scaled, looked at before the step and looked at after it."""
+    found = []
+
+    def anew(step: int) -> None:
+        optimizer.zero_grad()
+        backward(model, step)
+
+    for step in range(2):
+        until_done(lambda step=step: anew(step))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        for when in range(2):
+            for gradient in gradients:
+                found.append(until_done(lambda gradient=gradient: gradient.norm().item()))
+                if when == 0:
+                    gradient.mul_(torch.tensor(0.5))
+            if when == 0:
+                until_done(optimizer.step)
+    return found
+
+
+@pytest.mark.parametrize("buffer_bytes", [None, 1])
+def test_gradients_whose_write_fails_are_kept_until_it_succeeds(
+    buffer_bytes: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin, plain = make_both()
+    wanted = used(twin, plain)
+    fault = Calls(monkeypatch, "pwrite", errno.ENOSPC)
+    n, total = 0, 1
+    while n <= total:
+        memory = machine("cpu", folder)
+        model, optimizer = make_both()
+        options: dict[str, Any] = {"states": "keep", "gradients": "disk", "block_bytes": 3000}
+        handle = apply(model, optimizer, memory, **options, buffer_bytes=buffer_bytes)
+        fault.fail(n)
+        assert used(model, optimizer) == wanted
+        assert_same(model, twin)
+        handle.remove()
+        memory.close()
+        total, n = (fault.count if n == 0 else total), n + 1
+    assert total > 4
 
 
 def test_a_disk_that_stays_full_is_told_at_each_step_and_the_optimizer_can_be_given_back(

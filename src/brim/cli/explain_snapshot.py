@@ -77,7 +77,7 @@ def _device(found: Snapshot, history: DeviceHistory, name: str, settings: tuple[
 
 def _plain(one: Moment, found: Snapshot) -> dict[str, Any]:
     """A moment with the stacks of what pins each segment."""
-    from brim.memory.recorded_timeline import label_of, telling_frames
+    from brim.memory.labels import label_of, telling_frames
 
     body = asdict(one) | {"free_bytes": one.free_bytes}
     for segment in body["segments"]:

@@ -2,17 +2,19 @@
 
 Schema: ``torch/csrc/cuda/memory_snapshot.cpp`` and ``torch/cuda/memory.py`` of PyTorch 1.11 to 2.13.
 
-An event takes 31 bytes once it is read, whatever it took in the file: no object is kept for it.
+An event takes 31 bytes once it is read, a block of a segment 29, whatever they took in the file: no object is kept
+for them.
 """
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from brim.errors import FormatError
 from brim.measure import plain_pickle
@@ -44,7 +46,7 @@ class SegmentRecord:
     small: bool
     pool: PoolId
     expandable: bool
-    blocks: tuple[BlockRecord, ...]
+    blocks: Sequence[BlockRecord]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,7 +113,51 @@ class _Event:
     __slots__ = ()
 
 
-_EVENT = _Event()
+class _Block:
+    """Takes the place of every block that is in the columns."""
+
+    __slots__ = ()
+
+
+_EVENT, _BLOCK = _Event(), _Block()
+
+
+class _BlockColumns:
+    """All blocks of a file, in its order."""
+
+    def __init__(self) -> None:
+        self.addresses, self.sizes, self.requested = array("q"), array("q"), array("q")
+        self.states, self.stacks = array("B"), array("i")
+
+    def __len__(self) -> int:
+        return len(self.stacks)
+
+
+class _Blocks(Sequence[BlockRecord]):
+    """The blocks of one segment. A record is made whenever one is asked for."""
+
+    def __init__(self, columns: _BlockColumns, rows: range) -> None:
+        self._columns, self._rows = columns, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> _Blocks: ...
+    def __getitem__(self, index: int | slice) -> BlockRecord | _Blocks:
+        if isinstance(index, slice):
+            return _Blocks(self._columns, self._rows[index])
+        row, found = self._rows[index], self._columns
+        state = STATES[found.states[row]]
+        return BlockRecord(found.addresses[row], found.sizes[row], found.requested[row], state, found.stacks[row])
+
+    def __eq__(self, other: object) -> bool:
+        """As any sequence of the same records."""
+        return isinstance(other, Sequence) and len(other) == len(self) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # as the columns that it looks at
 
 
 class _Columns:
@@ -136,11 +182,11 @@ class _Columns:
 
 
 class _Reader:
-    """Turns events into columns, blocks into records and stacks into numbers while they are read."""
+    """Turns events and blocks into columns and stacks into numbers while they are read."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.limit = name, size // BYTES_PER_EVENT + 16
-        self.all = _Columns()
+        self.all, self.blocks = _Columns(), _BlockColumns()
         self.frames: dict[int, int] = {}  # id of a frame's dictionary -> number
         self.frame_texts: list[str] = []
         self.holders: list[Any] = []  # keeps the dictionaries whose ids are known
@@ -188,7 +234,7 @@ class _Reader:
             raise self.refuse(f"A pool's id is {_short(value)}.")
         return value[0], value[1]
 
-    def block(self, item: dict[Any, Any]) -> BlockRecord:
+    def block(self, item: dict[Any, Any]) -> _Block:
         """A block; before torch 2.0 its request and its stack are in the first entry of its history."""
         history, state, size = item.get("history"), item["state"], item.get("size", -1)
         entries = history if isinstance(history, list) else []
@@ -199,7 +245,13 @@ class _Reader:
             raise self.refuse(f"A block is {_short(item)}.")
         stack = self.stack(item["frames"]) if "frames" in item else first.stack
         item.clear()
-        return BlockRecord(*numbers, STATES[STATES.index(state)], stack)
+        columns = self.blocks
+        columns.addresses.append(numbers[0])
+        columns.sizes.append(numbers[1])
+        columns.requested.append(numbers[2])
+        columns.states.append(STATES.index(state))
+        columns.stacks.append(stack)
+        return _BLOCK
 
     def stack(self, frames: Any) -> int:
         """The number of a stack. A list that was seen is marked with its number, because events share them."""
@@ -239,9 +291,13 @@ class _Reader:
             raise self.refuse(f"Its allocator settings are {_short(settings)}.")
         devices = self.traces(document.get("device_traces") or [])
         segments: dict[int, list[SegmentRecord]] = {}
+        start = 0
         for item in document["segments"]:
-            device, segment = self.segment(item)
+            device, segment = self.segment(item, start)
             segments.setdefault(device, []).append(segment)
+            start += len(segment.blocks)
+        if start != len(self.blocks):
+            raise self.refuse("It has blocks outside its segments.")
         made = []
         for device in sorted(devices.keys() | segments.keys()):
             history = devices.get(device) or DeviceHistory(device=device)
@@ -270,10 +326,13 @@ class _Reader:
             raise self.refuse("It has events outside its device traces.")
         return made
 
-    def segment(self, item: Any) -> tuple[int, SegmentRecord]:
+    def segment(self, item: Any, start: int) -> tuple[int, SegmentRecord]:
+        """A device's number and one of its segments, whose blocks begin at ``start``."""
         blocks = item.get("blocks") if isinstance(item, dict) else None
-        if not isinstance(blocks, list) or not all(type(block) is BlockRecord for block in blocks):
+        if not isinstance(blocks, list) or any(block is not _BLOCK for block in blocks):
             raise self.refuse(f"A segment is {_short(item)}.")
+        if start + len(blocks) > len(self.blocks):
+            raise self.refuse("Two of its segments have the same blocks.")
         device, address, size, stream = (
             item.get(key, default)
             for key, default in (("device", 0), ("address", -1), ("total_size", -1), ("stream", 0))
@@ -288,26 +347,21 @@ class _Reader:
             small=item.get("segment_type") == "small",
             pool=self.pool(item.get("segment_pool_id", (0, 0))),
             expandable=item.get("is_expandable") is True,
-            blocks=self.tiled(blocks, address, size),
+            blocks=self.tiled(range(start, start + len(blocks)), address, size),
         )
         return device, record
 
-    def tiled(self, blocks: list[BlockRecord], address: int, size: int) -> tuple[BlockRecord, ...]:
+    def tiled(self, rows: range, address: int, size: int) -> _Blocks:
         """The blocks of a segment with their addresses: old snapshots leave them to be counted up."""
-        made = []
-        at = address
-        for block in blocks:
-            if block.address not in (-1, at) or block.size <= 0:
+        addresses, sizes, at = self.blocks.addresses, self.blocks.sizes, address
+        for row in rows:
+            if addresses[row] not in (-1, at) or sizes[row] <= 0 or at >= 1 << 63:
                 raise self.refuse(f"The blocks of the segment at {address:#x} do not lie side by side.")
-            made.append(
-                block
-                if block.address == at
-                else BlockRecord(at, block.size, block.requested, block.state, block.stack)
-            )
-            at += block.size
+            addresses[row] = at
+            at += sizes[row]
         if at != address + size:
             raise self.refuse(f"The blocks of the segment at {address:#x} do not fill it.")
-        return tuple(made)
+        return _Blocks(self.blocks, rows)
 
     def ordered(self, segments: list[SegmentRecord]) -> tuple[SegmentRecord, ...]:
         segments.sort(key=lambda segment: segment.address)

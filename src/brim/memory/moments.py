@@ -97,23 +97,62 @@ def moment(
     """Describe ``allocator``. ``used``: blocks that are in use or wait for a stream; ``born``: event and stack by
     their addresses."""
     free = [block for pool in _pools(allocator) for block in pool]
-    found = [_use(blocks, born) for blocks in _segments([*used, *free])]
-    pinned = [one for one in found if one.free_bytes and one.blocks_in_use]
-    pinned.sort(key=lambda one: (-one.free_bytes, one.address))
-    return Moment(
-        what=what,
-        event=event,
-        time_s=time_s,
-        allocated_bytes=sum(one.allocated_bytes for one in found),
-        reserved_bytes=sum(one.bytes for one in found),
-        requested_bytes=requested_bytes,
-        largest_free_bytes=max((one.largest_free_bytes for one in found), default=0),
-        pinned_bytes=sum(one.free_bytes for one in pinned),
-        cached_bytes=sum(one.free_bytes for one in found if not one.blocks_in_use),
-        free_by_size=_by_size([block.size for block in free]),
-        segments=tuple(pinned[:MOST_SEGMENTS]),
-        segments_with_pins=len(pinned),
-    )
+    found = Segments()
+    for blocks in _segments([*used, *free]):
+        found.add(_use(blocks, born), [block.size for block in blocks if block.is_free])
+    return found.moment(what=what, event=event, time_s=time_s, requested_bytes=requested_bytes)
+
+
+class Segments:
+    """All segments of a moment, of which only those that pin most are kept."""
+
+    def __init__(self) -> None:
+        self._allocated_bytes = self._reserved_bytes = self._pinned_bytes = self._cached_bytes = 0
+        self._largest_free_bytes = self._with_pins = 0
+        self._pinned: list[SegmentUse] = []
+        self._free = {limit: [0, 0] for limit in (*SIZE_LIMITS, -1)}  # count and bytes
+
+    def add(self, use: SegmentUse, free: Iterable[int]) -> None:
+        """A segment, and the bytes of each of its free blocks."""
+        self._allocated_bytes += use.allocated_bytes
+        self._reserved_bytes += use.bytes
+        self._largest_free_bytes = max(self._largest_free_bytes, use.largest_free_bytes)
+        for size in free:
+            counted = self._free[next((limit for limit in SIZE_LIMITS if size <= limit), -1)]
+            counted[0] += 1
+            counted[1] += size
+        if not use.blocks_in_use:
+            self._cached_bytes += use.free_bytes
+        elif use.free_bytes:
+            self._with_pins += 1
+            self._pinned_bytes += use.free_bytes
+            self._pinned.append(use)
+            if len(self._pinned) > 2 * MOST_SEGMENTS:
+                self._cut()
+
+    def _cut(self) -> None:
+        self._pinned.sort(key=lambda one: (-one.free_bytes, one.address))
+        del self._pinned[MOST_SEGMENTS:]
+
+    def moment(self, *, what: str, event: int, time_s: float = 0.0, requested_bytes: int = 0) -> Moment:
+        self._cut()
+        return Moment(
+            what=what,
+            event=event,
+            time_s=time_s,
+            allocated_bytes=self._allocated_bytes,
+            reserved_bytes=self._reserved_bytes,
+            requested_bytes=requested_bytes,
+            largest_free_bytes=self._largest_free_bytes,
+            pinned_bytes=self._pinned_bytes,
+            cached_bytes=self._cached_bytes,
+            free_by_size=tuple(
+                FreeBlocks(limit_bytes=limit, count=count, bytes=bytes)
+                for limit, (count, bytes) in self._free.items()
+            ),
+            segments=tuple(self._pinned),
+            segments_with_pins=self._with_pins,
+        )
 
 
 def _pools(allocator: CachingAllocator) -> Iterator[list[Block]]:
@@ -155,13 +194,3 @@ def _use(blocks: list[Block], born: dict[int, tuple[int, int]]) -> SegmentUse:
         blocks_in_use=len(in_use),
         pins=tuple(pins),
     )
-
-
-def _by_size(sizes: list[int]) -> tuple[FreeBlocks, ...]:
-    made = []
-    low = 0
-    for limit in (*SIZE_LIMITS, -1):
-        inside = [size for size in sizes if low < size and (size <= limit or limit < 0)]
-        made.append(FreeBlocks(limit_bytes=limit, count=len(inside), bytes=sum(inside)))
-        low = limit
-    return tuple(made)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from brim.core.hardware import VRAM
 from brim.core.timeline import EventKind, Timeline
-from brim.memory import categories
+from brim.memory import categories, still
 from brim.memory.allocator_config import AllocatorConfig
 from brim.memory.blocks import Block
 from brim.memory.history import History, contradictions
+from brim.memory.labels import label_of, stack_text
 from brim.memory.moments import Moment, moment
 from brim.memory.recorded_device import RELEASES
 from brim.memory.replay import Replay, Run, settled_start
@@ -19,7 +19,6 @@ from brim.memory.starting_state import State
 from brim.memory.what_if import capacity_bytes
 
 INFERRED = "categories_inferred"  # the fact that says that categories were inferred from stacks, not recorded
-MOST_FRAMES = 30  # of a stack that go into a Timeline
 MOST_OOMS = 8  # moments of failures that are kept
 _SEGMENTS = {
     "segment_alloc": EventKind.SEGMENT_ALLOC,
@@ -27,9 +26,6 @@ _SEGMENTS = {
     "segment_free": EventKind.SEGMENT_FREE,
     "segment_unmap": EventKind.SEGMENT_FREE,
 }
-_PYTHON = re.compile(r"\.py:\d+$")
-_OPERATOR = re.compile(r"at::(?:native|_ops)::|torch::autograd::generated::")
-_INSIDE_TORCH = re.compile(r"/torch/(?!\w*_user)|<frozen |/_inductor/|generated_cases|/contextlib\.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +58,11 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
     config = AllocatorConfig.from_snapshot(history.settings)
     facts = {"device": float(history.device)} | ({INFERRED: 1.0} if stacks else {})
     made = Timeline(name, measured=True, facts=facts)
+    if not history.actions:
+        still.write(history, made, stacks)
+        peak = still.moment(history, "peak")
+        moments = peak, replace(peak, what="end")
+        return RecordedRun(timeline=made, replay=still.result(history), moments=moments, capacity_bytes=None)
     with contradictions(history):
         start = settled_start(history, config)
         run = _Writing(history, config, start)
@@ -76,20 +77,6 @@ def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]]
         )
 
 
-def telling_frames(frames: Sequence[str]) -> list[str]:
-    """The frames of Python code if there are any; of a stack that has none, those from the operator outwards."""
-    python = [frame for frame in frames if _PYTHON.search(frame)]
-    first = next((index for index, frame in enumerate(frames) if _OPERATOR.match(frame)), 0)
-    return python or list(frames[first:])
-
-
-def label_of(frames: Sequence[str]) -> str:
-    """The innermost frame of the user's code, else of any Python code, else of an operator."""
-    python = [frame for frame in frames if _PYTHON.search(frame)]
-    users = (frame for frame in python if not _INSIDE_TORCH.search(frame))
-    return next(users, "") or next(iter(python or telling_frames(frames)), "")
-
-
 class _Writing(Run):
     """Writes every event that changes what is held, and keeps the telling moments."""
 
@@ -97,7 +84,7 @@ class _Writing(Run):
         history, start = self.history, self.start
         self.timeline = timeline
         self.labels = [label_of(frames) for frames in stacks]
-        self.stacks = ["\n".join(telling_frames(frames)[:MOST_FRAMES]) for frames in stacks]
+        self.stacks = [stack_text(frames) for frames in stacks]
         self.phases = categories.phases_of(stacks)
         self.categories = categories.infer(history, self.phases)
         kept = {block.address: block for segment in history.segments for block in segment.blocks}

@@ -15,10 +15,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from brim.core.hardware import DISK
+from brim.errors import UnsupportedError
 from brim.memory.tiers import Memory
 from brim.techniques.away import Away, away
 from brim.techniques.crossing import Crossing
-from brim.techniques.optimizer_states import StateBlock, lay_out
+from brim.techniques.optimizer_states import StateBlock, flat_bytes, lay_out
 from brim.techniques.optimizer_trial import Kept, dense_stride
 from brim.techniques.records import Records
 
@@ -42,6 +43,7 @@ class Gradients:
         self._adding: set[tuple[int, int]] = set()  # p.grad is to be added to what is in the record
         self._zeroed: set[tuple[int, int]] = set()
         self._factors: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._generations: dict[tuple[int, int], int] = {}  # of what is in the record: how many came before it
         self._hooks: list[RemovableHandle] = []
         self.records: Records | None = None
         if tier is None:
@@ -83,7 +85,7 @@ class Gradients:
                     self._adding.discard((index, number))
                 else:
                     self._crossing.down(gradient, view, "gradients")
-                    self._forget_changes(index, number)
+                    self._end_generation(index, number)
                 parameter.grad = self._away(index, number)
         finally:
             self.records.leave(index)
@@ -99,6 +101,8 @@ class Gradients:
     def present(self, index: int, *, dropping: bool = False) -> Iterator[list[_Here | None]]:
         """Within: the gradients of a block, each where it is; None: it has none. ``dropping``: for the last time."""
         block = self._blocks[index]
+        if self.records is not None and self.records.tier != DISK and any(key[0] == index for key in self._adding):
+            self.store(index)  # added once and for all
         away_ = [type(p.grad) is Away or (index, n) in self._adding for n, p in enumerate(block.parameters)]
         away_ = [there and p.grad is not None for there, p in zip(away_, block.parameters, strict=True)]
         if self.records is None or not any(away_):
@@ -109,6 +113,8 @@ class Gradients:
         changed = False
         flat = self.records.enter(index)
         try:
+            if self.records.tier == DISK:
+                self.records.secure(index)  # what is changed here is forgotten, and read again
             found: list[_Here | None] = []
             for number, parameter in enumerate(block.parameters):
                 if not away_[number]:
@@ -151,13 +157,23 @@ class Gradients:
         for number, parameter in enumerate(self._blocks[index].parameters):
             parameter.grad = None
             self._adding.discard((index, number))
-            self._forget_changes(index, number)
+            self._end_generation(index, number)
+
+    def _end_generation(self, index: int, number: int) -> None:
+        """What was in the record is gone, for whoever holds the tensor that stood for it as well."""
+        self._forget_changes(index, number)
+        self._generations[index, number] = self.generation(index, number) + 1
+
+    def generation(self, index: int, number: int) -> int:
+        """Of the gradient that is away: it changes when another takes its place."""
+        return self._generations.get((index, number), 0)
 
     def scale(self, index: int, number: int, factor: torch.Tensor) -> None:
         """Multiply a gradient that is away, when it comes."""
         self._factors.setdefault((index, number), []).append(factor)
 
-    def _zero(self, index: int, number: int) -> None:
+    def zero(self, index: int, number: int) -> None:
+        """Set a gradient that is away to zero, when it comes."""
         self._factors.pop((index, number), None)
         self._zeroed.add((index, number))
 
@@ -166,24 +182,29 @@ class Gradients:
         parameter = block.parameters[number]
         # A trace pretends that it is on a GPU; autograd compares where it truly is.
         device = getattr(parameter, "fake_device", parameter.device)
-        what, on_zero = f"The gradient of {block.names[number]}", _weakly(self._zero, index, number)
-        keeper = None if parameter.device.type != "cpu" else _Keeper(weakref.ref(self), index, number)
+        what = f"The gradient of {block.names[number]}"
+        keeper = _Keeper(weakref.ref(self), index, number, self.generation(index, number), what)
         return away(
-            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=on_zero, keeper=keeper
-        )
+            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=keeper.zero,
+            keeper=keeper if parameter.device.type == "cpu" else None,
+        )  # fmt: skip
 
     def value(self, index: int, number: int) -> torch.Tensor:
         """A gradient that is away, in memory of its own."""
-        with self.present(index) as found:
-            here = found[number]
-            assert here is not None, "it is away"
-            return here[0].clone()
+        assert self.records is not None
+        field, gradient = self._fields[index][number], self._blocks[index].parameters[number].grad
+        made = field.view_alone(self.records.get(index, field.offset, field.bytes))
+        self._total(index, number, made, gradient if (index, number) in self._adding else None, settle=False)
+        return made
 
     def replace(self, index: int, number: int, value: torch.Tensor) -> None:
-        """Have another gradient in the place of one that is away."""
+        """Have other values in the place of those of a gradient that is away."""
+        assert self.records is not None
+        self.records.put(index, self._fields[index][number].offset, flat_bytes(value))
         self._forget_changes(index, number)
-        self._blocks[index].parameters[number].grad = value
-        self.store(index)
+        if (index, number) in self._adding:  # it is among the values
+            self._adding.discard((index, number))
+            self._blocks[index].parameters[number].grad = self._away(index, number)
 
     def expect(self, indices: Sequence[int]) -> None:
         """Begin to fetch what is away of these blocks' gradients."""
@@ -207,20 +228,34 @@ class Gradients:
             hook.remove()
         self._hooks.clear()
         if self.records is not None:
+            for index, block in self._blocks.items():
+                for number in range(len(block.parameters)):
+                    self._end_generation(index, number)
             self.records.free()
 
 
 class _Keeper:
     """A gradient that is away, by its place. What tensors hold in C++ is out of the garbage collector's sight."""
 
-    def __init__(self, gradients: weakref.ref[Gradients], index: int, number: int) -> None:
+    def __init__(
+        self, gradients: weakref.ref[Gradients], index: int, number: int, generation: int, what: str
+    ) -> None:
         self._reference, self._index, self._number = gradients, index, number
+        self._generation, self._what = generation, what
 
     @property
     def _gradients(self) -> Gradients:
         found = self._reference()
-        assert found is not None, "the gradients' keeper lives as long as the optimizer is fitted"
+        if found is None or found.generation(self._index, self._number) != self._generation:
+            raise UnsupportedError(
+                f"{self._what} was to be used.",
+                "It was away, and is gone since: another took its place, or it was used and let go.",
+                "Clone gradients that are to outlive zero_grad() and the step.",
+            )
         return found
+
+    def zero(self) -> None:
+        self._gradients.zero(self._index, self._number)
 
     def value(self) -> torch.Tensor:
         return self._gradients.value(self._index, self._number)

@@ -25,7 +25,7 @@ from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
 from brim.techniques.away import Away, away
 from brim.techniques.optimizer_parts import Part, Unit, uncut
-from brim.techniques.optimizer_states import Field, StateBlock, flat_bytes, lay_out, shaped
+from brim.techniques.optimizer_states import Field, StateBlock, flat_bytes, lay_out
 from brim.techniques.optimizer_trial import Kept
 from brim.techniques.records import Records
 
@@ -245,7 +245,7 @@ class States:
         return made
 
     def _piece(self, one: _Slice, field: Field) -> torch.Tensor:
-        return shaped(self.records.get(one.record, field.offset, field.bytes), field.dtype, field.shape, field.stride)
+        return field.view_alone(self.records.get(one.record, field.offset, field.bytes))
 
     def _pieces(self, index: int, parameter: int, key: str) -> Iterator[tuple[_Slice, Field]]:
         for one in self._slices[index]:

@@ -52,7 +52,11 @@ class Field:
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor in the record ``flat`` (uint8)."""
-        return shaped(flat[self.offset : self.offset + self.bytes], self.dtype, self.shape, self.stride)
+        return self.view_alone(flat[self.offset : self.offset + self.bytes])
+
+    def view_alone(self, part: torch.Tensor) -> torch.Tensor:
+        """The tensor whose bytes (uint8) are ``part``."""
+        return shaped(part, self.dtype, self.shape, self.stride)
 
 
 def shaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:

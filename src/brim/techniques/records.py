@@ -102,6 +102,17 @@ class Records:
         if changed:
             place.written = self._write(place)
 
+    def secure(self, record: int) -> None:
+        """What is in the buffer is on the disk as well when this returns: it may be changed, and forgotten.
+
+        A write that failed is tried again. Raises its TransferError; then the record is as it was.
+        """
+        place = self._find(record)
+        if place is not None:
+            if _failed(place.written):
+                place.written = self._write(place)
+            place.written.wait()
+
     def forget(self, record: int) -> None:
         """What is in the buffer is not what the record is to be: it will be read again. It must not be in use."""
         place = self._find(record)

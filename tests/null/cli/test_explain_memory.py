@@ -67,6 +67,29 @@ def recorded(rounds: int, *, old: bool = False) -> bytes:
     return pickle.dumps(body, protocol=2)
 
 
+def without_history(blocks: int) -> bytes:
+    """Every other block in use, no event."""
+    segments, size = [], 3 * MIB
+    frames = [{"filename": f"{number}.py", "line": number, "name": "call"} for number in range(20)]
+    for start in range(1 << 40, (1 << 40) + blocks * size, 100 * size):
+        states = ["active_allocated", "inactive"] * 50
+        rows = [
+            {
+                "address": start + at * size,
+                "size": size,
+                "requested_size": size - at,
+                "state": state,
+                "frames": frames,
+            }
+            for at, state in enumerate(states)
+        ]
+        segments.append(
+            {"device": 0, "address": start, "total_size": 100 * size, "stream": 0, "segment_type": "large"}
+            | {"segment_pool_id": (0, 0), "is_expandable": False, "blocks": rows}
+        )
+    return pickle.dumps({"segments": segments, "device_traces": [[]], "allocator_settings": {}})
+
+
 def timeline(count: int) -> bytes:
     made = Timeline("run", measured=True)
     for number in range(count):
@@ -107,6 +130,7 @@ CASES: dict[str, tuple[str, Callable[[Path], bytes], int]] = {
     "snapshot, events alone": ("snapshot", lambda folder: recorded(1200), 2 * MIB),
     "snapshot, with stacks": ("snapshot", lambda folder: with_stacks(folder, 20_000), 3 * MIB),
     "snapshot, old": ("snapshot", lambda folder: recorded(300, old=True), MIB),
+    "snapshot, no history": ("snapshot", lambda folder: without_history(90_000), 3 * MIB),
     "trace, small": ("trace", lambda folder: trace(folder, 60), 10 * KIB),
     "trace": ("trace", lambda folder: trace(folder, 30_000), 5 * MIB),
     "trace, packed": ("trace", lambda folder: trace(folder, 30_000, "trace.json.gz"), 5 * MIB),

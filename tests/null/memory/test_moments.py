@@ -14,9 +14,10 @@ from brim.core import EventKind
 from brim.core.trace import Category
 from brim.measure import snapshot
 from brim.memory.categories import Phase, phase_of
+from brim.memory.labels import label_of, telling_frames
 from brim.memory.moments import Moment
 from brim.memory.out_of_memory import OutOfMemory
-from brim.memory.recorded_timeline import RecordedRun, label_of, recorded_run, telling_frames
+from brim.memory.recorded_timeline import RecordedRun, recorded_run
 from brim.units import KIB, MIB
 
 ROOT = Path(__file__).parents[3]

@@ -69,10 +69,13 @@ def test_slices_of_one_lane_do_not_overlap_and_times_are_microseconds(tmp_path):
 
 
 def seconds(timeline: Timeline) -> float:
-    """Of this process alone."""
-    start_s = time.process_time()
-    assert sum(1 for _ in perfetto.trace_events([timeline])) > len(timeline)
-    return time.process_time() - start_s
+    """Of this process alone; the least of three, as a machine is never faster than it is."""
+    took = []
+    for _ in range(3):
+        start_s = time.process_time()
+        assert sum(1 for _ in perfetto.trace_events([timeline])) > len(timeline)
+        took.append(time.process_time() - start_s)
+    return min(took)
 
 
 def test_work_goes_with_the_number_of_overlapping_spans():

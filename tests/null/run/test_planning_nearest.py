@@ -87,10 +87,9 @@ def test_it_ends_in_time_with_what_it_has() -> None:
         time.sleep(0.1)
         return plan(request, machine)
 
-    begin_s = time.perf_counter()
     error = BudgetError("It was to fit.", smallest_bytes={VRAM: vram_bytes(REQUEST)})
     needs, _ = nearest(REQUEST, machine, error, slow, limit_s=0.35)
-    assert time.perf_counter() - begin_s < 0.6 and 1 <= len(calls) <= 3
+    assert 1 <= len(calls) <= 3 and calls[-1] - calls[0] < 0.35  # none is begun once the time is over
     assert needs[VRAM] >= vram_bytes(REQUEST)
 
 
