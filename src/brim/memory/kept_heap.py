@@ -104,7 +104,7 @@ _watched: weakref.WeakSet[KeptHeap] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    """A child that was forked off (a loader's worker) has the heap and its settings, and no thread that watches it."""
+    """A child that was forked off (a loader's worker) has the heap and its settings, but no thread that watches."""
     if _watched:
         _watched.clear()
         heap.return_freed_memory()
