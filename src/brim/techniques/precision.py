@@ -61,8 +61,8 @@ class PrecisionHandle:
     """How a training loop computes under this precision. All its methods do the plain thing where that is right.
 
     ``keeps_casts``: autocast keeps what it made of each weight until the forward pass is over, for weights that are
-    used twice. Where blocks are streamed or computed again, that would hold all weights once more, in 16 bits. Without
-    it, the gradients of a layer that is called twice are added in 32 bits instead of 16: not bit for bit the same.
+    used twice. Where blocks are streamed or computed again, that would hold all weights once more, in 16 bits.
+    Without it, the gradients of a layer that is called twice are added in 32 bits instead of 16: not the same bits.
     """
 
     keeps_casts = True
