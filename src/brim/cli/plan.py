@@ -52,6 +52,8 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--gpus", type=count, help="Split training over so many GPUs, and search the splits."),
         click.option("--gpus-per-node", type=count, help="GPUs of one machine, beside --gpus. [default: 8]"),
         click.option("--global-batch", type=count, help="Sequences of a step on all --gpus. [default: 8 for each]"),
+        click.option("--compare-gpus", metavar="1,2,4,8", help="Compare a training on so many GPUs."),
+        click.option("--price", type=click.FloatRange(min=0), help="Of one GPU for an hour, beside --compare-gpus."),
         click.option("--precisions", is_flag=True, help="Show what each kind of block takes in int8 and in 16 bits."),
         click.option(
             "--router-statistics",
@@ -93,10 +95,17 @@ def plan(
     """
     from rich.console import Console
 
+    compared, price = options.pop("compare_gpus"), options.pop("price")
+    if compared is not None:
+        from brim.cli import plan_compare
+
+        return plan_compare.show(model, plan_compare.numbers(compared), options, price, output, as_json=as_json)
+    if price is not None:
+        raise UsageError("--price was given without --compare-gpus.", todo="Give --compare-gpus 1,2,4.")
     if options["gpus"] is not None:
         from brim.cli import plan_meshes
 
-        return plan_meshes.show(model, options, as_json)
+        return plan_meshes.show(model, options, output, as_json)
     for name in ("gpus", "gpus_per_node", "global_batch"):
         if options.pop(name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brim.cli.options import print_json
@@ -17,32 +18,50 @@ if TYPE_CHECKING:
 INFEASIBLE = 3
 
 
-def show(model: str, options: dict[str, Any], as_json: bool) -> int | None:
-    """Search, prove and print; the exit code where nothing fits."""
+def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
+    """Search, prove and print, and write the first to ``output``; the exit code where nothing fits."""
     from rich.console import Console
 
     _check(options)
     started = time.perf_counter()
     with Console(stderr=True).status("Looking at meshes"):
-        from brim import catalog
-        from brim.estimation.models import find_model
-        from brim.estimation.parallel_shape import shape_of
-        from brim.planner import meshes
-
-        source, gpu = find_model(model), catalog.gpu(options["gpu"])
-        found = meshes.meshes(
-            shape_of(source), gpus=options["gpus"], gpus_per_node=options["gpus_per_node"] or 8, gpu=gpu,
-            sequence=options["seq"], global_batch=options["global_batch"] or 0,
-        )  # fmt: skip
-        proofs: dict[Mesh, ParallelEstimate] = {}
-        chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
-    rows = [(mesh, proofs[mesh]) for mesh in chosen]
+        rows, looked_at = fastest(model, options)
     took_s = time.perf_counter() - started
+    if output is not None and rows:
+        _write(output, model, options, *rows[0])
     if as_json:
-        print_json(_document(model, options, rows, len(found), took_s))
+        print_json(_document(model, options, rows, looked_at, took_s))
     else:
-        _print(model, options, rows, len(found), took_s)
+        _print(model, options, rows, looked_at, took_s)
     return None if rows else INFEASIBLE
+
+
+def fastest(model: str, options: dict[str, Any]) -> tuple[list[tuple[Mesh, ParallelEstimate]], int]:
+    """The fastest meshes that are proved to fit, and how many were looked at."""
+    from brim import catalog
+    from brim.estimation.models import find_model
+    from brim.estimation.parallel_shape import shape_of
+    from brim.planner import meshes
+
+    source, gpu = find_model(model), catalog.gpu(options["gpu"])
+    found = meshes.meshes(
+        shape_of(source), gpus=options["gpus"], gpus_per_node=options["gpus_per_node"] or 8, gpu=gpu,
+        sequence=options["seq"], global_batch=options["global_batch"] or 0,
+    )  # fmt: skip
+    proofs: dict[Mesh, ParallelEstimate] = {}
+    chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
+    return [(mesh, proofs[mesh]) for mesh in chosen], len(found)
+
+
+def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: ParallelEstimate) -> None:
+    """For ``torchrun ... -m brim train --plan``."""
+    from brim.run import distributed_plan
+
+    made = distributed_plan.made(
+        model=model, gpu=options["gpu"], sequence=options["seq"], split=mesh.split, checkpointing=mesh.checkpointing,
+        peak_bytes=proof.worst.peak_bytes.process, step_s=proof.step_s or mesh.step_s,
+    )  # fmt: skip
+    distributed_plan.write(path, made)
 
 
 def _check(options: dict[str, Any]) -> None:

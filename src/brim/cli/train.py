@@ -101,9 +101,21 @@ def _how() -> list[Callable[..., Any]]:
     ]
 
 
+def _ranks() -> list[Callable[..., Any]]:
+    """How torchrun's ranks share the model."""
+    return [
+        click.option("--zero", type=click.IntRange(0, 3), help="Under torchrun: stage of ZeRO.  [default: 0]"),
+        click.option("--tp", type=click.IntRange(min=1), help="Under torchrun: ranks that split each matrix."),
+        click.option("--pp", type=click.IntRange(min=1), help="Under torchrun: pipeline stages."),
+        click.option("--interleave", type=click.IntRange(min=1), help="Pieces of the model on each pipeline rank."),
+        click.option("--sp", is_flag=True, help="With --tp: split the sequence too, between the matrices."),
+        click.option("--timeout", type=click.FloatRange(min=1), help="Seconds to wait for a rank.  [default: 600]"),
+    ]
+
+
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Everything but MODEL, in the order of the help."""
-    for option in reversed([*_what(), *_how(), html_option, json_option]):
+    for option in reversed([*_what(), *_how(), *_ranks(), html_option, json_option]):
         command = option(command)
     return command
 
@@ -118,12 +130,18 @@ def train(model: str, html: Path | None, as_json: bool, disk: tuple[str, int | N
     choice, a value is an order. The data is JSONL with `messages` (chat template, loss on the answers) or `text`, or
     plain text, which is packed.
     """
+    from brim.cli import train_split
     from brim.cli.run_report import compute_of
     from brim.run.training import Request
     from brim.run.training import train as run
 
+    over_ranks = train_split.asked_for(options)
+    split = {name: options.pop(name) for name in train_split.SPLIT}
     folder, limit = disk or (None, None)
     request = Request(model=model, disk_folder=folder, disk=limit, **_resolved(options))
+    if over_ranks:
+        train_split.run(request, split, as_json=as_json)
+        return
     console = Console(stderr=True)
     talks = console.is_terminal
     with console.status("starting", spinner="dots") as status:

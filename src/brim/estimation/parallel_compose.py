@@ -116,7 +116,7 @@ class _Composition:
         last = self.source.traced - 1
         if end.micro_batch < 0 and part.micro_batch in (-1, 0, last):  # gradients, and what was there before the step
             return self.starts[-2] + storage.died - end.start
-        if part.micro_batch < 0 or (end.micro_batch == last and part.micro_batch == 0 and last > 1):
+        if part.micro_batch < 0 or (end.micro_batch == last and part.micro_batch == 0):
             return self._first(end, storage.died)  # kept through all that lies between
         return self.starts[index + 1]  # until what follows takes its place
 

@@ -15,7 +15,7 @@ from brim.estimation.workload import Workload
 @dataclass(frozen=True, kw_only=True)
 class ParallelJob:
     """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM
-    only."""
+    only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU."""
 
     source: Source
     workload: Workload
@@ -23,6 +23,7 @@ class ParallelJob:
     sequence: int
     capability: tuple[int, int]
     fused_loss: bool = True
+    target: str = "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -213,17 +213,22 @@ class Layer:
 
     def _column(self, module: str, weight: str, output_bytes: int) -> int:
         """A product split by its outputs; its input is gathered from all ranks of the group first."""
-        script, place = self.script, self.place
+        script = self.script
         self._at(module)
-        gathered = None
-        if place.gathers:
-            gathered = script.alloc(place.whole)
-            script.send("all_gather", "tp", place.whole)
+        gathered = self._gathered()
         made = script.keep(output_bytes)
         self._product(weight)
         if gathered is not None:
             script.free(gathered)
         return made
+
+    def _gathered(self) -> int | None:
+        """What this rank has of the sequence becomes what all of its group have, where they split it."""
+        if not self.place.gathers:
+            return None
+        gathered = self.script.alloc(self.place.whole)
+        self.script.send("all_gather", "tp", self.place.whole)
+        return gathered
 
     def _row(self, module: str, weight: str) -> int:
         """A product split by its inputs; its outputs are summed over the group."""
@@ -313,10 +318,7 @@ class Layer:
         if mask in saved.kept:
             masked = script.alloc(place.between)
             script.free(saved.kept.pop(mask))
-        gathered = None
-        if place.gathers:
-            gathered = script.alloc(place.whole)
-            script.send("all_gather", "tp", place.whole)
+        gathered = self._gathered()
         made = script.alloc(input_bytes)
         self._product(weight)
         self._product(weight, accumulates=True)
@@ -329,10 +331,7 @@ class Layer:
         """Product and norm before it, and the sum with the residual stream's gradient."""
         script, place = self.script, self.place
         self._at(module)
-        gathered = None
-        if place.gathers:
-            gathered = script.alloc(place.whole)
-            script.send("all_gather", "tp", place.whole)
+        gathered = self._gathered()
         partial = script.alloc(place.whole)
         self._product(weight)
         scattered = script.alloc(place.between) if place.gathers else partial

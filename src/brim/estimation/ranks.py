@@ -137,6 +137,27 @@ def estimate_ranks(
     return _assembled(job, engine, stages, place, alloc_conf, notes)
 
 
+def cpu_bytes(
+    model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
+    checkpointing: str | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The most that tensors take at once on each rank of a training step on CPUs, by PyTorch's own engine.
+
+    Raises what ``estimate_ranks`` does.
+    """
+    workload = Workload(
+        task="train", batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    job = ParallelJob(
+        source=find_model(model), workload=workload, split=split, sequence=seq,
+        capability=capability_of(place_of(None)), target="cpu",
+    )  # fmt: skip
+    stages, _ = ranks_torch.stages(job)
+    of_stage = [simulate(facts.trace).peak_bytes.allocated for facts in stages]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
+
+
 def _assembled(
     job: ParallelJob, engine: str, stages: Sequence[StageFacts], place: Place, alloc_conf: str, notes: tuple[str, ...]
 ) -> ParallelEstimate:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from brim.core import Category, Op, Phase, Storage, Trace
 from brim.errors import BrimError, ModelError, UnsupportedError
@@ -140,7 +139,9 @@ def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
-            made = trace(program.build, steps=_STEPS, target="cuda", model=job.source.name, capability=job.capability)
+            made = trace(
+                program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability
+            )
             return _as_sharded(made)
     except BrimError:
         raise
@@ -186,7 +187,7 @@ class _Program:
         )  # fmt: skip
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
-        _group(optimizer)
+        sharding.group_by_kind(optimizer)
         return self._step(model, handle, optimizer, computes or weights)
 
     def _model(self, weights: torch.dtype) -> nn.Module:
@@ -233,17 +234,6 @@ class _Program:
         config: Any = transformers_config(self.job.source)
         tokens = self.job.sequence // (split.tp if split.sequence_parallel else 1)
         return split.micro_batch, tokens, int(config.hidden_size)
-
-
-def _group(optimizer: Any) -> None:
-    """By ``foreach``, as PyTorch does on a GPU; it takes DTensors and plain tensors one after the other."""
-    apart = []
-    for group in optimizer.param_groups:
-        for kind in (True, False):
-            own = [parameter for parameter in group["params"] if isinstance(parameter, DTensor) is kind]
-            if own:
-                apart.append({**group, "params": own} | ({"foreach": True} if "foreach" in group else {}))
-    optimizer.param_groups = apart
 
 
 def _precision(job: ParallelJob) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -28,10 +29,12 @@ from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
+from brim.predict.shapes import result_of
 from brim.predict.values import KnownValues
 
 _add = torch.ops.aten.add.Tensor
 _device_of = torch.ops.prim.device.default
+_META = torch.device("meta")
 
 
 class RecordingMode(TorchDispatchMode):
@@ -60,6 +63,11 @@ class RecordingMode(TorchDispatchMode):
 
     # -- operations ----------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while a trace runs, and what PyTorch wraps every call in for that takes time."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,
@@ -67,11 +75,16 @@ class RecordingMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        if func is _device_of:  # C++ asks where a tensor lies, once for every operation; nothing runs
+            return _device(args[0])
         if any(kind.__name__ == "DTensor" for kind in types):  # it runs on each rank's share, which comes back here
             return NotImplemented
-        if func is _device_of:  # C++ asks where a tensor lies; nothing runs
-            return func(*args)
+        # Within a function of PyTorch modes for functions are off. In the backward pass, which calls none, they would
+        # see each look at a tensor from here on.
+        with torch._C.DisableTorchFunction():
+            return self._seen(func, args, kwargs or {})
+
+    def _seen(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
@@ -99,7 +112,10 @@ class RecordingMode(TorchDispatchMode):
         result = self.values.shape_of(func, args, kwargs)
         if result is None:
             adds_bias = self._in_linear and func is _add and args[1].dim() == 1
-            result = (inplace.add_bias if adds_bias else FAKES.get(func, func))(*args, **kwargs)
+            result = inplace.written(func, args, kwargs)
+            if result is None:
+                fake = inplace.add_bias if adds_bias else FAKES.get(func)
+                result = result_of(func, args, kwargs) if fake is None else fake(*args, **kwargs)
             self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
         fresh = self._fresh(outputs)
@@ -334,6 +350,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
+
+
+def _device(tensor: torch.Tensor) -> Any:
+    """As ``FakeTensor`` answers ``prim::device``."""
+    if not isinstance(tensor, FakeTensor):
+        return _device_of(tensor)
+    return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _aten = torch.ops.aten
 
@@ -63,6 +64,36 @@ def add_bias(output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return output.detach()
 
 
+# Operations that write one result per element into their first argument and return it: most of an optimizer's.
+_ELEMENTWISE = frozenset({
+    _aten.add_.Tensor, _aten.add_.Scalar, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor,
+    _aten.addcmul_.default, _aten.addcdiv_.default, _aten.lerp_.Scalar, _aten.copy_.default, _aten.sqrt_.default,
+    _aten.zero_.default, _aten.fill_.Scalar,
+})  # fmt: skip
+
+
+def written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The result of an operation in place, where it is plain that it is one; None: its fake kernel has to say.
+
+    Plain: floating-point tensors of the same dtype, shape and device, the first one dense.
+    """
+    if func not in _ELEMENTWISE:
+        return None
+    first = args[0]
+    if type(first) is not FakeTensor or not first.is_floating_point() or not first.is_contiguous():
+        return None
+    if first.constant is not None:  # a literal's value, which the fake kernel forgets
+        return None
+    for arg in (*args[1:], *kwargs.values()):
+        if type(arg) is FakeTensor:
+            alike = arg.dtype == first.dtype and arg.shape == first.shape and arg.fake_device == first.fake_device
+            if not alike or arg.layout is not torch.strided:
+                return None
+        elif not isinstance(arg, (int, float)):
+            return None
+    return first
+
+
 def _called_by_engine() -> bool:
     """Whether autograd's C++ made the call: no Python frame lies between the engine and the dispatch."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
@@ -73,7 +104,7 @@ def _called_by_engine() -> bool:
     return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
-_WRAPPERS = ("__torch_dispatch__", "_fn", "inner")  # PyTorch wraps the dispatch so that dynamo skips it
+_WRAPPERS = ("_seen", "__torch_dispatch__", "_fn", "inner")  # PyTorch may wrap the dispatch so that dynamo skips it
 
 
 def _may_be_overwritten(tensor: torch.Tensor) -> bool:

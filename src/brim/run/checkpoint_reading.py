@@ -15,7 +15,7 @@ from brim.errors import BrimError, ModelError, TransferError
 from brim.memory.checkpoint_files import TensorSource, read_safetensors_header
 from brim.memory.checkpoint_writing import CODES, Layout
 from brim.memory.checksums import Checksum
-from brim.run.checkpoint_manifest import FileEntry, Manifest, checkpoint_folders, read_manifest
+from brim.run.checkpoint_manifest import FileEntry, Manifest, TensorEntry, checkpoint_folders, read_manifest
 
 _PIECE_BYTES = 1 << 20
 _SUFFIX = ".safetensors"
@@ -146,6 +146,21 @@ def verify(folder: Path, manifest: Manifest) -> None:
         if size != entry.bytes:
             raise _damaged(folder, f"{name} is {size} bytes long, not {entry.bytes}.")
         (_verify_tensors if name.endswith(_SUFFIX) else _verify_whole)(folder, path, entry)
+
+
+def entry_of(path: Path) -> FileEntry:
+    """A safetensors file as a manifest has it, every byte read."""
+    sources, size = read_safetensors_header(path), path.stat().st_size
+    with _Reader(path) as reader:
+        header = reader.checksum(0, size - sum(source.bytes for source in sources.values()))
+        tensors = {
+            name: TensorEntry(
+                dtype=CODES[source.dtype], shape=source.shape,
+                checksum=reader.checksum(source.extents[0].offset, source.bytes),
+            )
+            for name, source in sources.items()
+        }  # fmt: skip
+    return FileEntry(bytes=size, checksum=header, tensors=tensors)
 
 
 def _verify_whole(folder: Path, path: Path, entry: FileEntry) -> None:

@@ -126,6 +126,10 @@ class FolderWriter:
             os.close(fd)
         self._entries[name] = FileEntry(bytes=size, checksum=f"{checksum.value():016x}", tensors={})
 
+    def adopt(self, name: str, entry: FileEntry) -> None:
+        """A file that another process has written into the hidden folder, brought to the disk and read back."""
+        self._entries[name] = entry
+
     def commit(self, state: Mapping[str, Any]) -> None:
         """Write the manifest, compare all with what is on the disk, and give the folder its name."""
         manifest = Manifest(brim=brim.__version__, step=self._step, files=self._entries, state=state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,22 @@ class _NoTime(Exception):
 
 
 class _Prover:
-    """Plans until its time is over: one more is begun only where it should end by then, but for the first few."""
+    """Plans until its time is over: but for what is due, one more is begun only where it should end by then."""
 
     def __init__(self, planner: Planner, limit_s: float) -> None:
         self._planner, self._end_s, self._longest_s = planner, time.perf_counter() + limit_s, 0.0
-        self._tries = 0
+        self._due = _LEAST_TRIES
+
+    def at_least_once(self) -> None:
+        """The next plan is made however late it is."""
+        self._due = max(self._due, 1)
 
     def refusal(self, request: Request, machine: Machine) -> BudgetError | None:
         """Why ``request`` does not fit ``machine``; None where it does. Raises UnsupportedError as the planner."""
         begin_s = time.perf_counter()
-        if self._tries >= _LEAST_TRIES and begin_s + self._longest_s > self._end_s:
+        if self._due <= 0 and begin_s + self._longest_s > self._end_s:
             raise _NoTime
-        self._tries += 1
+        self._due -= 1
         try:
             self._planner(replace(request, top=1), machine)
         except BudgetError as error:
@@ -83,17 +88,17 @@ def nearest(
     prover = _Prover(planner, limit_s)
     found: list[Nearest] = []
     needs = {tier: count for tier, count in error.smallest_bytes.items() if count > machine.budget_bytes.get(tier, 0)}
-    try:
+    with suppress(_NoTime):  # what was found until then is the answer
         enough = _enough(prover, request, machine, needs)
         if enough is not None:
             needs = enough
             for change in _more_memory(prover, request, machine, needs):
                 found.append(change)
+    prover.at_least_once()  # how much memory would do takes longest to find, and not everybody can have more
+    with suppress(_NoTime):
         for changes in (_other_ways, _shorter, _fewer, _smaller_models):
             for change in changes(prover, request, machine, needs):
                 found.append(change)  # one by one: those before the time is over count
-    except _NoTime:
-        pass  # what was found until now is the answer
     return needs, found
 
 
@@ -104,8 +109,9 @@ def _enough(prover: _Prover, request: Request, machine: Machine, needs: dict[str
         refused = prover.refusal(request, _with(machine, wanted))
         if refused is None:
             return wanted
+        # What is called the smallest falls short again, by a little less each time: that much is added at once.
         more = {
-            tier: _rounded(count)
+            tier: _rounded(2 * count - wanted.get(tier, count))
             for tier, count in refused.smallest_bytes.items()
             if count > max(wanted.get(tier, 0), machine.budget_bytes.get(tier, 0))
         }

@@ -98,7 +98,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
     model = _model(request, precision)
     base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
     adapters = frozenset(name for name, _ in model.named_parameters()) - base
-    here = request.gpu is None and not machine.assumed
+    here = _is_here(request, machine)
     if here:
         warm_up(model, hardware, request.seq)
 
@@ -106,22 +106,8 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         ids = torch.zeros(count, request.seq, dtype=torch.long)
         return {"input_ids": ids, "labels": ids.clone()}
 
-    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(request.optimizer, module, 1e-4)
-
     partition = find_blocks(model, stay=adapters)
-    rehearsal = Rehearsal(
-        name=str(request.model),
-        model=model,
-        partition=partition,
-        weights=Weights(sources=dict(_sources(model, base))),
-        optimizer=optimizer,
-        inputs=inputs,
-        batch=request.batch,
-        hardware=hardware,
-        budget_bytes=machine.budget_bytes,
-        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
-    )
+    rehearsal = _rehearsal(request, machine, model, partition, dict(_sources(model, base)), inputs, start_bytes)
     return Case(
         rehearsal=rehearsal,
         optimizer=request.optimizer,
@@ -140,18 +126,9 @@ def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Ca
     names = frozenset(name for name, _ in model.named_parameters())
     limits = training_limits(model, precision, machine.budget_bytes, clips=True, adapters=frozenset())
     fixed = {"micro_batch": request.batch} if factory.sees_rows_together(model) else {}
-    here = request.gpu is None and not machine.assumed
-    rehearsal = Rehearsal(
-        name=str(request.model),
-        model=model,
-        partition=partition,
-        weights=Weights(sources=dict(_sources(model, names))),
-        optimizer=lambda module: make_optimizer(request.optimizer, module, 1e-4),
-        inputs=lambda count: factory.with_rows(example, count),
-        batch=request.batch,
-        hardware=machine.hardware,
-        budget_bytes=machine.budget_bytes,
-        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
+    sources = dict(_sources(model, names))
+    rehearsal = _rehearsal(
+        request, machine, model, partition, sources, lambda count: factory.with_rows(example, count), start_bytes
     )
     return Case(
         rehearsal=rehearsal,
@@ -159,6 +136,34 @@ def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Ca
         precision=precision,
         limits=replace(limits, chunkable=False, streams=False, fixed=fixed),
         tokens=0,
+    )
+
+
+def _is_here(request: Request, machine: Machine) -> bool:
+    return request.gpu is None and not machine.assumed
+
+
+def _rehearsal(
+    request: Request,
+    machine: Machine,
+    model: nn.Module,
+    partition: Partition,
+    sources: dict[str, TensorSource],
+    inputs: Callable[[int], Any],
+    start_bytes: int,
+) -> Rehearsal:
+    here = _is_here(request, machine)
+    return Rehearsal(
+        name=str(request.model),
+        model=model,
+        partition=partition,
+        weights=Weights(sources=sources),
+        optimizer=lambda module: make_optimizer(request.optimizer, module, 1e-4),
+        inputs=inputs,
+        batch=request.batch,
+        hardware=machine.hardware,
+        budget_bytes=machine.budget_bytes,
+        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
     )
 
 

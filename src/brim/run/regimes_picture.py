@@ -13,9 +13,9 @@ _COLOURS = ("#0072B2", "#D55E00", "#555555", "#009E73", "#CC79A7")  # told apart
 Line = Sequence[tuple[float, float | None]]
 
 
-def picture(title: str, lines: Mapping[str, Line], *, x_label: str, y_label: str) -> str:
-    """``lines``: name -> points (x, y); None breaks a line. The y axis is logarithmic."""
-    frame = _Frame([point for line in lines.values() for point in line])
+def picture(title: str, lines: Mapping[str, Line], *, x_label: str, y_label: str, unit: str = "s") -> str:
+    """``lines``: name -> points (x, y); None breaks a line. The y axis is logarithmic, its numbers in ``unit``."""
+    frame = _Frame([point for line in lines.values() for point in line], unit)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
@@ -34,7 +34,8 @@ def picture(title: str, lines: Mapping[str, Line], *, x_label: str, y_label: str
 class _Frame:
     """Where a point lies in the picture."""
 
-    def __init__(self, points: Line) -> None:
+    def __init__(self, points: Line, unit: str) -> None:
+        self._unit = unit
         xs = [x for x, y in points if y]
         ys = [math.log10(y) for _, y in points if y]
         self._x = (min(xs, default=1.0), max(xs, default=2.0))
@@ -56,7 +57,7 @@ class _Frame:
         for power in range(self._y[0], self._y[1] + 1):
             y = self.y(10.0**power)
             yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>'
-            yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} s</text>'
+            yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g} {self._unit}</text>'
         first, last = self._x
         steps = 6
         for step in range(steps + 1):

@@ -66,12 +66,7 @@ class Setup:
 
     def batches(self) -> Batches:
         """The data, opened and checked. Every batch is as long as ``seq``: the shapes that are promised."""
-        request = self.request
-        config = read_config(self.folder, trust_remote_code=request.trust_remote_code)
-        rows = getattr(config.get_text_config(), "vocab_size", None)
-        tokenizer = read_tokenizer(self.folder, str(request.model))
-        dataset = open_data(request.data, tokenizer, request.seq, vocab_size=rows)
-        return Batches(dataset, request.batch, seed=request.seed, pad_to=request.seq)
+        return open_batches(self.request, self.folder)
 
     def steps(self, batches: Batches) -> int:
         if self.request.steps is not None:
@@ -79,7 +74,17 @@ class Setup:
         return batches.steps(self.request.epochs or 1)
 
 
-def _make_writable(output: Path) -> None:
+def open_batches(request: Request, folder: Path) -> Batches:
+    """The data for the model in ``folder``, opened and checked, in batches that are all as long as ``seq``."""
+    config = read_config(folder, trust_remote_code=request.trust_remote_code)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    tokenizer = read_tokenizer(folder, str(request.model))
+    dataset = open_data(request.data, tokenizer, request.seq, vocab_size=rows)
+    return Batches(dataset, request.batch, seed=request.seed, pad_to=request.seq)
+
+
+def make_writable(output: Path) -> None:
+    """Make the folder. Raises UsageError where it cannot be written to."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output):
@@ -116,5 +121,5 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
         importlib.import_module("peft")
     if has_tensorboard():
         importlib.import_module("torch.utils.tensorboard")
-    _make_writable(output)
+    make_writable(output)
     return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output, plan=plan)

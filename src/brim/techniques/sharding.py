@@ -6,8 +6,7 @@ Rajbhandari et al., arXiv 1910.02054; Zhao et al., arXiv 2304.11277. brim sends 
 
 * ZeRO-0: ``replicate``: every rank has everything, gradients are all-reduced.
 * ZeRO-1: weights stay whole from the first micro-batch to the last and gradients are reduced and split after the
-last;
-  the optimizer steps on shards.
+  last; the optimizer steps on shards.
 * ZeRO-2: as 1, with gradients split after every micro-batch.
 * ZeRO-3: weights are whole only where they are needed.
 """
@@ -16,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,13 +27,14 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.checkpointing import blocks
 from brim.techniques.pipeline import Stage
-from brim.techniques.sharding_plan import tensor_parallel
+from brim.techniques.sharding_plan import split_block, split_outside, tied_weights
 
 NAME = "sharding"
 AXES = ("shard", "tp")
@@ -63,33 +63,48 @@ def mesh_of(shards: int, tensor_parallel: int, device: str) -> DeviceMesh:
     return init_device_mesh(device, (shards, tensor_parallel), mesh_dim_names=AXES)
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, decision: Sharding) -> Sharded:
-    """Split ``model`` in place over ``mesh`` (axes ``shard`` and ``tp``): tensors first, then each block by FSDP2.
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    decision: Sharding,
+    fill: Callable[[nn.Module, Sequence[nn.Module]], None] = lambda part, without: None,
+) -> Sharded:
+    """Split ``model`` in place over ``mesh`` (axes ``shard`` and ``tp``): block by block, tensors first, then FSDP2.
 
+    ``fill`` is called with each part before it is split, to give its parameters their values: with each block, and
+    at the end with the model and the blocks that are to be left out. So no more than one part is ever whole.
     Raises UsageError where sizes do not divide, UnsupportedError for blocks of unknown names.
     """
-    layers = blocks(model)
-    if mesh["tp"].size() > 1:
-        tensor_parallel(model, layers, mesh["tp"], sequence_parallel=decision.sequence_parallel)
+    layers, tensors = blocks(model), mesh["tp"].size() > 1
+    splits = mesh["shard"].size() > 1 or decision.dtype is not None
+    tied = tied_weights(model)
+    parts = [model.get_submodule(path) for path in layers]
+    for path, block in zip(layers, parts, strict=True):
+        fill(block, ())
+        if tensors:
+            split_block(path, block, mesh["tp"], sequence_parallel=decision.sequence_parallel)
+        if splits:
+            _shard(block, mesh["shard"], decision, outermost=False)
+    fill(model, parts)
+    if tensors:
+        split_outside(model, layers, tied, mesh["tp"], sequence_parallel=decision.sequence_parallel)
         if decision.sequence_parallel and isinstance(model, Stage):
             model.tokens_over = mesh["tp"]
-    splits = mesh["shard"].size() > 1 or decision.dtype is not None
-    units: list[nn.Module] = [model.get_submodule(path) for path in layers] + [model]
-    for unit in units if splits else []:
-        _shard(unit, mesh["shard"], decision, outermost=unit is model)
-    return Sharded(model if splits else None, decision, tensors=mesh["tp"].size() > 1)
+    if splits:
+        _shard(model, mesh["shard"], decision, outermost=True)
+    return Sharded(model if splits else None, decision, tensors=tensors)
 
 
 class Sharded:
-    """The handle. ``micro_batch`` is to be entered for every micro-batch of a step."""
+    """The handle. ``micro_batch`` is to be entered for every micro-batch of a step; in a pipeline, where backward
+    passes come in an order of their own, ``losses`` for all of it and ``put_off`` before each of them."""
 
     def __init__(self, model: nn.Module | None, decision: Sharding, *, tensors: bool) -> None:
         self._tensors = tensors
         self._model, self._decision = model, decision  # None: there is one data-parallel rank, and nothing to put off
 
-    @contextmanager
-    def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """What is put off to a step's last micro-batch is put off."""
+    def put_off(self, *, last: bool) -> None:
+        """To be called before each backward pass: what is put off to a step's last micro-batch is put off."""
         model, zero = self._model, self._decision.zero
         if isinstance(model, FSDPModule):
             if zero < 2:
@@ -97,7 +112,16 @@ class Sharded:
             if zero in (1, 2):
                 model.set_reshard_after_backward(last)
             model.set_is_last_backward(last)
-        with loss_parallel() if self._tensors else nullcontext():  # logits stay split over the vocabulary
+
+    def losses(self) -> AbstractContextManager[Any]:
+        """To be entered for forward and backward: logits stay split over the vocabulary."""
+        return loss_parallel() if self._tensors else nullcontext()
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """One forward and backward after the other."""
+        self.put_off(last=last)
+        with self.losses():
             yield
 
     def remove(self) -> None:
@@ -106,6 +130,24 @@ class Sharded:
             "FSDP2 does not undo itself.",
             "Save it and load it anew.",
         )
+
+
+def group_by_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Parameters on one mesh in a group of their own, by ``foreach`` as PyTorch steps on a GPU: one call takes
+    DTensors of one mesh, or plain tensors."""
+    apart = []
+    for group in optimizer.param_groups:
+        for own in of_one_kind(group["params"]):
+            apart.append({**group, "params": own} | ({"foreach": True} if "foreach" in group else {}))
+    optimizer.param_groups = apart
+
+
+def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """DTensors on one mesh together, plain tensors together."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(kinds.values())
 
 
 def _shard(unit: nn.Module, mesh: DeviceMesh, decision: Sharding, *, outermost: bool) -> None:
@@ -140,9 +182,11 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
     sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
     try:
         with ExitStack() as stack:
-            stack.enter_context(
-                mock.patch.object(ShardingPropagator, "propagate_op_sharding_non_cached", _propagated)
-            )
+            for name in ("propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"):
+                unseen = _unseen(
+                    vars(ShardingPropagator)[name]
+                )  # whole shapes, which no rank works out by operations
+                stack.enter_context(mock.patch.object(ShardingPropagator, name, unseen))
             for name in ("__init__", "__getitem__", "_concatenate"):
                 stack.enter_context(mock.patch.object(DeviceMesh, name, _unseen(vars(DeviceMesh)[name])))
             yield
@@ -150,14 +194,8 @@ def alone(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _propagated(propagator: Any, schema: Any) -> Any:
-    """DTensor works out a whole result's shape with operations of its own, which no rank runs."""
-    with _disable_current_modes():
-        return propagator.propagate_op_sharding(schema)
-
-
 def _unseen(function: Any) -> Any:
-    """The same function, run beside a trace: a mesh looks its own numbers up in tensors."""
+    """The same function, run beside a trace: it makes tensors only to look something up."""
     inner = function.__func__ if isinstance(function, staticmethod) else function
 
     @functools.wraps(inner)

@@ -32,19 +32,23 @@ _TOKENS = Shard(1)  # hidden states split along the sequence
 _NORMS = ("Norm", "LayerNorm", "RMSNorm")
 
 
-def tensor_parallel(model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Split ``model`` over ``mesh`` in place; ``blocks`` are the paths of its decoder layers.
+def split_block(path: str, block: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Split a decoder layer (``path`` in its model) over ``mesh`` in place.
 
     Raises UsageError for a product that does not divide, UnsupportedError for a block that has none of the known
     names.
     """
-    tied = _tied(model)
-    for path in blocks:
-        block = model.get_submodule(path)
-        _linearize(block, mesh.size())
-        plan = _block_plan(path, block, mesh.size(), sequence_parallel)
-        parallelize_module(block, mesh, plan, src_data_rank=None)
-        _narrow_heads(block, mesh.size())
+    _linearize(block, mesh.size())
+    plan = _block_plan(path, block, mesh.size(), sequence_parallel)
+    parallelize_module(block, mesh, plan, src_data_rank=None)
+    _narrow_heads(block, mesh.size())
+
+
+def split_outside(
+    model: nn.Module, blocks: Sequence[str], tied: Sequence[tuple[str, str]], mesh: DeviceMesh, *,
+    sequence_parallel: bool,
+) -> None:  # fmt: skip
+    """Split what of ``model`` is outside its ``blocks``; ``tied`` are ``tied_weights`` of before."""
     parallelize_module(model, mesh, dict(_outer_plan(model, blocks, sequence_parallel)), src_data_rank=None)
     for first, second in tied:
         model.get_submodule(second).weight = model.get_submodule(first).weight
@@ -159,7 +163,7 @@ def _narrow_heads(block: nn.Module, ranks: int) -> None:
             own["num_heads"] //= ranks
 
 
-def _tied(model: nn.Module) -> list[tuple[str, str]]:
+def tied_weights(model: nn.Module) -> list[tuple[str, str]]:
     """Pairs of modules that have one weight."""
     first: dict[int, str] = {}
     found = []

@@ -43,3 +43,29 @@ def test_what_cannot_be_is_one_clear_error(capsys, arguments, told):
     error = capsys.readouterr().err
     assert told in error
     assert "Traceback" not in error
+
+
+def test_numbers_of_gpus_are_compared_for_the_same_batch(capsys, tmp_path):
+    plot = tmp_path / "plot.svg"
+    command = ["plan", "llama-3-8b", "--task", "train", "--gpu", "RTX 4090", "--seq", "512", "--compare-gpus", "16,2"]
+    assert main([*command, "--global-batch", "16", "--price", "3", "--output", str(plot), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    two, many = document["rows"]
+    assert (two["gpus"], many["gpus"], document["global_batch"]) == (2, 16, 16)
+    assert not two["fits"] and two["cost"] is None
+    assert many["cost"] == pytest.approx(3 * many["gpu_hours"])
+    assert many["gpu_hours"] == pytest.approx(16 * many["step_s"] / 3600 * document["tokens"] / (16 * 512))
+    assert plot.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--compare-gpus", "1,2", "--gpu", "H100"], "compares trainings"),
+        (["--compare-gpus", "two", "--task", "train", "--gpu", "H100"], "numbers of GPUs"),
+        (["--price", "2"], "--compare-gpus"),
+    ],
+)
+def test_a_comparison_that_cannot_be_is_one_clear_error(capsys, arguments, told):
+    assert main(["plan", "llama-3-8b", *arguments]) == 2
+    assert told in capsys.readouterr().err

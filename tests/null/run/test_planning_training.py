@@ -18,6 +18,7 @@ from brim.cli.train import train as command
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, ModelError
+from brim.planner.schedule import way as lane
 from brim.run.planning_request import Machine, Proposal, Request
 from brim.run.planning_training import case_of, plan_training
 from brim.run.training_choice import Choice
@@ -158,13 +159,21 @@ def test_each_technique_says_what_it_saves_and_what_else_would(model: Path) -> N
     assert best.to_json()["frees"][0].keys() == {"technique", "what", "saves_bytes", "costs_s"}
 
 
-def test_a_base_that_is_only_read_stays_as_it_is_stored_and_goes_one_way(model: Path) -> None:
-    request = asked(model, method="lora", batch=1, top=1, precision="bf16-mixed")
+def test_a_base_that_is_only_read_stays_as_it_is_stored_and_goes_one_way(tmp_path: Path) -> None:
+    wide = llama(tmp_path / "wide", hidden=1024)  # 0.1 GB in 16 bits: what a process takes besides is little to that
+    request = asked(wide, method="lora", batch=1, top=1, precision="bf16-mixed")
     whole = plan_training(request, machine(8 * GIB))[0].plan.promise.peak_bytes[VRAM]
-    (best,) = plan_training(request, machine(whole * 7 // 10))
+    on = machine(whole * 7 // 10)
+    (best,) = plan_training(request, on)
     choice = choice_of(best)
-    assert choice.states == "keep"
+    assert (choice.states, choice.gradients) == ("keep", "keep")
     assert fits(best.plan.promise.peak_bytes, {VRAM: whole * 7 // 10})
+    judge = planner_of(request, on)
+    proved = judge.prove(judge.way(choice), corrects=False)  # type: ignore[arg-type]
+    assert proved is not None
+    busy = proved.schedule.busy_s()
+    assert busy[lane(RAM, VRAM)] > 0
+    assert busy.get(lane(VRAM, RAM), 0) == 0
 
 
 def test_an_optimizer_of_its_own_keeps_its_states(model: Path) -> None:

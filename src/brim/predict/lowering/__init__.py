@@ -6,13 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from brim.predict.lowering import cpu_attention, cpu_convolution, cpu_kernels, cuda_kernels
+from brim.predict.lowering import cpu_attention, cpu_collectives, cpu_convolution, cpu_kernels, cuda_kernels
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
 
 _COLLECTIVES = ("c10d", "_c10d_functional")
-_CPU: dict[torch._ops.OpOverload, Rule] = {**cpu_attention.RULES, **cpu_convolution.RULES, **cpu_kernels.RULES}
+_CPU: dict[torch._ops.OpOverload, Rule] = {
+    **cpu_attention.RULES,
+    **cpu_collectives.RULES,
+    **cpu_convolution.RULES,
+    **cpu_kernels.RULES,
+}
 
 
 def rules_for(target: str, capability: tuple[int, int]) -> Callable[[torch._ops.OpOverload], Rule | None]:

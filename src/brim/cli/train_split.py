@@ -1,0 +1,55 @@
+"""``brim train`` under torchrun: each rank its part of the model, one log."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.console import Console
+
+from brim.cli.options import print_json
+from brim.errors import UsageError
+from brim.run.training_request import Request
+
+# Option as the command line has it -> its value where it was not given.
+SPLIT = {"zero": None, "tp": None, "pp": None, "interleave": None, "sp": False, "timeout": None}
+
+
+def asked_for(options: Mapping[str, Any]) -> bool:
+    """Whether this run is one over ranks: torchrun has started it."""
+    under = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+    given = [name for name, unset in SPLIT.items() if options[name] != unset]
+    if given and not under:
+        raise UsageError(
+            f"--{given[0]} was given.", "It splits a training over ranks, and this process is alone.",
+            "Run torchrun --nproc-per-node N -m brim train ..., or leave it out.",
+        )  # fmt: skip
+    return under
+
+
+def run(training: Request, options: Mapping[str, Any], *, as_json: bool) -> None:
+    """Train with the others; only rank 0 says anything."""
+    from brim.run.distributed import train
+    from brim.run.distributed_request import TIMEOUT_S, SplitRequest
+
+    request = SplitRequest(
+        training=training, zero=options["zero"] or 0, tp=options["tp"] or 1, pp=options["pp"] or 1,
+        interleave=options["interleave"] or 1, sequence_parallel=options["sp"],
+        timeout_s=options["timeout"] or TIMEOUT_S,
+    )  # fmt: skip
+    console = Console(stderr=True)
+    made = train(
+        request,
+        on_step=lambda report: console.print(report.line(), highlight=False, soft_wrap=True),
+        on_note=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
+    if made is None:
+        return
+    if as_json:
+        print_json(made.to_json())
+        return
+    if made.losses:
+        console.print(f"loss {made.losses[0]:.4f} -> {made.losses[-1]:.4f} in {len(made.losses)} steps")
+    click.echo(str(made.output))

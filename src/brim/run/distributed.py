@@ -1,0 +1,217 @@
+"""``torchrun ... -m brim train``: the same training on every rank, each with its part of the model.
+
+PyTorch's engine sends all that a step sends (FSDP2, DTensor, ``torch.distributed.pipelining``). Rank 0 writes the one
+log; whatever ends one rank ends all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from brim.errors import BrimError, BudgetError, ModelError, UsageError
+from brim.estimation.parallel import Split
+from brim.run import checkpoint_reading
+from brim.run.data import Batches
+from brim.run.distributed_checkpoint import SplitSaver
+from brim.run.distributed_group import Ranks, joined
+from brim.run.distributed_memory import Watched
+from brim.run.distributed_model import Part, Recipe, build, check, open_whole
+from brim.run.distributed_plan import with_plan
+from brim.run.distributed_request import SplitRequest, SplitTraining
+from brim.run.distributed_step import Stepper, share_of
+from brim.run.models import prepare
+from brim.run.trainee import Trainee
+from brim.run.training import is_out_of_memory
+from brim.run.training_report import Metrics, StepReport
+from brim.run.training_setup import make_writable, open_batches
+
+_AXES = ("pp", "shard", "tp")
+_ENGINE_WORDS = ("gloo", "NCCL", "Connection", "Timed out", "timed out", "Broken pipe")
+
+
+def train(
+    request: SplitRequest,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    on_note: Callable[[str], None] = lambda text: None,
+) -> SplitTraining | None:
+    """Train on all ranks that torchrun has started. Rank 0 gives what came of it, the others None, in silence.
+
+    A process that fails tells so through rank 0 and ends: the others may be waiting for it in PyTorch's engine, from
+    where no exception returns. Started again by torchrun, it goes on from the last checkpoint.
+    Raises UsageError where torchrun has not started this process.
+    """
+    with joined(request.timeout_s) as ranks:
+        try:
+            if not ranks.is_first:
+                return _Run(request, ranks, lambda stage: None, lambda report: None, lambda text: None).result()
+            return _Run(request, ranks, on_stage, on_step, on_note).result()
+        except BrimError as error:
+            ranks.give_up(error)
+        except Exception as error:
+            ranks.give_up(_in_words(error, ranks))
+        except BaseException:  # Ctrl-C, or torchrun's SIGTERM when another rank has ended
+            ranks.leave(128 + signal.SIGTERM)
+
+
+def _in_words(error: Exception, ranks: Ranks) -> BaseException:
+    if is_out_of_memory(error):
+        return BudgetError(
+            f"Rank {ranks.rank} was to train.", f"Its memory ran out: {' '.join(str(error).split()):.300}",
+            "Give a smaller --micro-batch, --checkpointing full, a higher --zero, or more ranks.",
+        )  # fmt: skip
+    if isinstance(error, dist.DistError) or any(word in str(error) for word in _ENGINE_WORDS):
+        return ranks.stuck(error)
+    traceback.print_exception(error)
+    return error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """What is settled before anything is placed."""
+
+    recipe: Recipe
+    trainee: Trainee
+    batches: Batches
+    split: Split
+    output: Path
+
+
+class _Run:
+    """A training of this rank from its first step, or the one that it is resumed at, to its last."""
+
+    def __init__(
+        self, request: SplitRequest, ranks: Ranks, on_stage: Callable[[str], None],
+        on_step: Callable[[StepReport], None], on_note: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._ranks, self._on_stage, self._on_step, self._on_note = ranks, on_stage, on_step, on_note
+        self._request = replace(request, training=replace(request.training, resume=_resumes(request, ranks)))
+        self._losses: list[float] = []
+        self._times_s: list[float] = []
+        self._notes: list[str] = []
+
+    def result(self) -> SplitTraining | None:
+        ranks, request = self._ranks, self._request.training
+        self._on_stage("opening the model")
+        ranks.agree(self._writable, in_turn=True)
+        opened = ranks.agree(self._open, in_turn=True)
+        split = opened.split
+        self._on_stage(f"splitting it over {split.describe()}")
+        device = ranks.device
+        mesh = init_device_mesh(device.type, (split.pp, split.shards, split.tp), mesh_dim_names=_AXES)
+        if split.shards > 1 and split.tp > 1:
+            mesh["shard", "tp"]._flatten("all_shards")  # norms over both are summed at once
+        part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.trainee))
+        meter = Watched(part, device, ranks.rank)
+        saver = SplitSaver(ranks, part, opened.recipe, opened.output, request.model)
+        step = saver.start(opened.batches) if request.resume else 0
+        for note in saver.notes:
+            self._note(note)
+        self._on_stage("training")
+        self._train(opened, part, mesh, saver, step, meter)
+        self._on_stage("saving")
+        saver.export(self._steps(opened), opened.batches, keep=request.save_every is not None)
+        meter.write(opened.output)
+        allocated = ranks.gathered(meter.peak_bytes)
+        if not ranks.is_first:
+            return None
+        step_s = statistics.median(self._times_s) if self._times_s else 0.0
+        return SplitTraining(
+            losses=self._losses, split=split, allocated_bytes=allocated, step_s=step_s, output=opened.output,
+            notes=self._notes,
+        )  # fmt: skip
+
+    def _writable(self) -> None:
+        output = Path(self._request.training.output).expanduser()
+        make_writable(output)
+        if not self._request.training.resume and checkpoint_reading.steps(output):
+            raise UsageError(
+                f"A training was to be written to {output}.", "There are checkpoints of another one.",
+                "Go on with it by --resume, or give another --output.",
+            )  # fmt: skip
+
+    def _open(self) -> _Opened:
+        ranks = self._ranks
+        self._request = with_plan(self._request, ranks.world)
+        self._request.check()
+        request = self._request.training
+        split = self._request.split(ranks.world, ranks.per_node)
+        folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
+        on_gpu = ranks.device.type == "cuda"
+        recipe = Recipe(
+            folder=folder, split=split, precision=request.precision or ("bf16-mixed" if on_gpu else "fp32"),
+            optimizer=request.optimizer, lr=request.lr, sequence=request.seq, checkpointing=request.checkpointing,
+            seed=request.seed, trust_remote_code=request.trust_remote_code,
+        )  # fmt: skip
+        trainee = open_whole(recipe)
+        check(trainee, recipe)
+        output = Path(request.output).expanduser()
+        return _Opened(
+            recipe=recipe, trainee=trainee, batches=open_batches(request, folder), split=split, output=output
+        )
+
+    def _steps(self, opened: _Opened) -> int:
+        request = self._request.training
+        return request.steps if request.steps is not None else opened.batches.steps(request.epochs or 1)
+
+    def _train(
+        self, opened: _Opened, part: Part, mesh: DeviceMesh, saver: SplitSaver, first: int, meter: Watched
+    ) -> None:  # fmt: skip
+        request, ranks, split = self._request.training, self._ranks, opened.split
+        stepper = Stepper(part, split, mesh, ranks.device, request.seq)
+        dp, pp = mesh["shard"].get_local_rank(), mesh["pp"].get_local_rank()
+        steps = self._steps(opened)
+        metrics = Metrics(opened.output, resumed_at=first) if ranks.is_first else None
+        for number in range(first, steps):
+            ranks.reach(number + 1)
+            # Whoever takes the step, at whatever time: what is drawn is a matter of its number and the place alone.
+            torch.manual_seed(hash((request.seed, number, dp, pp)))
+            begin_s = time.perf_counter()
+            batch = next(opened.batches)
+            lr = request.lr_at(number, steps)
+            with meter.step(number - first):
+                loss = stepper.step(share_of(batch, split, dp, ranks.device), lr=lr, clip_norm=request.clip_norm)
+            report = StepReport(
+                step=number + 1, steps=steps, loss=loss, lr=lr, tokens=batch["input_ids"].numel(),
+                step_s=time.perf_counter() - begin_s, peak_bytes={}, moved_bytes={}, gpu_use=None,
+            )  # fmt: skip
+            self._losses.append(loss)
+            self._times_s.append(report.step_s)
+            if metrics is not None:
+                metrics.write(report)
+            self._on_step(report)
+            _check_loss(report)
+            every = request.save_every
+            if every and (number + 1) % every == 0 and number + 1 < steps:
+                saver.save(number + 1, opened.batches)
+        if metrics is not None:
+            metrics.close()
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        self._on_note(text)
+
+
+def _resumes(request: SplitRequest, ranks: Ranks) -> bool:
+    """Ranks that torchrun has started again go on, whether they were asked to or not."""
+    return request.training.resume or ranks.restarts > 0
+
+
+def _check_loss(report: StepReport) -> None:
+    if not math.isfinite(report.loss):
+        raise ModelError(
+            f"Step {report.step} was to be trained.", f"Its loss is {report.loss}.",
+            "Lower --lr, set --clip-norm 1.0, or look at the data of that step.",
+        )  # fmt: skip

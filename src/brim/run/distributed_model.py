@@ -1,0 +1,195 @@
+"""A rank's part of a model: its stages cut, filled from the files part by part, split, and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from brim.errors import ModelError, UnsupportedError
+from brim.estimation.parallel import Sizes, Split, check_sizes, stage_layers
+from brim.memory.checkpoint_files import TensorSource
+from brim.run.file_tensor import FileTensor
+from brim.run.trainee import Trainee, open_trainee
+from brim.techniques import checkpointing, optimizers, pipeline, sharding
+
+COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One stage of the model on this rank. ``names``: of its parameters in the whole model. ``index`` of ``of``."""
+
+    module: pipeline.Stage
+    handle: sharding.Sharded
+    names: Mapping[str, str]
+    index: int
+    of: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other."""
+
+    chunks: Sequence[Chunk]
+    optimizer: torch.optim.Optimizer
+    hidden: int
+    dtype: torch.dtype
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the whole model, tied ones once."""
+        found: dict[str, nn.Parameter] = {}
+        for chunk in self.chunks:
+            for name, parameter in chunk.module.named_parameters():
+                found.setdefault(chunk.names[name], parameter)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How every rank makes its part."""
+
+    folder: Path
+    split: Split
+    precision: str
+    optimizer: str
+    lr: float
+    sequence: int
+    checkpointing: str | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+def open_whole(recipe: Recipe) -> Trainee:
+    """The model with its weights still in their files. Raises what ``open_trainee`` does."""
+    return open_trainee(
+        recipe.folder, method="full", precision=recipe.precision, seed=recipe.seed,
+        trust_remote_code=recipe.trust_remote_code,
+    )  # fmt: skip
+
+
+def check(trainee: Trainee, recipe: Recipe) -> None:
+    """Raise UsageError for sizes that do not divide, UnsupportedError for what cannot be split."""
+    split, config = recipe.split, trainee.module.config
+    check_sizes(split, _sizes(config, recipe.sequence))
+    if split.tp > 1 and any(type(module).__name__ == "Conv1D" for module in trainee.module.modules()):
+        raise UnsupportedError(
+            f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",
+            "Its queries, keys and values are one product, whose parts no checkpoint would find again.",
+            "Split it by --zero or --pp.",
+        )
+    if split.pp > 1 and getattr(config, "tie_word_embeddings", False):
+        raise UnsupportedError(
+            f"--pp {split.pp} was asked for {type(trainee.module).__name__}.",
+            "Its output layer is its embedding, and they would be on different ranks.",
+            "Split it by --zero or --tp.",
+        )
+
+
+def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee) -> Part:
+    """This rank's part, filled and split over ``mesh`` (axes ``pp``, ``shard`` and ``tp``).
+
+    ``first`` is the whole model as ``open_whole`` gives it; of a model in several chunks it is opened again for each
+    further one. Raises ModelError for files that are damaged.
+    """
+    split = recipe.split
+    parts = pipeline.parts(stage_layers(_layers(first.module.config), split.pp * split.interleave))
+    stage = mesh["pp"].get_local_rank()
+    indices = range(stage, len(parts), split.pp)
+    chunks = []
+    for index in indices:
+        trainee = first if index == stage else open_whole(recipe)
+        chunks.append(_chunk(trainee, parts[index], recipe, mesh, device, index=index, of=len(parts)))
+    trained = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
+    optimizer = optimizers.make(recipe.optimizer, trained, recipe.lr)
+    sharding.group_by_kind(optimizer)
+    weights = next(parameter.dtype for parameter in trained)
+    config: Any = first.module.config
+    return Part(
+        chunks=chunks, optimizer=optimizer, hidden=int(config.hidden_size),
+        dtype=COMPUTES.get(recipe.precision, weights),
+    )  # fmt: skip
+
+
+def _chunk(
+    trainee: Trainee, part: pipeline.Part, recipe: Recipe, mesh: DeviceMesh, device: torch.device, *, index: int,
+    of: int,
+) -> Chunk:  # fmt: skip
+    names = {id(parameter): name for name, parameter in trainee.module.named_parameters()}
+    stage = pipeline.cut(trainee.module, part)
+    assert isinstance(stage, pipeline.Stage)
+    whole = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
+    if (recipe.checkpointing or "none") != "none":
+        checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), str(recipe.checkpointing)))
+    split = recipe.split
+    decision = sharding.Sharding(
+        zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision)
+    )
+    filler = _Filler(trainee, names, device)
+    handle = sharding.apply(stage, mesh, decision, filler)
+    _own(stage)
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return Chunk(module=stage, handle=handle, names=whole, index=index, of=of)
+
+
+class _Filler:
+    """Reads the parameters of a part from the files, once each."""
+
+    def __init__(self, trainee: Trainee, names: Mapping[int, str], device: torch.device) -> None:
+        self._trainee, self._names, self._device = trainee, names, device
+        self._done: set[int] = set()
+
+    def __call__(self, part: nn.Module, without: Sequence[nn.Module]) -> None:
+        left_out = {id(module) for one in without for module in one.modules()}
+        for module in part.modules():
+            if id(module) in left_out:
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in self._done:
+                    self._done.add(id(parameter))
+                    parameter.data = self._value(self._names[id(parameter)], parameter).to(self._device)
+
+    def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        source: TensorSource | None = self._trainee.weights.sources.get(name)
+        if source is None:
+            return parameter.data
+        value = FileTensor.open(source).materialize()
+        verify: Callable[[str, torch.Tensor], None] | None = self._trainee.weights.verify
+        if verify is not None:
+            verify(name, value)
+        return value.to(parameter.dtype)
+
+
+def _own(stage: nn.Module) -> None:
+    """A share that is a view of the whole would keep the whole alive."""
+    for parameter in stage.parameters():
+        local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+        if local.untyped_storage().nbytes() > local.numel() * local.itemsize and isinstance(parameter.data, DTensor):
+            parameter.data._local_tensor = local.clone()
+
+
+def _layers(config: Any) -> int:
+    return int(config.num_hidden_layers)
+
+
+def _sizes(config: Any, sequence: int) -> Sizes:
+    if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
+        raise ModelError(
+            f"{type(config).__name__} was to be split over ranks.",
+            "It has no number of layers and hidden size.",
+        )
+    heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    ffn = next((v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), None)
+    return Sizes(
+        layers=_layers(config), heads=heads, kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        hidden=int(config.hidden_size), ffn=int(ffn or 4 * config.hidden_size), sequence=sequence,
+    )  # fmt: skip

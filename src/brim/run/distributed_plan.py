@@ -1,0 +1,90 @@
+"""A split as a file: ``brim plan --gpus N --output FILE`` writes it, ``brim train --plan FILE`` reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import brim
+from brim.core import codec
+from brim.errors import FormatError, UsageError
+from brim.estimation.parallel import Split
+from brim.run.distributed_request import SplitRequest
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """A mesh and what is promised of it: bytes of the worst rank's whole process, and seconds of a step."""
+
+    brim: str
+    model: str
+    gpu: str
+    sequence: int
+    split: Split
+    checkpointing: str
+    peak_bytes: int
+    step_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return codec.to_json(self, VERSION)
+
+
+def made(
+    *, model: str, gpu: str, sequence: int, split: Split, checkpointing: str, peak_bytes: int, step_s: float
+) -> SplitPlan:
+    """By this version of brim."""
+    return SplitPlan(
+        brim=brim.__version__, model=model, gpu=gpu, sequence=sequence, split=split, checkpointing=checkpointing,
+        peak_bytes=peak_bytes, step_s=step_s,
+    )  # fmt: skip
+
+
+def write(path: str | Path, plan: SplitPlan) -> None:
+    """Raises UsageError where that is impossible."""
+    try:
+        Path(path).write_text(json.dumps(plan.to_json(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"A plan was to be written to {path}.", f"{error}.", "Name another file.") from error
+
+
+def read(path: str | Path) -> SplitPlan:
+    """Raises FormatError for anything else than what ``write`` made."""
+    try:
+        return codec.read(SplitPlan, path, VERSION)
+    except FormatError as error:
+        raise FormatError(
+            f"{path} was given as a plan for several ranks.", f"{error.asked} {error.found}",
+            "Make one: brim plan MODEL --task train --gpus N --gpu NAME --output FILE.",
+        ) from error  # fmt: skip
+
+
+def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
+    """``request`` as its plan says, where it has one. Raises UsageError for another number of ranks, or for a split
+    that was given beside it."""
+    training = request.training
+    if training.plan is None:
+        return request
+    plan = read(training.plan)
+    split = plan.split
+    if split.gpus != ranks:
+        raise UsageError(
+            f"{training.plan} was to be run.", f"It is for {split.gpus} ranks, and torchrun has started {ranks}.",
+            f"Start {split.gpus}, or make a plan for {ranks}: brim plan {plan.model} --task train --gpus {ranks} ...",
+        )  # fmt: skip
+    if replace(request, training=training, timeout_s=0.0) != SplitRequest(training=training, timeout_s=0.0):
+        raise UsageError(
+            f"{training.plan} was given with --zero, --tp, --pp, --interleave or --sp.", "The plan decides these.",
+            "Leave them out, or leave out --plan.",
+        )  # fmt: skip
+    followed = replace(
+        training, plan=None, batch=split.global_batch, micro_batch=split.micro_batch, seq=plan.sequence,
+        checkpointing=plan.checkpointing,
+    )  # fmt: skip
+    return SplitRequest(
+        training=followed, zero=split.zero, tp=split.tp, pp=split.pp, interleave=split.interleave,
+        sequence_parallel=split.sequence_parallel, timeout_s=request.timeout_s,
+    )  # fmt: skip

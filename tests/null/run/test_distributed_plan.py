@@ -1,0 +1,79 @@
+"""Splits as files: what is written is read, and what does not fit the ranks or the command is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from brim.errors import FormatError, UnsupportedError, UsageError
+from brim.estimation.parallel import Split
+from brim.run import distributed_plan
+from brim.run.distributed_request import SplitRequest
+from brim.run.training_request import Request
+
+SPLIT = Split(
+    gpus=8, tp=2, pp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=16, gpus_per_node=8
+)  # fmt: skip
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    made = distributed_plan.made(
+        model="llama", gpu="H100 SXM", sequence=256, split=SPLIT, checkpointing="full", peak_bytes=1 << 30, step_s=0.5
+    )
+    distributed_plan.write(tmp_path / "plan.json", made)
+    return tmp_path / "plan.json"
+
+
+def request(plan: Path | None = None, **split: int) -> SplitRequest:
+    return SplitRequest(training=Request(model="llama", data="text.txt", output="out", plan=plan), **split)
+
+
+def test_a_plan_decides_the_split_the_batch_and_the_sequence(plan: Path) -> None:
+    followed = distributed_plan.with_plan(request(plan), 8)
+    assert followed.split(8, 8) == SPLIT
+    training = followed.training
+    assert (training.batch, training.micro_batch, training.seq, training.checkpointing) == (16, 2, 256, "full")
+
+
+def test_without_a_plan_nothing_changes() -> None:
+    assert distributed_plan.with_plan(request(tp=2), 8) == request(tp=2)
+
+
+def test_a_plan_for_other_ranks_is_refused(plan: Path) -> None:
+    with pytest.raises(UsageError, match="It is for 8 ranks, and torchrun has started 4"):
+        distributed_plan.with_plan(request(plan), 4)
+
+
+def test_a_split_beside_a_plan_is_refused(plan: Path) -> None:
+    with pytest.raises(UsageError, match="The plan decides these"):
+        distributed_plan.with_plan(request(plan, tp=4), 8)
+
+
+def test_another_file_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(FormatError, match="was given as a plan for several ranks"):
+        distributed_plan.with_plan(request(tmp_path / "plan.json"), 8)
+
+
+@pytest.mark.parametrize(("ranks", "batch", "pp", "micro"), [(4, 8, 1, 2), (4, 8, 2, 2), (2, 6, 1, 3), (1, 8, 1, 8)])
+def test_micro_batches_fill_a_pipeline_where_none_are_given(ranks: int, batch: int, pp: int, micro: int) -> None:
+    training = Request(model="llama", data="text.txt", output="out", batch=batch)
+    split = SplitRequest(training=training, pp=pp).split(ranks, ranks)
+    assert split.micro_batch == micro
+    assert split.micro_batch * split.micro_batches * split.dp == batch
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"ram": "1GiB"}, "--ram was given for several ranks"), ({"method": "lora"}, "--method lora"),
+        ({"offload_optimizer": "disk"}, "--offload-optimizer"),
+        ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
+    ],
+)  # fmt: skip
+def test_what_ranks_cannot_do_is_refused(option: dict[str, str], told: str) -> None:
+    training = Request(model="llama", data="text.txt", output="out", **option)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=told):
+        SplitRequest(training=training).check()
