@@ -21,18 +21,18 @@ def line_to_tensor(line):
 class NameReader(nn.Module):
     def __init__(self, hidden):
         super().__init__()
-        sizes = [len(LETTERS), *[hidden] * 5]
-        self.layers = nn.ModuleList(nn.LSTM(size, hidden) for size in sizes)
+        self.first = nn.LSTM(len(LETTERS), hidden)
+        self.second = nn.LSTM(hidden, hidden)
         self.out = nn.Linear(hidden, len(LANGUAGES))
 
     def forward(self, line):
-        for layer in self.layers:
-            line, (state, _) = layer(line)
+        found, _ = self.first(line)
+        _, (state, _) = self.second(found)
         return nn.functional.log_softmax(self.out(state[0]), dim=1)
 
 
 names = [("".join(random.choices(LETTERS[:26], k=7)), random.randrange(len(LANGUAGES))) for _ in range(12)]
-model = NameReader(176)
+model = NameReader(320)
 criterion = nn.NLLLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 for epoch in range(2):

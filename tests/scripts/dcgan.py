@@ -1,10 +1,10 @@
-"""Re-creates PyTorch's DCGAN tutorial, deeper and narrower: two networks, two Adam optimizers, images in turn."""
+"""Re-creates PyTorch's DCGAN tutorial: two networks, two Adam optimizers, real and generated images in turn."""
 
 import torch
 from torch import nn
 
 torch.manual_seed(999)
-NOISE, WIDTH, CHANNELS, DEPTH = 32, 80, 3, 18
+NOISE, WIDTH, CHANNELS = 64, 48, 3
 
 
 def initialise(module):
@@ -16,19 +16,17 @@ def initialise(module):
         nn.init.zeros_(module.bias)
 
 
-def same(activation):
-    return nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTH), activation)
-
-
 class Generator(nn.Module):
     def __init__(self):
         super().__init__()
         self.main = nn.Sequential(
-            nn.ConvTranspose2d(NOISE, WIDTH, 4, 1, 0, bias=False),
-            nn.BatchNorm2d(WIDTH),
+            nn.ConvTranspose2d(NOISE, WIDTH * 4, 4, 1, 0, bias=False),
+            nn.BatchNorm2d(WIDTH * 4),
             nn.ReLU(True),
-            *[same(nn.ReLU(True)) for _ in range(DEPTH)],
-            nn.ConvTranspose2d(WIDTH, WIDTH, 4, 2, 1, bias=False),
+            nn.ConvTranspose2d(WIDTH * 4, WIDTH * 2, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(WIDTH * 2),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(WIDTH * 2, WIDTH, 4, 2, 1, bias=False),
             nn.BatchNorm2d(WIDTH),
             nn.ReLU(True),
             nn.Conv2d(WIDTH, CHANNELS, 3, 1, 1, bias=False),
@@ -45,8 +43,13 @@ class Discriminator(nn.Module):
         self.main = nn.Sequential(
             nn.Conv2d(CHANNELS, WIDTH, 4, 2, 1, bias=False),
             nn.LeakyReLU(0.2, inplace=True),
-            *[same(nn.LeakyReLU(0.2, inplace=True)) for _ in range(DEPTH)],
-            nn.Conv2d(WIDTH, 1, 4, 1, 0, bias=False),
+            nn.Conv2d(WIDTH, WIDTH * 4, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(WIDTH * 4),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(WIDTH * 4, WIDTH * 8, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(WIDTH * 8),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(WIDTH * 8, 1, 4, 1, 0, bias=False),
             nn.Sigmoid(),
         )
 
@@ -62,7 +65,7 @@ fixed = torch.randn(4, NOISE, 1, 1)
 discriminator_optimizer = torch.optim.Adam(discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999))
 generator_optimizer = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
 for step in range(4):
-    real = torch.rand(4, CHANNELS, 8, 8) * 2 - 1
+    real = torch.rand(4, CHANNELS, 16, 16) * 2 - 1
     discriminator.zero_grad()
     label = torch.full((4,), 1.0)
     error_real = criterion(discriminator(real).view(-1), label)

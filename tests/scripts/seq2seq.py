@@ -8,20 +8,17 @@ from torch import nn
 
 torch.manual_seed(9)
 random.seed(9)
-WORDS, WIDTH, LENGTH = 200, 160, 6
+WORDS, WIDTH, LENGTH = 300, 256, 6
 
 
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.grus = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(8))
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
 
     def forward(self, words):
-        x = self.embedding(words)
-        for gru in self.grus:
-            x, hidden = gru(x)
-        return x, hidden
+        return self.gru(self.embedding(words))
 
 
 class Decoder(nn.Module):
@@ -31,7 +28,6 @@ class Decoder(nn.Module):
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.score = nn.Linear(WIDTH, 1)
         self.gru = nn.GRU(2 * WIDTH, WIDTH, batch_first=True)
-        self.polish = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(30)])
         self.out = nn.Linear(WIDTH, WORDS)
 
     def forward(self, encoded, hidden, wanted):
@@ -42,7 +38,7 @@ class Decoder(nn.Module):
             scores = self.score(torch.tanh(self.query(query) + self.key(encoded))).squeeze(2).unsqueeze(1)
             context = torch.bmm(F.softmax(scores, dim=-1), encoded)
             step, hidden = self.gru(torch.cat((self.embedding(word), context), dim=2), hidden)
-            step = self.out(self.polish(step))
+            step = self.out(step)
             found.append(step)
             word = wanted[:, position].unsqueeze(1) if wanted is not None else step.topk(1)[1].squeeze(-1).detach()
         return F.log_softmax(torch.cat(found, dim=1), dim=-1)

@@ -1,4 +1,4 @@
-"""Re-creates PyTorch's super-resolution example, deeper: sub-pixel convolutions, an orthogonal start."""
+"""Re-creates PyTorch's super-resolution example: sub-pixel convolutions, an orthogonal start, signal-to-noise."""
 
 import math
 
@@ -12,18 +12,19 @@ FACTOR = 2
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first = nn.Conv2d(1, 80, 5, padding=2)
-        self.middle = nn.ModuleList(nn.Conv2d(80, 80, 3, padding=1) for _ in range(20))
-        self.last = nn.Conv2d(80, FACTOR**2, 3, padding=1)
+        self.conv1 = nn.Conv2d(1, 128, 5, padding=2)
+        self.conv2 = nn.Conv2d(128, 256, 3, padding=1)
+        self.conv3 = nn.Conv2d(256, 256, 3, padding=1)
+        self.conv4 = nn.Conv2d(256, FACTOR**2, 3, padding=1)
         self.shuffle = nn.PixelShuffle(FACTOR)
-        for conv in (self.first, *self.middle):
+        for conv in (self.conv1, self.conv2, self.conv3):
             nn.init.orthogonal_(conv.weight, nn.init.calculate_gain("relu"))
-        nn.init.orthogonal_(self.last.weight)
+        nn.init.orthogonal_(self.conv4.weight)
 
     def forward(self, x):
-        for conv in (self.first, *self.middle):
+        for conv in (self.conv1, self.conv2, self.conv3):
             x = torch.relu(conv(x))
-        return self.shuffle(self.last(x))
+        return self.shuffle(self.conv4(x))
 
 
 model = Net()

@@ -1,4 +1,4 @@
-"""Re-creates PyTorch's variational autoencoder example, deeper: its decoder is also called by itself."""
+"""Re-creates PyTorch's variational autoencoder example: its decoder is also called by itself, to draw samples."""
 
 import torch
 import torch.nn.functional as F
@@ -10,20 +10,19 @@ torch.manual_seed(1)
 class VAE(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc1 = nn.Linear(400, 368)
-        self.reading = nn.Sequential(*[nn.Sequential(nn.Linear(368, 368), nn.ReLU()) for _ in range(4)])
-        self.mean = nn.Linear(368, 20)
-        self.spread = nn.Linear(368, 20)
-        self.fc3 = nn.Linear(20, 368)
-        self.writing = nn.Sequential(*[nn.Sequential(nn.Linear(368, 368), nn.ReLU()) for _ in range(4)])
-        self.fc4 = nn.Linear(368, 400)
+        self.fc1 = nn.Linear(400, 640)
+        self.hidden = nn.Linear(640, 640)
+        self.mean = nn.Linear(640, 20)
+        self.spread = nn.Linear(640, 20)
+        self.fc3 = nn.Linear(20, 640)
+        self.fc4 = nn.Linear(640, 400)
 
     def encode(self, x):
-        h = self.reading(F.relu(self.fc1(x)))
+        h = F.relu(self.hidden(F.relu(self.fc1(x))))
         return self.mean(h), self.spread(h)
 
     def decode(self, z):
-        return torch.sigmoid(self.fc4(self.writing(F.relu(self.fc3(z)))))
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z))))
 
     def forward(self, x):
         mean, spread = self.encode(x)

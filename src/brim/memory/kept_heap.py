@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ def kept_limits(in_use_bytes: int, budget_bytes: int) -> HeapLimits | None:
         return None
     promised = in_use_bytes + holes
     late = max(_LATE_BYTES, int(promised * _LATE_SHARE))
+    if late >= holes:  # holes would be given back all the time
+        return None
     return HeapLimits(promised_bytes=promised, return_above_bytes=promised - late)
 
 
@@ -61,6 +64,7 @@ class KeptHeap:
         self._thread = threading.Thread(target=self._watch, name="brim-heap", daemon=True)
         heap.keep_freed_memory()
         self._thread.start()
+        _watched.add(self)
 
     def close(self) -> None:
         """Give everything back, and no longer watch. A second call does nothing.
@@ -71,6 +75,7 @@ class KeptHeap:
         if self._stopped.is_set():
             return
         self._stopped.set()
+        _watched.discard(self)
         self._thread.join()
         heap.return_freed_memory()
         heap.give_back()
@@ -93,6 +98,20 @@ class KeptHeap:
                         wait_s = _FUTILE_S
                     if _resident_bytes(statm) > self._mark_bytes:
                         wait_s = _FUTILE_S  # it is in use
+
+
+_watched: weakref.WeakSet[KeptHeap] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A child that was forked off (a loader's worker) has the heap and its settings, but no thread that watches."""
+    if _watched:
+        _watched.clear()
+        heap.return_freed_memory()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _resident_bytes(statm: BinaryIO) -> int:

@@ -7,10 +7,13 @@ the same, so what is predicted, what is tested without a GPU and what runs on on
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -128,17 +131,26 @@ class _Lane:
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._retired, self._submitting = False, threading.RLock()
+        _lanes.add(self)
 
     def submit(self, job: Callable[[], None]) -> Ticket:
         ticket = Ticket()
         if self.stopped.is_set():
             ticket.finish(_closed())
             return ticket
+        with self._submitting:
+            if not self._retired:
+                self._start()
+                self._jobs.put((job, ticket))
+                return ticket
+        ticket.finish(self._outcome(job))
+        return ticket
+
+    def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"{_THREAD_NAME}-{self._name}", daemon=True)
             self._thread.start()
-        self._jobs.put((job, ticket))
-        return ticket
 
     def close(self) -> None:
         self.stopped.set()
@@ -147,6 +159,17 @@ class _Lane:
             if self._thread is not threading.current_thread():  # garbage collection may run anywhere
                 self._thread.join()
             self._thread = None
+
+    def retire(self) -> None:
+        """Begin to end the thread once all that it was asked for is done. Jobs are done by who asks from now on."""
+        with self._submitting:
+            self._retired = True
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """After ``retire``: wait for the thread's end."""
+        if self._thread is not None:
+            self._thread.join()
 
     def _work(self) -> None:
         while self._do_next():
@@ -159,18 +182,41 @@ class _Lane:
             return False
         job, ticket = entry
         del entry
-        error: BrimError | None = _closed() if self.stopped.is_set() else None
-        if error is None:
-            try:
-                job()
-            except BrimError as failure:
-                error = failure
-            except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
-                error = TransferError("Bytes were to be moved between tiers.", repr(failure))
-                error.__cause__ = failure
+        error = self._outcome(job)
         del job  # who waits may count on the memory that it held
         ticket.finish(error)
         return True
+
+    def _outcome(self, job: Callable[[], None]) -> BrimError | None:
+        if self.stopped.is_set():
+            return _closed()
+        try:
+            job()
+        except BrimError as failure:
+            return failure
+        except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
+            error = TransferError("Bytes were to be moved between tiers.", repr(failure))
+            error.__cause__ = failure
+            return error
+        return None
+
+
+_lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()  # what the end of the process has to wait for
+os.register_at_fork(after_in_child=_lanes.clear)  # a child has none of the threads
+
+
+@atexit.register
+def _retire_all() -> None:
+    """End all threads while Python is whole. One that is killed later within PyTorch's code aborts the process.
+
+    (A thread that asks for the interpreter's lock when that is being taken down is ended by ``pthread_exit``, which
+    cannot pass C++ code that must not throw; CPython, Python/ceval_gil.c.)
+    """
+    lanes = list(_lanes)
+    for lane in lanes:
+        lane.retire()
+    for lane in lanes:
+        lane.join()
 
 
 def _closed() -> TransferError:

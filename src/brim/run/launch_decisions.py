@@ -26,7 +26,7 @@ from brim.run.launch_needs import STAND_IN, held_bytes, optimizers_of, plain, wi
 from brim.run.launch_outcome import FITTED, UNTOUCHED, Outcome
 from brim.run.launch_retry import repeat_no_more, repeat_when_out_of_memory
 from brim.run.launch_unseen import example_of, quiet, same_random_numbers, unseen
-from brim.run.training_fit import Search, enforce, tensor_bytes_of
+from brim.run.training_fit import Search, enforce, speaks, tensor_bytes_of
 from brim.run.training_ladder import Found, fits
 from brim.techniques.base import HANDLE_ATTRIBUTE
 from brim.techniques.blocks import Partition
@@ -347,7 +347,10 @@ class Decisions:
 
 
 def _as_shapes(example: _Example, make: Callable[..., torch.Tensor], **options: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: make(t.shape, dtype=t.dtype, **options), example)
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if speaks(tensor) else make(tensor.shape, dtype=tensor.dtype, **options)
+
+    return tree_map_only(torch.Tensor, like, example)
 
 
 def _first_line(error: BaseException) -> str:

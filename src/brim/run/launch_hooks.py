@@ -173,7 +173,7 @@ class Watcher:
         waiting.stop()
         self._waiting.remove(waiting)
         others = tuple(other for one in self._waiting if (other := one.model()) is not None)
-        before = set(module._forward_pre_hooks)
+        before = {*module._forward_pre_hooks, *module._forward_hooks}  # their numbers are of one series
         self.busy = True
         try:
             self._decide(Call(model=model, called=module, args=args, kwargs=kwargs, others=others))
@@ -188,17 +188,30 @@ def _run_new_hooks(
     """PyTorch has listed the hooks of the call under way: those that were added since are run here."""
     new = [(number, hook) for number, hook in module._forward_pre_hooks.items() if number not in before]
     new = [(number, hook) for number, hook in new if not getattr(hook, "brim_watches", False)]
-    given: Any = kwargs or {}
-    for number, hook in new:
-        if number in module._forward_pre_hooks_with_kwargs:
-            made = hook(module, args, given)
-            args, given = made if made is not None else (args, given)
-        else:
-            made = hook(module, args)
-            args = args if made is None else made if isinstance(made, tuple) else (made,)
     if not new:
         return None
+    given: Any = kwargs or {}
+    try:
+        for number, hook in new:
+            if number in module._forward_pre_hooks_with_kwargs:
+                made = hook(module, args, given)
+                args, given = made if made is not None else (args, given)
+            else:
+                made = hook(module, args)
+                args = args if made is None else made if isinstance(made, tuple) else (made,)
+    except Exception:
+        raise  # PyTorch calls the hooks that are always to be called
+    except BaseException:  # Ctrl-C: it calls none
+        _call_what_is_always_called(module, args, before)
+        raise
     return args if kwargs is None else (args, given)
+
+
+def _call_what_is_always_called(module: nn.Module, args: tuple[Any, ...], before: set[int]) -> None:
+    """The forward hooks that were added since, so that what the pre-hooks have begun is ended."""
+    for number, hook in reversed(module._forward_hooks.items()):
+        if number in module._forward_hooks_always_called and number not in before:
+            hook(module, args, None)
 
 
 def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,6 +35,7 @@ from brim.techniques.weight_streaming import Weights
 from brim.units import parse_bytes
 
 _PROOFS = 4
+_MOST_TOLD = 1 << 14  # elements
 _Example = Mapping[str, Any] | Sequence[Any]
 
 
@@ -225,4 +226,17 @@ def _largest(sizes: Any) -> int:
 
 def _hollow(example: _Example | None) -> Any:
     """Inputs like ``example``, made where this is called."""
-    return tree_map_only(torch.Tensor, lambda value: torch.empty(value.shape, dtype=value.dtype), example)
+    return tree_map_only(torch.Tensor, _without_values, example)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """What a step does may depend on whole numbers (a mask, lengths), so where these are few they are told."""
+    if speaks(tensor):
+        return torch.tensor(tensor.tolist(), dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def speaks(tensor: torch.Tensor) -> bool:
+    """Whether the values of an input are told to a prediction."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    return whole and not tensor.is_meta and 0 < tensor.numel() <= _MOST_TOLD

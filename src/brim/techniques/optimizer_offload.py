@@ -28,6 +28,7 @@ from brim.techniques.beside import Beside
 from brim.techniques.clipping import clip
 from brim.techniques.crossing import Carried
 from brim.techniques.gradients import Arrivals
+from brim.techniques.optimizer_parts import Here
 from brim.techniques.optimizer_places import KEEP, Choices, Places, Streaming, check, usual_buffer_bytes, work_bytes
 from brim.techniques.optimizer_states import StateBlock, state_blocks
 from brim.techniques.optimizer_trial import Trial, raw_step
@@ -62,7 +63,8 @@ def options(
             saves = {compute: block.state_bytes, RAM: -block.state_bytes}
             made.append(Option(technique=NAME, block=block.name, choice=RAM, saves_bytes=saves, moves_bytes=crossing))
     work = 0 if compute == RAM else work_bytes(blocks)
-    rooms = {DISK: usual_buffer_bytes([b.state_bytes for b in blocks]) + work, RAM: work}
+    sizes = [size for b in blocks for size in (b.unit_bytes() if compute == RAM else [b.state_bytes])]
+    rooms = {DISK: usual_buffer_bytes(sizes) + work, RAM: work}
     return made + [
         Option(technique=NAME, block="", choice=choice, saves_bytes={RAM: -bytes})
         for choice, bytes in rooms.items()
@@ -125,6 +127,7 @@ class OptimizerOffload:
         self._streaming = streaming
         self._streamed = {id(p) for _, held in (streaming.blocks if streaming else ()) for p in held}
         self._done: set[int] = set()  # blocks of the step under way that are updated
+        self._begun: dict[int, int] = {}  # and of how many units that is true, of those that are under way too
         self._order: list[int] = list(reversed(self.blocks))  # in which backward completes them, learned
         self._seen: list[int] = []
         self._in_final = self._after_final = self._clipped = self._removed = False
@@ -170,18 +173,19 @@ class OptimizerOffload:
     @property
     def partly_updated(self) -> bool:
         """Whether some weights are new already while ``step`` is still to come: the step cannot be repeated."""
-        return bool(self._done)
+        return bool(self._done or self._begun)
 
     def reset(self) -> None:
         """Forget the step under way, after an exception in it: the next backward pass begins a new one."""
         self._beside.give_up()
         self._done.clear()
+        self._begun.clear()
         self._arrivals.reset()
         self._after_final = self._clipped = False
 
     def _complete(self, index: int, task: int) -> None:
         """All gradients of a block are there."""
-        if index in self._done:
+        if index in self._done or index in self._begun:
             if self._in_final or self._after_final:
                 raise UsageError(
                     f"A gradient came for block {self.blocks[index].name}, which is updated already.",
@@ -252,15 +256,26 @@ class OptimizerOffload:
             self._bound(block),
             self._places.gradients.present(index, dropping=dropping) as gradients,
         ):
-            stepped = [gradient is not None for gradient in gradients]
-            states = self._places.states.present(index, stepping=stepped) if leaves else contextlib.nullcontext()
-            with states:
-                self._places.states.expect(soon)
-                self._places.gradients.expect(soon)
-                place = self._places.crossing.stepping_in_ram if leaves else self._places.crossing.stepping_in_place
-                with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
+            if leaves:
+                self._update_units(index, gradients, soon)
+                return
+            self._places.states.expect(soon)
+            self._places.gradients.expect(soon)
+            place = self._places.crossing.stepping_in_place
+            with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
+                self._done.add(index)
+                raw_step(self.optimizer)(self.optimizer)
+
+    def _update_units(self, index: int, gradients: Sequence[Here | None], soon: Sequence[int]) -> None:
+        """What of a block is updated at once, one after the other. After an error it goes on with the next one."""
+        self._places.gradients.expect(soon)
+        count = self._places.units(index, gradients)
+        for number in range(self._begun.get(index, 0), count):
+            with self._places.unit(self.optimizer, index, number, gradients, soon):
+                self._begun[index] = number + 1
+                if number + 1 == count:
                     self._done.add(index)
-                    raw_step(self.optimizer)(self.optimizer)
+                raw_step(self.optimizer)(self.optimizer)
 
     def _may_be_beside(self, index: int) -> bool:
         """Whether the block's update needs nothing that the thread of the backward pass uses as well."""
@@ -273,7 +288,7 @@ class OptimizerOffload:
         stepped = [p.grad is not None for p in block.parameters]
 
         def update(carried: Carried) -> None:
-            with torch.no_grad(), states.present(index, stepping=stepped):
+            with torch.no_grad(), states.present(index, 0, stepping=stepped):
                 states.expect(soon)
                 with carried.stepping(), narrowed(self.optimizer, block.parameters):
                     raw_step(self.optimizer)(self.optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,10 @@ from brim.memory.tiers import Memory
 from brim.techniques.base import HANDLE_ATTRIBUTE
 from brim.techniques.crossing import Crossing, tensor_bytes
 from brim.techniques.gradients import Gradients
-from brim.techniques.optimizer_states import StateBlock, States
+from brim.techniques.optimizer_homes import States
+from brim.techniques.optimizer_parts import Here, Part
+from brim.techniques.optimizer_states import StateBlock
+from brim.techniques.updates import narrowed
 
 KEEP = "keep"
 CHOICES = (KEEP, RAM, DISK)
@@ -70,6 +73,7 @@ class Places:
     def __init__(
         self, optimizer: Optimizer, memory: Memory, blocks: Mapping[int, StateBlock], choices: Choices
     ) -> None:
+        self._blocks = blocks
         here = {KEEP, memory.compute.tier}  # what is in RAM already need not be brought there
         gradients = None if choices.gradients in here else choices.gradients
         self.leaving = {
@@ -84,17 +88,46 @@ class Places:
                 memory, work_bytes=work_bytes(leaving), down_bytes=largest if gradients is not None else 0
             )
             undo.callback(self.crossing.free)
-            room = choices.buffer_bytes or usual_buffer_bytes([b.state_bytes for b in leaving])
+            at_once = memory.host is not None  # a block crosses to RAM and back as a whole
+            sizes = [size for b in leaving for size in ([b.state_bytes] if at_once else b.unit_bytes())]
+            room = choices.buffer_bytes or usual_buffer_bytes(sizes)
             tier = RAM if choices.states == KEEP else choices.states
-            self.states = States(optimizer, memory, self.leaving, tier=tier, buffer_bytes=room)
+            self.states = States(optimizer, memory, self.leaving, tier=tier, buffer_bytes=room, at_once=at_once)
             undo.callback(self.states.records.free)
-            room = choices.buffer_bytes or usual_buffer_bytes([b.bytes for b in blocks.values()])
+            room = choices.buffer_bytes or _gradient_room([b.bytes for b in blocks.values()])
             self.gradients = Gradients(memory, blocks, self.crossing, tier=gradients, buffer_bytes=room)
             undo.callback(self.gradients.free)
             undo.callback(self.states.restore)
             self.states.take_all()
             undo.pop_all()
         self._records = [self.states.records, *([self.gradients.records] if self.gradients.records else [])]
+
+    def units(self, index: int, gradients: Sequence[Here | None]) -> int:
+        """In how many units a block that is leaving is updated. A sparse gradient has no parts."""
+        sparse = any(gradient is not None and gradient[0].is_sparse for gradient in gradients)
+        return self.states.units(index) if self.states.fit_parts(index) and not sparse else 1
+
+    @contextlib.contextmanager
+    def unit(
+        self, optimizer: Optimizer, index: int, number: int, gradients: Sequence[Here | None], soon: Sequence[int]
+    ) -> Iterator[None]:
+        """Within: ``optimizer`` has a unit of a block and nothing else, in RAM. ``soon``: the blocks after it."""
+        block, states, in_ram = self._blocks[index], self.states, self.crossing.stepping_in_ram
+        if self.units(index, gradients) < states.units(index):
+            with (
+                states.gathered(index),
+                in_ram(block.parameters, gradients, block.name),
+                narrowed(optimizer, block.parameters),
+            ):
+                yield
+            return
+        parts = states.parts(index, number)
+        owners = [block.parameters[part.parameter] for part in parts]
+        given = [_part_of(part, gradients[part.parameter]) for part in parts]
+        with states.present(index, number, stepping=[gradient is not None for gradient in given]) as stand_ins:
+            states.expect([index, *soon], number + 1)
+            with in_ram(stand_ins, given, block.name), narrowed(optimizer, owners, stand_ins):
+                yield
 
     @property
     def written_bytes(self) -> int:
@@ -116,12 +149,31 @@ class Places:
         self.crossing.free()
 
 
+def _part_of(part: Part, gradient: Here | None) -> Here | None:
+    return None if gradient is None else (part.of(gradient[0]), gradient[1])
+
+
 def work_bytes(blocks: Iterable[StateBlock]) -> int:
     """RAM for the parameters and the gradients of one block while it is stepped there."""
     return max((2 * sum(tensor_bytes(p) for p in block.parameters) for block in blocks), default=0)
 
 
 def usual_buffer_bytes(sizes: Sequence[int]) -> int:
-    """Room for three ordinary blocks: one is read, one worked on, one written. A very large one may need more."""
+    """Room for three ordinary blocks: one is read, one worked on, one written. A very large one may need more.
+
+    For the largest alone where three would be a good part of all there is, as in a model of a few large layers, or
+    where a block is so small that reading it ahead gains nothing: room is what is wanted.
+    """
+    ordinary = max(sorted(sizes)[: max(1, len(sizes) * 9 // 10)], default=0)
+    three = 3 * ordinary if ordinary >= _WORTH_READING_AHEAD_BYTES and _PART * ordinary <= sum(sizes) else 0
+    return max([three, *sizes])
+
+
+def _gradient_room(sizes: Sequence[int]) -> int:
+    """Gradients that are added up come and go many times a step: three ordinary blocks, but no more than all."""
     ordinary = sorted(sizes)[: max(1, len(sizes) * 9 // 10)]
-    return max([3 * max(ordinary, default=0)] if len(sizes) > 1 else [0, *sizes])
+    return max([min(3 * max(ordinary, default=0), sum(sizes)), *sizes])
+
+
+_WORTH_READING_AHEAD_BYTES = 1 << 20
+_PART = 12  # three blocks are a quarter of all then

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from brim.errors import UnsupportedError
 
 _STEPS = 3
+_TRIED, _PART = 97, 61  # elements of the last dimension, and of a part
 # What chooses a kernel and not what is kept; some kernels refuse tensors without values.
 _KERNELS = {"foreach": None, "fused": None, "capturable": False}
 
@@ -46,6 +47,7 @@ class Trial:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._samples: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
+        self._elementwise: dict[tuple[int, int, torch.dtype], bool] = {}
 
     def sample(self, group: int, parameter: torch.Tensor) -> dict[str, Any]:
         """The state of a tiny parameter of the same number of dimensions after some steps."""
@@ -54,6 +56,54 @@ class Trial:
             with _apart():
                 self._samples[key] = self._try(self._optimizer.param_groups[group], (2,) * key[1], key[2])
         return self._samples[key]
+
+    def is_elementwise(self, group: int, parameter: torch.Tensor) -> bool:
+        """Whether a parameter may be updated run by run of its elements, each with its part of the states.
+
+        Tried with runs that end within vectors: kernels must do the same for single elements as for many.
+        """
+        key = group, parameter.dim(), parameter.dtype
+        if key not in self._elementwise:
+            with _apart():
+                self._elementwise[key] = self._is_same_in_parts(self._optimizer.param_groups[group], *key[1:])
+        return self._elementwise[key]
+
+    def _is_same_in_parts(self, options: dict[str, Any], dims: int, dtype: torch.dtype) -> bool:
+        if not dims or not dtype.is_floating_point:
+            return False
+        shape = (2,) * (dims - 1) + (_TRIED,)
+        try:
+            whole, parts = (self._run_in_parts(options, shape, dtype, length) for length in (None, _PART))
+        except Exception:  # whatever its step says to a parameter of one dimension
+            return False
+        return all(_same(one, other) for one, other in zip(whole, parts, strict=True))
+
+    def _run_in_parts(
+        self, options: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, length: int | None
+    ) -> list[Any]:
+        """Some steps of a parameter, or of its parts one by one. Returns all that there is afterwards, flat."""
+        count = torch.Size(shape).numel()
+        at = torch.arange(count, dtype=torch.float64)
+        data = torch.sin(at * 1.7).to(dtype)
+        made = _copy(self._optimizer, [{**options, "params": []}])
+        runs = [slice(begin, begin + (length or count)) for begin in range(0, count, length or count)]
+        states: list[dict[str, Any]] = [{} for _ in runs]
+        used: list[torch.Tensor] = []  # kept, so that none is taken for another that was there before
+        for turn in range(_STEPS):
+            slope = (torch.cos(at * 0.9 + turn) * 10.0 ** (-at % 7)).to(dtype)
+            for number, run in enumerate(runs):
+                # A part is another tensor at each step, as what stands in for one is. The whole is always the same.
+                part = data[run].view(-1) if length else used[0] if used else data.view(shape)
+                used.append(part)
+                part.grad = slope[run].view(part.shape)
+                made.param_groups[0]["params"] = [part]
+                if states[number]:
+                    made.state[part] = states[number]
+                raw_step(made)(made)
+                states[number] = dict(made.state.pop(part, {}))
+        made.param_groups[0]["params"] = []
+        rest = {key: value for key, value in vars(made).items() if key not in ("state", "param_groups")}
+        return [data, _joined(states), made.param_groups, rest]
 
     def kept(self, group: int, parameter: torch.Tensor) -> list[Kept]:
         """The tensors that will be kept for ``parameter``; single numbers are not among them."""
@@ -147,6 +197,18 @@ def _apart() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
+
+
+def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a parameter from those of its parts: numbers are the same in all, or there is none."""
+    made: dict[str, Any] = {}
+    for key, first in states[0].items():
+        values = [state.get(key) for state in states]
+        if isinstance(first, torch.Tensor) and first.dim():
+            made[key] = torch.cat([value.reshape(-1) for value in values if isinstance(value, torch.Tensor)])
+        else:
+            made[key] = first if all(_same(first, value) for value in values) else object()
+    return made
 
 
 def _same(one: Any, other: Any) -> bool:

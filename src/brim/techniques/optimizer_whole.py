@@ -9,7 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from brim.errors import UsageError
-from brim.techniques.optimizer_states import StateBlock, States, as_number
+from brim.techniques.optimizer_homes import States, as_number
+from brim.techniques.optimizer_states import StateBlock
 from brim.techniques.optimizer_trial import Trial
 
 
@@ -35,10 +36,10 @@ class WholeState:
         """Every state as (parameter's name + "." + key, tensor on the CPU), one in memory at a time; numbers too."""
         for index, block in self._blocks.items():
             for number, (name, parameter) in enumerate(zip(block.names, block.parameters, strict=True)):
-                away = self._states.away_fields(index, number) if index in self._leaving else {}
+                away = self._states.away_keys(index, number) if index in self._leaving else []
                 for key, value in list(self._optimizer.state.get(parameter, {}).items()):
                     if key in away:
-                        yield f"{name}.{key}", self._states.value(index, away[key])
+                        yield f"{name}.{key}", self._states.value(index, number, key)
                     elif isinstance(value, torch.Tensor):
                         yield f"{name}.{key}", value.detach().cpu()
                     elif isinstance(value, (bool, int, float)):
@@ -76,10 +77,10 @@ class WholeState:
         }
         for index, block in self._leaving.items():
             for number, parameter in enumerate(block.parameters):
-                away = self._states.away_fields(index, number)
+                away = self._states.away_keys(index, number)
                 if away:
                     held = state["state"][numbers[id(parameter)]]
-                    values = {key: self._states.value(index, field) for key, field in away.items()}
+                    values = {key: self._states.value(index, number, key) for key in away}
                     state["state"][numbers[id(parameter)]] = {**held, **values}
 
     def _loaded(self, optimizer: Optimizer) -> None:

@@ -19,14 +19,20 @@ from brim.techniques.optimizer_trial import raw_step
 
 
 @contextlib.contextmanager
-def narrowed(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, ``optimizer`` has these parameters only, in the groups (the same dictionaries) that they are in."""
-    wanted = {id(parameter) for parameter in parameters}
+def narrowed(
+    optimizer: Optimizer, parameters: Sequence[torch.Tensor], stand_ins: Sequence[torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Within, ``optimizer`` has these parameters only, in the groups (the same dictionaries) that they are in.
+
+    ``stand_ins``: what it has in their places.
+    """
+    pairs = zip(parameters, parameters if stand_ins is None else stand_ins, strict=True)
+    wanted = {id(parameter): stand_in for parameter, stand_in in pairs}
     groups = optimizer.param_groups
     whole = [group["params"] for group in groups]
     try:
         for group in groups:
-            group["params"] = [p for p in group["params"] if id(p) in wanted]
+            group["params"] = [wanted[id(p)] for p in group["params"] if id(p) in wanted]
         optimizer.param_groups = [group for group in groups if group["params"]]
         yield
     finally:

@@ -24,6 +24,11 @@ def test_a_wide_budget_promises_the_holes_and_a_narrow_one_nothing() -> None:
     assert kept_limits(60 << 20, 100 << 20) is None  # what comes between two looks would be too much of it
 
 
+def test_holes_that_are_less_than_what_comes_late_are_not_kept() -> None:
+    assert kept_limits(80 << 20, GIB) is None
+    assert kept_limits(81 << 20, GIB) is not None
+
+
 @pytest.mark.parametrize("room", [0.02, 0.05, 0.09, 0.2, 0.3, 2.0])
 @pytest.mark.parametrize("in_use", [100 << 20, GIB, 20 * GIB])
 def test_nothing_beyond_the_budget_is_promised_or_kept(in_use: int, room: float) -> None:
@@ -70,4 +75,31 @@ _CHURN = textwrap.dedent("""
 
 def test_pages_are_used_again_until_too_many_are_held() -> None:
     done = subprocess.run([sys.executable, "-c", _CHURN], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+_FORKED = textwrap.dedent("""
+    import os, torch
+    from brim.memory.kept_heap import KeptHeap
+
+    torch.set_num_threads(1)
+    MIB = 1 << 20
+    warm = torch.zeros(64).add_(1)
+    def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
+    def stays():
+        before = resident()
+        many = [torch.zeros(3 * MIB // 4) for _ in range(8)]
+        del many
+        return resident() - before
+    kept = KeptHeap(1 << 40)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if stays() < 8 * MIB else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert stays() > 16 * MIB, "the parent goes on keeping"
+""")
+
+
+def test_a_child_that_is_forked_off_keeps_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -140,6 +140,28 @@ def test_hooks_that_are_added_while_deciding_are_run_for_this_very_call(watcher:
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_a_hook_of_this_very_call_has_begun_is_ended_whatever_interrupts(
+    error: type[BaseException], watcher: Watcher
+) -> None:
+    model, seen = make(), []
+
+    def decide(call: Call) -> None:
+        def interrupted(module: nn.Module, args: Any) -> None:
+            seen.append("begun")
+            raise error
+
+        call.model.register_forward_pre_hook(interrupted)
+        call.model.register_forward_hook(lambda *_: seen.append("ended"), always_call=True)
+        call.model.register_forward_hook(lambda *_: seen.append("not always"))
+
+    watcher._decide = decide
+    model.register_forward_hook(lambda *_: seen.append("the program's"), always_call=False)
+    with pytest.raises(error):
+        model(torch.ones(1, 64))
+    assert seen == ["begun", "ended"]
+
+
 def test_a_copy_made_before_its_first_call_is_a_model_of_its_own(watcher: Watcher, calls: list[Call]) -> None:
     first, second = make(), make()
     x = torch.randn(2, 64)

@@ -192,8 +192,8 @@ LOOPS: dict[str, Loop] = {
 BUDGETS: dict[str, dict[str, Any]] = {
     "all fits": {"device": "cpu", "ram": 65536 * KIB},
     "states on disk": {"device": "cpu", "ram": 6500 * KIB},
-    "gradients on disk": {"device": "cpu", "ram": 4750 * KIB},
-    "weights from disk": {"device": "cpu", "ram": 3500 * KIB},
+    "gradients on disk": {"device": "cpu", "ram": 4000 * KIB},
+    "weights from disk": {"device": "cpu", "ram": 3100 * KIB},
     "states in RAM": {"device": "emulated", "vram": 5600 * KIB, "ram": 32768 * KIB},
     "weights from RAM": {"device": "emulated", "vram": 1700 * KIB, "ram": 32768 * KIB},
 }

@@ -82,7 +82,7 @@ def test_halving_finds_what_a_climb_over_every_rung_finds(make: Any, emulated: b
                 asked.append(choice)
                 if choice in rungs:
                     return peaks[rungs.index(choice)]
-                return Prediction(peak_bytes={compute: GIB << 10})  # larger micro-batches are not the question here
+                return Prediction(peak_bytes={compute: GIB << 10, RAM: GIB << 10})  # of larger micro-batches
 
             found: Found = climb_down(rungs, predict, budget, compute=compute, batch=BATCH, order=Orders())
             wanted, there = climbed(rungs, peaks, budget)
