@@ -307,11 +307,13 @@ def test_signals_end_it_at_once_and_leave_nothing(
 def test_signals_while_a_gguf_is_converted_leave_neither_files_nor_processes(
     number: signal.Signals, cache: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "slow.gguf"
+    path, folder = tmp_path / "slow.gguf", cache / "brim" / "gguf"
     path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(1000))
+    folder.unlink()  # it leads to one that other tests write to
+    folder.mkdir()
     process = spawn(path)
     try:
-        wait_until(process, lambda: any((cache / "brim" / "gguf").glob(".slow-*")) and bool(children(process)))
+        wait_until(process, lambda: any(folder.glob(".slow-*")) and bool(children(process)))
         (child,) = children(process)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
@@ -320,7 +322,7 @@ def test_signals_while_a_gguf_is_converted_leave_neither_files_nor_processes(
     if number != signal.SIGKILL:  # nobody can clean up after that
         assert process.returncode == 128 + number, err
         assert "Traceback" not in err
-        assert list((cache / "brim" / "gguf").iterdir()) == []
+        assert list(folder.iterdir()) == []
     stop_s = time.monotonic() + 60
     while alive(child) and time.monotonic() < stop_s:
         time.sleep(0.05)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -60,8 +61,14 @@ class RecordingMode(TorchDispatchMode):
         self._graph_task = -1  # of the backward pass that is running
         self._in_linear = False
         self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
+        self._alone = False  # whether nobody below waits to see the operations that fake kernels are asked for
 
     # -- operations ----------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> RecordingMode:
+        self._alone = all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -107,15 +114,20 @@ class RecordingMode(TorchDispatchMode):
         finally:
             self.inside = was_inside
 
+    def _remembered(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the fake kernel gives, without asking it where that is known and nobody waits to see it asked."""
+        if not self._alone:
+            return func(*args, **kwargs)
+        written = inplace.written(func, args, kwargs)
+        return result_of(func, args, kwargs) if written is None else written
+
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, phase, module = self.recorder, self.phase(), self.modules.current()
         result = self.values.shape_of(func, args, kwargs)
         if result is None:
             adds_bias = self._in_linear and func is _add and args[1].dim() == 1
-            result = inplace.written(func, args, kwargs)
-            if result is None:
-                fake = inplace.add_bias if adds_bias else FAKES.get(func)
-                result = result_of(func, args, kwargs) if fake is None else fake(*args, **kwargs)
+            fake = inplace.add_bias if adds_bias else FAKES.get(func)
+            result = self._remembered(func, args, kwargs) if fake is None else fake(*args, **kwargs)
             self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
         fresh = self._fresh(outputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -125,7 +125,16 @@ def test_values_are_finite_and_the_trace_says_that_this_was_asked():
     assert "finite" not in on_cuda(lambda: lambda: model()(torch.randn(8, 16).cuda())).notes
 
 
-def test_what_a_distribution_checks_is_taken_to_hold_and_the_trace_says_so():
+@pytest.fixture
+def checking() -> Iterator[None]:
+    """Distributions check what they are given, as they do until something in the process is compiled."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)
+    yield
+    torch.distributions.Distribution.set_default_validate_args(before)
+
+
+def test_what_a_distribution_checks_is_taken_to_hold_and_the_trace_says_so(checking):
     def build() -> Step:
         layer, actions = nn.Linear(16, 4).cuda(), torch.randint(4, (8,)).cuda()
         source = torch.randn(8, 16).cuda()
@@ -141,7 +150,7 @@ def test_what_a_distribution_checks_is_taken_to_hold_and_the_trace_says_so():
     assert "checks" not in on_cuda(lambda: lambda: model()(torch.randn(8, 16).cuda())).notes
 
 
-def test_a_check_that_fails_on_known_values_fails_in_the_trace_too():
+def test_a_check_that_fails_on_known_values_fails_in_the_trace_too(checking):
     def build() -> Step:
         return lambda: torch.distributions.Normal(torch.zeros(3), -torch.ones(3))
 
