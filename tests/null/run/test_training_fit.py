@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def loop(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     torch.manual_seed(1)
     losses = []
     for _ in range(4):
@@ -78,4 +79,34 @@ def test_a_second_time_is_refused() -> None:
     handle = brim.fit(model, optimizer, ram="64MiB", device="cpu")
     with pytest.raises(UsageError, match="fitted already"):
         brim.fit(model, optimizer, ram="64MiB", device="cpu")
+    handle.remove()
+
+
+class Masked(nn.Module):
+    """Looks into its mask, as models do that leave a mask of ones away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, _ = make()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.inner(x if bool(mask.all()) else x * mask[:, None])
+
+
+def test_a_step_that_depends_on_a_mask_is_foreseen_with_the_example_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRIM_SCRATCH", str(tmp_path))
+    mask = torch.ones(8, dtype=torch.long)
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        return loop(lambda x: model(x, mask), optimizer)
+
+    twin = Masked()
+    wanted = losses(twin, torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=True))
+    model = Masked()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    handle = brim.fit(model, optimizer, device="cpu", ram=int(6.5 * MIB), example=(torch.zeros(8, 256), mask))
+    assert handle.choice.states == "disk"
+    assert losses(model, optimizer) == wanted
     handle.remove()
