@@ -11,30 +11,30 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError, UnsupportedError
 from brim.memory import heap
+from brim.run.example_shapes import as_shapes
 from brim.run.fitting import Device, Need, budgets, forward_need, machine, make_plan, put_in_force
 from brim.run.inference import resident_bytes
 from brim.run.launch import Settings
 from brim.run.launch_copies import allow_copies, has_other_hooks
 from brim.run.launch_hooks import Call, living, parameter_bytes, roots
-from brim.run.launch_needs import STAND_IN, held_bytes, optimizers_of, plain, within_fraction
+from brim.run.launch_needs import NOT_TAKEN_APART, STAND_IN, held_bytes, optimizers_of, plain, within_fraction
 from brim.run.launch_outcome import FITTED, UNTOUCHED, Outcome
 from brim.run.launch_retry import repeat_no_more, repeat_when_out_of_memory
 from brim.run.launch_unseen import example_of, quiet, same_random_numbers, unseen
-from brim.run.training_fit import Search, enforce, speaks, tensor_bytes_of
+from brim.run.training_fit import Search, enforce, tensor_bytes_of
 from brim.run.training_ladder import Found, fits
 from brim.techniques.base import HANDLE_ATTRIBUTE
 from brim.techniques.blocks import Partition
 from brim.techniques.weight_streaming import Weights
 from brim.units import format_bytes
 
+_ENDLESS_BYTES = 1 << 62
 _LESS = 0.8  # of what the plan that failed had promised
-_NOT_TAKEN_APART = ("torch.nn.parallel", "torch.distributed", "deepspeed")
 _Example = Mapping[str, Any] | Sequence[Any] | None
 
 
@@ -60,12 +60,15 @@ class Decisions:
     """``decide`` is called before the first call of each model. ``outcomes``: what it has decided, in that order.
 
     ``give_up`` is asked about a model that cannot be planned, with the reason; it returns what else will hold it
-    ("unified"), or None.
+    ("unified"), or None. Of models in ``bounded``, which fit, it is only known what they take at most.
     """
 
-    def __init__(self, settings: Settings, give_up: Callable[[str, str], str | None]) -> None:
+    def __init__(
+        self, settings: Settings, give_up: Callable[[str, str], str | None], bounded: Sequence[Outcome] = ()
+    ) -> None:
         self._settings, self._give_up = settings, give_up
-        self.outcomes: list[Outcome] = []
+        self.outcomes = list(bounded)
+        self._bounded = list(bounded)
         self.hardware: Hardware | None = None
         self._budget: dict[str, int] = {}
         self._held: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # parts of holders
@@ -95,6 +98,9 @@ class Decisions:
         if self.outcomes:
             gc.collect()  # a fitted model that the program has let go of is a cycle, and takes its share until then
         with same_random_numbers():
+            for one in self._bounded:
+                self._predict(one)
+            self._bounded.clear()
             outcome = self._decide(model, call)
         self.outcomes.append(outcome)
         return outcome
@@ -151,7 +157,10 @@ class Decisions:
                 for tier, count in outcome.promised_bytes.items():
                     left[tier] = max(0, left.get(tier, 0) - count) if tier in left else 0
         left = {tier: count for tier, count in left.items() if tier in self._budget}
-        rest = sum(held_bytes(other, optimizers_of(other)) for other in others if id(other) not in mine)
+        others = [other for other in others if id(other) not in mine]
+        if not others:
+            return left
+        rest = sum(held_bytes(other, optimizers_of(other)) for other in others)
         own = held_bytes(case.whole, case.optimizers)
         assert self.hardware is not None
         compute = self.hardware.compute
@@ -190,17 +199,27 @@ class Decisions:
         share = {**outcome.budget_bytes, compute: int(outcome.promised_bytes[compute] * _LESS)}
         repeat_no_more(model)
         vars(model)[HANDLE_ATTRIBUTE].remove()
-        case = _Case(
-            model=model,
-            name=outcome.name,
-            optimizers=optimizers_of(model),
-            example=_as_shapes(outcome.example, torch.zeros),
-            trains=outcome.task == "train",
-            share=share,
-        )
+        case = self._again(model, outcome, share)
         outcome.choice, outcome.plan, outcome.timeline, outcome.pools = UNTOUCHED, None, None, ()
         self._plan(case, outcome)
         return outcome.choice == FITTED
+
+    def _again(self, model: nn.Module, outcome: Outcome, share: Mapping[str, int]) -> _Case:
+        """``model`` as it was called when ``outcome`` was decided."""
+        return _Case(
+            model=model,
+            name=outcome.name,
+            optimizers=optimizers_of(model),
+            example=as_shapes(outcome.example, torch.zeros),
+            trains=outcome.task == "train",
+            share=share,
+        )
+
+    def _predict(self, outcome: Outcome) -> None:
+        """Work out what the model of ``outcome`` takes, which fits: the others get what it leaves."""
+        model = None if outcome.model is None else outcome.model()
+        if model is not None:
+            self._plan(self._again(model, outcome, dict.fromkeys(self._budget, _ENDLESS_BYTES)), outcome)
 
     def _plan(self, case: _Case, outcome: Outcome) -> None:
         try:
@@ -217,7 +236,7 @@ class Decisions:
             self._cannot(case, outcome, " ".join((error.asked, error.found)), error)
 
     def _refuse_strangers(self, case: _Case) -> None:
-        if type(case.model).__module__.startswith(_NOT_TAKEN_APART):
+        if type(case.model).__module__.startswith(NOT_TAKEN_APART):
             raise UnsupportedError(f"{case.name} moves its model's weights itself.")
         known = {id(p) for p in case.whole.parameters()}
         if any(id(p) not in known for o in case.optimizers for g in o.param_groups for p in g["params"]):
@@ -307,7 +326,7 @@ class Decisions:
             heap.return_freed_memory()
             heap.give_back()
         allow_copies(case.whole)
-        outcome.example = _as_shapes(case.example, torch.empty, device="meta")
+        outcome.example = as_shapes(case.example, torch.empty, device="meta")
         repeat_when_out_of_memory(case.model, lambda: self.smaller(outcome))
         compute = self.hardware.compute
         takes, share = handle.plan.promise.peak_bytes[compute], outcome.untouched_bytes.get(compute)
@@ -344,13 +363,6 @@ class Decisions:
     def _note(self, text: str) -> None:
         """One line on stderr."""
         sys.stderr.write(f"brim: {' '.join(text.split())}\n")
-
-
-def _as_shapes(example: _Example, make: Callable[..., torch.Tensor], **options: Any) -> Any:
-    def like(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if speaks(tensor) else make(tensor.shape, dtype=tensor.dtype, **options)
-
-    return tree_map_only(torch.Tensor, like, example)
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,8 +10,8 @@ from torch import nn
 from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError
 from brim.run.launch_hooks import living
-from brim.techniques import optimizer_offload
 
+NOT_TAKEN_APART = ("torch.nn.parallel", "torch.distributed", "deepspeed")  # they move their weights themselves
 STAND_IN = "brim_stand_in"  # an optimizer that only predictions are made with
 
 
@@ -36,6 +36,8 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def held_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """What ``model`` holds from the second step on, activations apart."""
+    from brim.techniques import optimizer_offload  # a program whose budget is ample does without
+
     tensors = [*model.parameters(), *model.buffers()]
     held = sum(t.numel() * t.element_size() for t in tensors)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from brim.core import Plan, Timeline
-from brim.memory.pool import Pool
+if TYPE_CHECKING:  # a program whose budget is ample does without
+    from brim.core import Plan, Timeline
+    from brim.memory.pool import Pool
 
 UNTOUCHED, FITTED = "untouched", "fitted"
 

@@ -15,6 +15,7 @@ from brim.run.launch_hooks import Call, Watcher
 from brim.units import parse_bytes
 
 if TYPE_CHECKING:
+    from brim.run.launch_ample import Ample
     from brim.run.launch_decisions import Decisions
     from brim.run.launch_device import PretendedDevice
     from brim.run.launch_moves import DeferredMoves
@@ -33,6 +34,7 @@ class Launched:
         self.settings = settings
         self.refusal: BrimError | None = None
         self._watcher = Watcher(self._decide, small_bytes=_small_bytes(settings))
+        self._ample: Ample | None = None
         self._decisions: Decisions | None = None
         self._device: PretendedDevice | None = None
         self._unified: Unified | None = None
@@ -92,12 +94,9 @@ class Launched:
             sys.stderr.write(f"brim: {line}\n")
 
     def _decide(self, call: Call) -> None:
-        from brim.run.launch_decisions import Decisions
-
-        if self._decisions is None:
-            self._decisions = Decisions(self.settings, self._give_up)
+        outcome = self._without_doubt(call)
         try:
-            outcome = self._decisions.decide(call)
+            outcome = outcome or self._planned(call)
         except BrimError as error:
             self.refusal = error
             raise
@@ -111,6 +110,24 @@ class Launched:
         if outcome.task == "forward" or tries < _TRIES:  # it may be trained later
             self._tries[call.model] = tries + (outcome.task == "train")
             self._watcher.watch_again(call.model)
+
+    def _without_doubt(self, call: Call) -> Outcome | None:
+        """None where a prediction is needed: for the report, and after another model has needed one."""
+        if self.settings.report is not None or self._decisions is not None:
+            return None
+        from brim.run.launch_ample import Ample
+
+        if self._ample is None:
+            self._ample = Ample(self.settings)
+        return self._ample.outcome(call)
+
+    def _planned(self, call: Call) -> Outcome | None:
+        from brim.run.launch_decisions import Decisions
+
+        if self._decisions is None:
+            bounded = () if self._ample is None else self._ample.outcomes
+            self._decisions = Decisions(self.settings, self._give_up, bounded)
+        return self._decisions.decide(call)
 
     def _give_up(self, name: str, why: str) -> str | None:
         """What else can hold a model that cannot be planned."""

@@ -18,6 +18,7 @@ from brim.errors import UsageError
 from brim.memory import heap
 from brim.memory.kept_heap import KeptHeap, kept_limits
 from brim.run import plan_file
+from brim.run.example_shapes import speaks
 from brim.run.factory import parts
 from brim.run.fitted import Fitted, apply_choice, bytes_at_once
 from brim.run.fitting import Device, Need, make_memory, make_plan
@@ -35,7 +36,6 @@ from brim.techniques.weight_streaming import Weights
 from brim.units import parse_bytes
 
 _PROOFS = 4
-_MOST_TOLD = 1 << 14  # elements
 _Example = Mapping[str, Any] | Sequence[Any]
 
 
@@ -234,9 +234,3 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
     if speaks(tensor):
         return torch.tensor(tensor.tolist(), dtype=tensor.dtype)
     return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-def speaks(tensor: torch.Tensor) -> bool:
-    """Whether the values of an input are told to a prediction."""
-    whole = not tensor.is_floating_point() and not tensor.is_complex()
-    return whole and not tensor.is_meta and 0 < tensor.numel() <= _MOST_TOLD

@@ -1,0 +1,212 @@
+"""Programs with an ample budget: left alone on the word of a bound, without importing what plans."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from brim.run.launch import Settings, run
+from brim.run.launch_ample import Ample
+from brim.run.launch_decisions import Decisions
+from brim.run.launch_hooks import Call
+from brim.run.launch_outcome import UNTOUCHED
+from launching import in_child, plainly, program
+
+HEAVY = (
+    "brim.run.launch_decisions",
+    "brim.run.fitting",
+    "brim.planner",
+    "brim.predict",
+    "brim.techniques",
+    "brim.estimation",
+    "highspy",
+    "transformers",
+)
+TRAINS = """
+    import random, sys
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    class Telling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.inner = nn.Sequential(nn.Linear(512, 1024), nn.Dropout(), nn.BatchNorm1d(1024), nn.Linear(1024, 4))
+            self.inner.register_forward_hook(lambda *_: print("hooked"))
+        def forward(self, x):
+            self.calls += 1
+            print("forward", random.random())
+            return self.inner(x)
+    random.seed(0)
+    model = Telling()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(loss.item(), model.calls, random.random())
+    print({name: value.double().sum().item() for name, value in model.state_dict().items()})
+    heavy = [name for name in HEAVY if name in sys.modules]
+    print(heavy, "brim.run.launch_ample" in sys.modules, file=sys.stderr)
+""".replace("HEAVY", str(HEAVY))
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Optimizers of other tests are found among what is alive."""
+    gc.collect()
+    yield
+
+
+def call(model: nn.Module, *args: Any) -> Call:
+    return Call(model=model, called=model, args=args, kwargs={})
+
+
+def ran(command: list[str], folder: Path) -> tuple[int, str, str]:
+    (folder / "script.py").write_text(textwrap.dedent(TRAINS))
+    done = subprocess.run([sys.executable, *command, "script.py"], cwd=folder, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_program_that_fits_runs_as_ever_and_imports_nothing_that_plans(tmp_path: Path) -> None:
+    plain, ended = ran([], tmp_path), ran(["-m", "brim", "run"], tmp_path)
+    assert plain[0] == 0 and plain[1].count("forward") == 5
+    assert ended[:2] == plain[:2]
+    assert (plain[2], ended[2]) == ("[] False\n", "[] True\n")
+
+
+def test_a_program_that_does_not_fit_is_planned_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRIM_SCRATCH", "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path))
+    what = program("plain_loop")
+    plain = plainly(what, tmp_path, measure=False)
+    ended = in_child(lambda _: run(what, Settings(device="cpu", ram="9MiB")), tmp_path)
+    assert (ended.code, ended.out) == (plain.code, plain.out), ended.err
+    assert "fitted for train" in ended.err
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "wide layers": (lambda: nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)), lambda: x(8, 256)),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)),
+        lambda: x(4, 3, 64, 64),
+    ),
+    "attention": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2),
+        lambda: x(2, 128, 64),
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(5000, 64), nn.Linear(64, 5000)),
+        lambda: torch.randint(0, 5000, (2, 64)),
+    ),
+    "slices": (lambda: Slices(), lambda: x(64, 4096)),
+}
+
+
+def x(*shape: int) -> torch.Tensor:
+    return torch.randn(shape)
+
+
+class Slices(nn.Module):
+    """The backward of each slice makes a gradient as large as what was sliced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        return torch.stack([x[row].sum() for row in range(x.shape[0])])
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_is_more_than_what_is_predicted(kind: str, trains: bool) -> None:
+    build, inputs = KINDS[kind]
+    model, example = build(), inputs()
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True) if trains else None
+    with torch.set_grad_enabled(trains):
+        bound = Ample(Settings(device="cpu")).outcome(call(model, example))
+        exact = Decisions(Settings(device="cpu"), lambda *_: None).decide(call(model, example))
+    assert bound is not None and exact is not None
+    assert (bound.task, bound.choice, bound.has_optimizer) == (exact.task, UNTOUCHED, optimizer is not None)
+    assert bound.untouched_bytes["ram"] >= exact.untouched_bytes["ram"]
+
+
+def test_nobody_is_taken_at_his_word_where_room_is_scarce() -> None:
+    model, example = nn.Linear(256, 256, bias=False), x(1, 256)  # 256 KiB, 1.25 MiB with what is moved
+    with torch.no_grad():
+        assert Ample(Settings(device="cpu", ram=7 << 20)).outcome(call(model, example)) is None
+        assert Ample(Settings(device="cpu", ram=12 << 20)).outcome(call(model, example)) is not None
+        both = Ample(Settings(device="cpu", ram=12 << 20))
+        other = nn.Linear(256, 256, bias=False)
+        assert both.outcome(call(model, example)) is not None
+        assert both.outcome(call(model, example)) is not None, "it is the same model"
+        assert both.outcome(call(other, example)) is None, "two do not fit without doubt"
+        del model
+        assert both.outcome(call(other, example)) is not None, "the first one is gone"
+
+
+class Odd(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = nn.Linear(8, 8), way
+        if way == "holds a tensor":
+            self.table = torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "asks for a value" and x.sum().item() > 0:
+            return x
+        if self.way == "writes outside":
+            OUTSIDE.add_(1)
+        return self.inner(x)
+
+
+OUTSIDE = torch.zeros(())
+
+
+@pytest.mark.parametrize("way", ["holds a tensor", "asks for a value", "writes outside"])
+def test_what_cannot_be_bounded_is_left_to_a_prediction_and_nothing_shows(way: str) -> None:
+    state = torch.get_rng_state()
+    assert Ample(Settings(device="cpu")).outcome(call(Odd(way), x(2, 8))) is None
+    assert OUTSIDE.item() == 0
+    assert not torch.equal(state, torch.get_rng_state()), "the input was drawn, so the states can be told apart"
+
+
+def test_an_optimizer_whose_states_are_not_known_is_left_to_a_prediction() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    for make in (torch.optim.LBFGS, Own):
+        model = nn.Linear(8, 8)
+        optimizer = make(model.parameters())
+        assert Ample(Settings(device="cpu")).outcome(call(model, x(2, 8))) is None
+        del optimizer
+
+
+def test_a_budget_larger_than_the_machine_is_left_to_be_refused() -> None:
+    assert Ample(Settings(device="cpu", ram=1 << 60)).outcome(call(nn.Linear(8, 8), x(2, 8))) is None
+
+
+def test_a_later_model_gets_what_the_first_ones_really_leave() -> None:
+    settings = Settings(device="cpu", ram=64 << 20)
+    small, large = nn.Linear(256, 256), nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    ample = Ample(settings)
+    with torch.no_grad():
+        bound = ample.outcome(call(small, x(4, 256)))
+        assert bound is not None and ample.outcome(call(large, x(4, 512))) is None
+        most = bound.untouched_bytes["ram"]
+        decisions = Decisions(settings, lambda *_: None, ample.outcomes)
+        later = decisions.decide(call(large, x(4, 512)))
+    assert later is not None and later.choice == UNTOUCHED
+    taken = (64 << 20) - later.budget_bytes["ram"]
+    assert 256 * 256 * 4 <= taken == bound.untouched_bytes["ram"] < most
