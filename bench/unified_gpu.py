@@ -1,11 +1,12 @@
 """A working set larger than VRAM, three ways: planned streaming, page-locked memory behind RMM, managed memory.
 
-    python bench/unified_gpu.py [--vram 4GiB] [--set 8GiB] [--rounds 5] [--output measurements/unified_gpu.jsonl]
+    python bench/unified_gpu.py [--vram 4GiB] [--set 8GiB] [--rounds 3] [--output measurements/unified_gpu.jsonl]
 
 A stack of linear layers in bf16 of ``--set`` bytes; forward passes of one token (bound by the link) and of 2,048.
 Managed memory is measured only where the whole set is below what the card has free: more has hung drivers. Each way
 runs in a fresh process per round, rounds are interleaved, numbers are medians; ``times`` is the time of unified
-memory over that of streaming. One JSON line per run is appended to --output. Needs an NVIDIA GPU, and RMM.
+memory over that of streaming. The outputs are compared, bit for bit. One JSON line per run is appended to --output,
+and every process tells on stderr when it is done. Needs an NVIDIA GPU, and RMM (rmm-cu12 or rmm-cu13, from 25.12).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,12 @@ from brim.units import format_seconds, parse_bytes
 
 WIDTH = 8192
 WAYS = ("stream", "pinned", "managed")
+TOKENS = (1, 2048)
+PASSES, WARM_UP = 8, 3
 WORK = """
 import json, statistics, sys, time
-way, vram, total, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+way, vram, total = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+tokens = json.loads(sys.argv[4])
 import torch
 from torch import nn
 from brim.run.launch import Settings
@@ -36,33 +41,70 @@ if way != "stream":
     from brim.run.unified import Unified
     settings = Settings(vram=vram, ram=total, mode="unified", managed=way == "managed")
     unified = Unified.for_process(settings)
-place = "cpu" if way == "stream" else "cuda"
 torch.manual_seed(0)
+# Values neither grow nor vanish from layer to layer.
+tile = (torch.randn(width, width) / width**0.5).bfloat16()
+found = {{}}
 with torch.no_grad():
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False, dtype=torch.bfloat16, device=place)
-                            for _ in range(count)])
-    x = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+    model = nn.Sequential()
+    for number in range(count):
+        layer = nn.utils.skip_init(nn.Linear, width, width, bias=False, dtype=torch.bfloat16)
+        layer.weight.copy_(tile.roll(number, 0))
+        model.append(layer if way == "stream" else layer.to("cuda"))
     if way == "stream":
         import brim
-        brim.fit(model, vram=vram, ram=2 * total, example=(x,))
-    took = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        y = model(x)
-        torch.cuda.synchronize()
-        took.append(time.perf_counter() - start)
-    print(json.dumps({{"step_s": statistics.median(took[2:]), "sum": y.float().sum().item(),
-                       "unified": None if unified is None else unified.statistics()}}))
+    for rows in tokens:
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+        if way == "stream":
+            handle = brim.fit(model, vram=vram, ram=2 * total, example=(x,), device="cuda")
+        x = x.to("cuda")
+        took = []
+        for _ in range({passes}):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            y = model(x)
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+        found[rows] = {{"step_s": statistics.median(took[{warm_up}:]), "sum": y.double().sum().item()}}
+        if way == "stream":
+            handle.remove()
+print(json.dumps({{"tokens": found, "unified": None if unified is None else unified.statistics()}}))
 """
 
 
-def once(way: str, vram: int, total: int, tokens: int) -> dict[str, Any]:
-    command = [sys.executable, "-c", WORK.format(width=WIDTH), way, str(vram), str(total), str(tokens)]
+def once(way: str, vram: int, total: int) -> dict[str, Any]:
+    """What one process found: by tokens, seconds a pass and the sum of the output; or the error it ended with."""
+    work = WORK.format(width=WIDTH, passes=PASSES, warm_up=WARM_UP)
+    command = [sys.executable, "-c", work, way, str(vram), str(total), json.dumps(TOKENS)]
+    begin_s = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(
+        f"{way}: exit code {done.returncode} after {time.perf_counter() - begin_s:.0f} s", file=sys.stderr, flush=True
+    )
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1]}
-    found: dict[str, Any] = json.loads(done.stdout)
+        return {"error": f"exit code {done.returncode}", "stderr": done.stderr[-4000:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], rows: int) -> dict[str, Any]:
+    """Of one number of tokens: median seconds of each way, how many times streaming is faster, whether all agree."""
+    found: dict[str, Any] = {}
+    sums = set()
+    for way, made in runs.items():
+        rounds = [one["tokens"][str(rows)] for one in made if "tokens" in one]
+        sums |= {one["sum"] for one in rounds}
+        if rounds:
+            found[way] = statistics.median(one["step_s"] for one in rounds)
+            print(f"{rows:5} tokens, {way:8} {format_seconds(found[way])} a pass")
+        else:
+            print(f"{rows:5} tokens, {way:8} {made[0]['error']}\n{made[0]['stderr']}")
+    found["same_output"] = len(sums) == 1
+    if "stream" in found and "pinned" in found:
+        found["times"] = found["pinned"] / found["stream"]
+        print(f"{rows:5} tokens: streaming is {found['times']:.2f} times as fast as unified memory")
+    if not found["same_output"]:
+        print(f"{rows:5} tokens: the outputs differ: {sorted(sums)}")
     return found
 
 
@@ -70,27 +112,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vram", type=parse_bytes, default=parse_bytes("4GiB"))
     parser.add_argument("--set", dest="total", type=parse_bytes, default=parse_bytes("8GiB"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    document: dict[str, Any] = {"vram_bytes": options.vram, "set_bytes": options.total, "tokens": {}}
-    for tokens in (1, 2048):
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-        for _ in range(options.rounds):
-            for way in WAYS:
-                runs[way].append(once(way, options.vram, options.total, tokens))
-        found: dict[str, Any] = {"runs": runs}
-        for way, made in runs.items():
-            times = [one["step_s"] for one in made if "step_s" in one]
-            if times:
-                found[way] = statistics.median(times)
-                print(f"{tokens:5} tokens, {way:8} {format_seconds(found[way])} a pass")
-            else:
-                print(f"{tokens:5} tokens, {way:8} {made[0]['error']}")
-        if "stream" in found and "pinned" in found:
-            found["times"] = found["pinned"] / found["stream"]
-            print(f"{tokens:5} tokens: streaming is {found['times']:.2f} times as fast as unified memory")
-        document["tokens"][tokens] = found
+    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way in WAYS:
+            runs[way].append(once(way, options.vram, options.total))
+    document: dict[str, Any] = {"vram_bytes": options.vram, "set_bytes": options.total, "runs": runs}
+    document["tokens"] = {rows: summary(runs, rows) for rows in TOKENS}
     if options.output:
         import torch
 

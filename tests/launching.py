@@ -6,6 +6,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -40,6 +41,11 @@ class Told:
     """For the child: what it is to tell its parent."""
 
     value: Any = field(default=None)
+
+
+def hear_interrupts() -> None:
+    """In a child before it begins: what a shell starts in the background has SIGINT ignored, and so its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def in_child(work: Callable[[Told], int | None], folder: Path) -> Ended:

@@ -13,7 +13,7 @@ import pytest
 
 import brim
 import interrupting
-from launching import SCRIPTS
+from launching import SCRIPTS, hear_interrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="exit by signals")
 SCRIPT = str(SCRIPTS / "interrupted.py")
@@ -30,7 +30,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) 
     """Code, output and errors of a run for each moment."""
     folder = tmp_path_factory.mktemp("moments")
     command = [sys.executable, interrupting.__file__, SCRIPT, str(folder), "5MiB"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=hear_interrupts)
     assert done.returncode == 0, done.stderr
     codes = json.loads((folder / "codes.json").read_text())
     return [
@@ -55,5 +55,5 @@ def test_an_interrupt_during_the_first_call(number: int, ends: list[tuple[int, s
 
 def test_an_interrupt_while_it_is_made_sure_that_a_model_fits(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "brim", "run", SCRIPT, "1"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=hear_interrupts)
     is_as_under_python(done.returncode, done.stdout, done.stderr)

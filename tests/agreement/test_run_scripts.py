@@ -15,7 +15,7 @@ import pytest
 
 from brim.run.launch import Settings, run
 from brim.run.launch_script import Program
-from launching import SCRIPTS, Ended, budgeted, in_child, plainly, program
+from launching import SCRIPTS, Ended, budgeted, hear_interrupts, in_child, plainly, program
 
 # Name, arguments, share of the need. The two models of checkpoints are never there at once: it is half of one.
 QUICK = [
@@ -117,7 +117,8 @@ def test_what_fits_is_left_alone_and_its_need_is_what_it_takes(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_training_is_killed_by_ctrl_c_as_python_is(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "brim", "run", "--ram", "9MiB", str(SCRIPTS / "endless.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_interrupts) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -19,7 +19,7 @@ from torch import nn
 from brim.errors import BrimError, BudgetError, FormatError
 from brim.run.launch_copies import has_other_hooks
 
-_TEXTS = ("out of memory", "can't allocate memory")
+_TEXTS = ("out of memory", "can't allocate memory", "bad_alloc")  # the last: RMM's, under unified memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -135,6 +135,8 @@ def _faked(fake: FakeTensorMode) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, torch._subclasses.FakeTensor):
             return value
+        if value.device.type not in ("cpu", "meta"):
+            return torch.empty(value.shape, dtype=value.dtype)  # where the parameters are, fake as they are
         return fake.from_tensor(value)
 
     return convert

@@ -53,7 +53,7 @@ class Spilling:
         self.spilled_bytes = self.spilled_peak_bytes = 0
         self.asked_bytes = self.asked_spilled_bytes = 0  # over all time
         self._on_host: set[int] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # while it is held the garbage collector may free a tensor
 
     def allocate(self, nbytes: int, stream: Any) -> int:
         with self._lock:
@@ -103,6 +103,20 @@ class Spilling:
         }
 
 
+class AfterItsStream:
+    """Host memory that is freed when the work that was given to its stream is done: kernels may still read it."""
+
+    def __init__(self, upstream: Resource) -> None:
+        self._upstream = upstream
+
+    def allocate(self, nbytes: int, stream: Any) -> int:
+        return self._upstream.allocate(nbytes, stream)
+
+    def deallocate(self, ptr: int, nbytes: int, stream: Any) -> None:
+        stream.synchronize()
+        self._upstream.deallocate(ptr, nbytes, stream)
+
+
 class Unified:
     """Unified memory in force. ``spilling`` tells what went where."""
 
@@ -116,8 +130,8 @@ class Unified:
         Raises UnsupportedError without CUDA or RMM, or when CUDA is in use already; UsageError for more managed
         memory than the device has free.
         """
-        spilling, allocator = _make(settings)
-        try:
+        allocator = _allocator()
+        try:  # first of all: whatever else asks PyTorch about the device has it set up its own allocator
             torch.cuda.memory.change_current_allocator(allocator)
         except RuntimeError as error:
             raise UnsupportedError(
@@ -125,7 +139,7 @@ class Unified:
                 f"The program has an allocator of its own, or has used CUDA already: {error}",
                 "Use --mode stream with it.",
             ) from error
-        return cls(spilling, allocator, lambda: None)
+        return cls(_spilling(settings), allocator, lambda: None)
 
     @classmethod
     def for_thread(cls, settings: Settings) -> Unified:
@@ -133,7 +147,7 @@ class Unified:
 
         For one model of a program whose others are planned. Threads of the backward pass keep allocating as ever.
         """
-        spilling, allocator = _make(settings)
+        allocator, spilling = _allocator(), _spilling(settings)
         pool = torch.cuda.MemPool(allocator.allocator())
         context: AbstractContextManager[None] = torch.cuda.use_mem_pool(pool)
         context.__enter__()
@@ -163,29 +177,40 @@ class Unified:
         self._leave()
 
 
-def _make(settings: Settings) -> tuple[Spilling, Any]:
+def _allocator() -> Any:
+    """RMM's allocator for PyTorch. Nothing is allocated, and CUDA is not set up."""
     asked = "Unified memory was asked for."
     if not torch.cuda.is_available():
         raise UnsupportedError(asked, "torch sees no CUDA device here.", _TODO)
     if not is_installed():
         raise UnsupportedError(asked, "RMM is not installed.", _TODO)
-    import rmm
     from rmm.allocators.torch import rmm_torch_allocator
 
-    free = int(torch.cuda.mem_get_info()[0])
+    return rmm_torch_allocator
+
+
+def _spilling(settings: Settings) -> Spilling:
+    """What RMM's allocator asks from now on."""
+    import rmm
+
+    # RMM's figure: PyTorch's comes from the driver too, but with PyTorch's own allocator set up on the way.
+    free = int(rmm.mr.available_device_memory()[0])
     limit = int(free * _FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram)
     if limit == 0:
-        raise BudgetError(asked, "A budget of no VRAM at all was given.", "Give --vram 64MiB or more.")
+        raise BudgetError(
+            "Unified memory was asked for.", "A budget of no VRAM at all was given.", "Give --vram 64MiB or more."
+        )
     host_limit = _host_bytes(settings)
+    host: Resource
     if settings.managed:
         check_managed(host_limit, free - limit, insist=settings.insist)
-        host: Any = rmm.mr.PrefetchResourceAdaptor(rmm.mr.ManagedMemoryResource())
+        host = rmm.mr.PrefetchResourceAdaptor(rmm.mr.ManagedMemoryResource())
     else:
-        host = rmm.mr.PinnedHostMemoryResource()
+        host = AfterItsStream(rmm.mr.PinnedHostMemoryResource())
     device = rmm.mr.CudaAsyncMemoryResource()
     spilling = Spilling(device, host, limit_bytes=limit, host_limit_bytes=host_limit)
     rmm.mr.set_current_device_resource(rmm.mr.CallbackMemoryResource(spilling.allocate, spilling.deallocate))
-    return spilling, rmm_torch_allocator
+    return spilling
 
 
 def _host_bytes(settings: Settings) -> int:

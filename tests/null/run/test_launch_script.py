@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from launching import hear_interrupts
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="exit by signals")
 BRIM = [sys.executable, "-m", "brim", "run"]
 
@@ -64,6 +66,7 @@ def both(arguments: list[str], folder: Path, *, options: tuple[str, ...] = (), p
             capture_output=True,
             text=True,
             timeout=60,
+            preexec_fn=hear_interrupts,
         )
         found.append((done.returncode, done.stdout, done.stderr))
     assert found[1] == found[0]
@@ -138,7 +141,12 @@ def test_ctrl_c_kills_it_as_it_kills_python(tmp_path: Path) -> None:
     found = []
     for command in ([sys.executable], BRIM):
         with subprocess.Popen(
-            [*command, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, "script.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=hear_interrupts,
         ) as process:
             assert process.stdout is not None and process.stdout.readline() == "go\n"
             time.sleep(0.2)

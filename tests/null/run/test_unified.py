@@ -9,7 +9,7 @@ import pytest
 
 from brim.errors import UnsupportedError, UsageError
 from brim.run.launch import Settings
-from brim.run.unified import Spilling, Unified, check_managed
+from brim.run.unified import AfterItsStream, Spilling, Unified, check_managed
 
 MIB = 1 << 20
 
@@ -66,6 +66,44 @@ def test_a_device_that_others_use_too_may_be_full_before_the_budget_is() -> None
     for _ in range(3):
         made.allocate(MIB, None)
     assert (made.held_bytes, made.spilled_bytes) == (MIB, 2 * MIB)
+
+
+def test_a_tensor_that_is_freed_while_another_is_being_made_does_not_hang_it() -> None:
+    device, host = Ledger(0), Ledger(1 << 40)
+    made = spilling(device, host)
+    old = made.allocate(3 * MIB, None)
+
+    class Collecting(Ledger):
+        """The garbage collector runs when it likes to."""
+
+        def allocate(self, nbytes: int, stream: object = None) -> int:
+            made.deallocate(old, 3 * MIB, None)
+            return super().allocate(nbytes, stream)
+
+    made._host = Collecting(1 << 41)
+    thread = threading.Thread(target=made.allocate, args=(2 * MIB, None), daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert (made.held_bytes, made.spilled_bytes) == (0, 2 * MIB)
+
+
+def test_host_memory_is_freed_when_its_stream_has_done_what_it_was_given() -> None:
+    order: list[str] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            order.append("synchronized")
+
+    class Telling(Ledger):
+        def deallocate(self, ptr: int, nbytes: int, stream: object = None) -> None:
+            order.append("freed")
+            super().deallocate(ptr, nbytes, stream)
+
+    host = AfterItsStream(Telling(0))
+    made = Spilling(Ledger(1 << 40), host, limit_bytes=0, host_limit_bytes=MIB)
+    made.deallocate(made.allocate(MIB, Stream()), MIB, Stream())
+    assert order == ["synchronized", "freed"]
 
 
 def test_threads_do_not_lose_count() -> None:
