@@ -17,10 +17,10 @@ from brim.cli.plan import INFEASIBLE
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
+from brim.measure.capacity import resident_bytes
 from brim.planner.step_profile import FULL, KEEP, Frame, Way
 from brim.planner.streaming import plan_of
 from brim.run import plan_file
-from brim.run.inference import resident_bytes
 from brim.run.planning_opening import open_subject
 from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
 from brim.run.planning_training import case_of

@@ -213,9 +213,10 @@ def _round(options: argparse.Namespace, folder: Path, budget: int) -> dict[str, 
 
 def _work(request: dict[str, Any]) -> dict[str, Any]:
     """One precision in this process: load, the prompt, then one token after the other."""
+    from brim.measure.capacity import resident_bytes
     from brim.measure.monitor import Monitor
     from brim.run.fitting import budgets, machine
-    from brim.run.inference import load_opened, resident_bytes
+    from brim.run.inference import load_opened
 
     hardware = machine("cpu")
     prepare(request["folder"])  # the model's code is no part of what is measured

@@ -14,7 +14,7 @@ LOOP = textwrap.dedent("""
     import sys, threading, torch
     from torch import nn
     import brim
-    from brim.run.inference import resident_bytes
+    from brim.measure.capacity import resident_bytes
     from brim.measure.monitor import Monitor
 
     torch.set_num_threads(1)

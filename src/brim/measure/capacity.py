@@ -25,6 +25,11 @@ def ram_capacity_bytes(proc: Path = _PROC) -> int:
     return min([total, *(limit for limit, _ in _cgroup_limits(proc))])
 
 
+def resident_bytes() -> int:
+    """The resident set of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def disk_free_bytes(directory: Path) -> int:
     """Bytes that a user without privileges can still write on the disk of ``directory``."""
     return shutil.disk_usage(directory).free

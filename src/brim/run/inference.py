@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError
+from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import checksum
@@ -193,8 +193,3 @@ def spent(start_bytes: int) -> dict[str, int]:
     heap.trim()
     grown = max(0, resident_bytes() - start_bytes)
     return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}
-
-
-def resident_bytes() -> int:
-    """The resident set of this process now."""
-    return int(psutil.Process().memory_info().rss)

@@ -15,10 +15,10 @@ from torch import nn
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError, UnsupportedError
+from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.run.example_shapes import as_shapes
 from brim.run.fitting import Device, Need, budgets, forward_need, machine, make_plan, put_in_force
-from brim.run.inference import resident_bytes
 from brim.run.launch import Settings
 from brim.run.launch_copies import allow_copies, has_other_hooks
 from brim.run.launch_hooks import Call, living, parameter_bytes, roots

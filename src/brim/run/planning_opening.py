@@ -17,11 +17,12 @@ from brim.estimation.models import Source
 from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job as Workshop
 from brim.estimation.workload import Workload
+from brim.measure.capacity import resident_bytes
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.run.generation_depth import REGULAR, Shallow
 from brim.run.generation_memory import cache_shape
-from brim.run.inference import SLACK_BYTES, by_parameter, materialize, resident_bytes, spent, warm_up
+from brim.run.inference import SLACK_BYTES, by_parameter, materialize, spent, warm_up
 from brim.run.models import open_model, open_tokenizer, prepare
 from brim.run.plan_file import described_source
 from brim.run.planning_request import Machine, Request

@@ -17,6 +17,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UnsupportedError
 from brim.estimation.models import find_model
 from brim.estimation.quiet import quiet
+from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
@@ -24,7 +25,7 @@ from brim.run import factory
 from brim.run.beside_drive import beside_drive
 from brim.run.block_timing import block_seconds
 from brim.run.factory import is_factory
-from brim.run.inference import resident_bytes, warm_up
+from brim.run.inference import warm_up
 from brim.run.plan_file import described
 from brim.run.planning_request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.program_share import most_grown

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,15 +15,12 @@ from torch.utils._pytree import tree_map_only
 from brim.core import Hardware, Timeline
 from brim.core.hardware import RAM
 from brim.errors import UsageError
+from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.kept_heap import KeptHeap, kept_limits
-from brim.run import plan_file
 from brim.run.example_shapes import speaks
-from brim.run.factory import parts
 from brim.run.fitted import Fitted, apply_choice, bytes_at_once
 from brim.run.fitting import Device, Need, make_memory, make_plan
-from brim.run.inference import resident_bytes
-from brim.run.plan_file import PlanFile
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import Found, Orders, Subject, climb_down, fits, is_small, ladder, too_small
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
@@ -34,6 +31,9 @@ from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import Weights
 from brim.units import parse_bytes
+
+if TYPE_CHECKING:  # plans from files are imported where one is given: a program that fits needs none
+    from brim.run.plan_file import PlanFile
 
 _PROOFS = 4
 _Example = Mapping[str, Any] | Sequence[Any]
@@ -56,7 +56,12 @@ def fit_training(
     start_bytes = resident_bytes() - tensor_bytes_of(model, optimizer)
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8
     search = Search(model, optimizer, hardware, budget_bytes, device, example, reserve)
-    partition, found = search.run() if plan is None else search.follow(plan_file.read(plan))
+    if plan is None:
+        partition, found = search.run()
+    else:
+        from brim.run import plan_file
+
+        partition, found = search.follow(plan_file.read(plan))
     return enforce(search, partition, found, start_bytes)
 
 
@@ -170,6 +175,9 @@ class Search:
 
     def follow(self, file: PlanFile) -> tuple[Partition, Found]:
         """What a file's plan decided, proved for the budget that there is now. Raises UsageError for another's."""
+        from brim.run import plan_file
+        from brim.run.factory import parts
+
         plan_file.check(file, model=self.model, hardware=self.hardware, task="train")
         choice = Choice.of(file.plan)
         if choice.in_backward or choice.chunk_tokens or choice.streams or choice.precision != "fp32":

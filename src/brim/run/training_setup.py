@@ -11,11 +11,11 @@ from pathlib import Path
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.errors import UsageError
+from brim.measure.capacity import resident_bytes
 from brim.run import checkpoint_reading, plan_file
 from brim.run.architecture import read_config
 from brim.run.data import Batches, open_data
 from brim.run.fitting import budgets, machine
-from brim.run.inference import resident_bytes
 from brim.run.models import prepare, read_tokenizer
 from brim.run.plan_file import PlanFile
 from brim.run.training_plan import with_plan

@@ -74,3 +74,39 @@ def test_a_program_s_own_memory_fraction_bounds_the_budget(tmp_path: object) -> 
     with open(report) as file:
         (model,) = json.load(file)["models"]
     assert model["choice"] == "fitted" and model["budget_bytes"]["vram"] <= 256 << 20
+
+
+def test_a_program_cannot_have_an_allocator_of_its_own_beside_unified_memory(tmp_path: object) -> None:
+    pytest.importorskip("rmm")
+    path = f"{tmp_path}/program.py"
+    with open(path, "w") as file:
+        file.write(
+            "import torch\nfrom rmm.allocators.torch import rmm_torch_allocator\n"
+            "torch.cuda.memory.change_current_allocator(rmm_torch_allocator)\n"
+        )
+    done = run(path, "--mode", "unified", "--vram", "96MiB", "--ram", "1GiB")
+    assert done.returncode == 1 and "already initialized allocator" in done.stderr
+
+
+def test_a_program_with_an_allocator_of_its_own_is_planned_through_it(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, report = f"{tmp_path}/program.py", f"{tmp_path}/report.json"
+    with open(path, "w") as file:
+        file.write(
+            textwrap.dedent("""
+            import torch
+            from torch import nn
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(32)])
+            with torch.no_grad():
+                print(model(torch.randn(2, 2048).cuda()).shape, torch.cuda.memory.get_allocator_backend())
+        """)
+        )
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    done = run(path, "--vram", "256MiB", report=report)
+    assert done.returncode == 0, done.stderr
+    assert "cudaMallocAsync" in done.stdout and "an allocator of its own" in done.stderr
+    with open(report) as file:
+        (model,) = json.load(file)["models"]
+    assert model["choice"] == "fitted"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -311,23 +311,61 @@ def test_cuda_that_is_the_cpu_is_planned_as_well(both: Run) -> None:
     assert model["choice"] == "fitted"
 
 
-@pytest.mark.slow
 def test_two_programs_at_once_keep_to_their_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRIM_SCRATCH", "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path))
     path = tmp_path / "program.py"
-    path.write_text(HEAD + "model = net(); train(model, torch.optim.AdamW(model.parameters()), 8)")
-    folders = [tmp_path / name for name in ("plain", "one", "other")]
-    for folder in folders:
-        folder.mkdir()
-    plain = plainly(Program(target=str(path)), folders[0], measure=False)
-    with ThreadPoolExecutor(2) as pool:
-        runs = [
-            pool.submit(budgeted, Program(target=str(path)), folder, ram=ram)
-            for folder, ram in zip(folders[1:], (9 * MIB, 12 * MIB), strict=True)
+    # Both train at the same time: neither begins before the other is there.
+    meet = """
+        import sys, time
+        from pathlib import Path
+        Path(sys.argv[1]).touch()
+        while not Path(sys.argv[2]).exists(): time.sleep(0.01)
+    """
+    path.write_text(
+        textwrap.dedent(meet) + HEAD + "model = net(); train(model, torch.optim.AdamW(model.parameters()))"
+    )
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    Path(one).touch()
+    plain = plainly(Program(target=str(path), arguments=(one, one)), tmp_path, measure=False)
+    Path(one).unlink()
+    begun = []
+    for ram, (mine, its) in ((9 * MIB, (one, other)), (12 * MIB, (other, one))):
+        command = [
+            sys.executable,
+            "-m",
+            "brim",
+            "run",
+            "--device",
+            "cpu",
+            "--ram",
+            str(ram),
+            "--report",
+            f"{mine}.json",
         ]
-        for run, ram in zip(runs, (9 * MIB, 12 * MIB), strict=True):
-            (model,) = same(plain, run.result())
-            assert model["choice"] == "fitted" and model["held_bytes"]["ram"] <= ram
+        pipe, environment = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
+        run = subprocess.Popen([*command, str(path), mine, its], stdout=pipe, stderr=pipe, text=True, env=environment)
+        begun.append((run, ram, f"{mine}.json"))
+    for run, ram, report in begun:
+        out, err = run.communicate(timeout=250)
+        assert (run.returncode, out) == (plain.code, plain.out), err
+        (model,) = json.loads(Path(report).read_text())["models"]
+        assert model["choice"] == "fitted" and model["held_bytes"]["ram"] <= ram
+
+
+def test_what_a_program_sets_for_its_allocator_is_left_as_it_is(both: Run) -> None:
+    text = """
+        import os
+        print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+        if DEVICE == "cuda":
+            torch.cuda.set_per_process_memory_fraction(0.5)
+        model = net().to(DEVICE)
+        train(model, torch.optim.AdamW(model.parameters()))
+        print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+    """
+    plain, _ = both(text.replace("DEVICE", "'cpu'"), mode="off", device="auto")
+    _, ended = both(text.replace("DEVICE", "'cuda'"), ram=9 * MIB, device="cpu")
+    (model,) = same(plain, ended)
+    assert model["choice"] == "fitted"
 
 
 def test_a_program_s_own_memory_fraction_holds_as_well() -> None:

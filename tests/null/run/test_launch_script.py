@@ -114,6 +114,18 @@ def test_a_folder_an_archive_and_a_compiled_file(tmp_path: Path) -> None:
         both([name, "a"], tmp_path)
 
 
+def test_what_cannot_be_run_ends_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "empty_folder").mkdir()
+    (tmp_path / "package").mkdir()
+    for name, text in (("empty.py", ""), ("damaged.py", "def f(:\n"), ("package/__init__.py", "")):
+        (tmp_path / name).write_text(text)
+    for arguments in (["empty_folder"], ["empty.py"], ["damaged.py"], ["-m", "damaged"], ["-m", "package"]):
+        both(arguments, tmp_path)
+    missing = [sys.executable, "missing.py"], [*BRIM, "missing.py"]
+    codes = [subprocess.run(command, cwd=tmp_path, capture_output=True).returncode for command in missing]
+    assert codes == [2, 2]
+
+
 def test_a_safe_path_stays_safe(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(WHAT_IT_SEES))
     both(["script.py"], tmp_path, python=("-P",))
