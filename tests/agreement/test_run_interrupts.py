@@ -19,24 +19,10 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="exit by signals
 SCRIPT = str(SCRIPTS / "interrupted.py")
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    scratch = "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path_factory.mktemp("scratch"))
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    scratch = "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path)
     return {**os.environ, "BRIM_SCRATCH": scratch, "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> list[tuple[int, str, str]]:
-    """Code, output and errors of a run for each moment."""
-    folder = tmp_path_factory.mktemp("moments")
-    command = [sys.executable, interrupting.__file__, SCRIPT, str(folder), "5MiB"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=hear_interrupts)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads((folder / "codes.json").read_text())
-    return [
-        (code, (folder / f"{number}.out").read_text(), (folder / f"{number}.err").read_text())
-        for number, code in enumerate(codes)
-    ]
 
 
 def is_as_under_python(code: int, out: str, err: str) -> None:
@@ -45,12 +31,18 @@ def is_as_under_python(code: int, out: str, err: str) -> None:
     assert err.splitlines()[-1] == "KeyboardInterrupt"
     assert err.count("Traceback (most recent call last)") == 1, err
     assert f'File "{SCRIPT}"' in err
-    assert str(Path(brim.__file__).parent) not in err, err
+    assert str(Path(brim.__file__).parent) not in err, err  # no line of brim's
 
 
-@pytest.mark.parametrize("number", range(len(interrupting.MOMENTS)))
-def test_an_interrupt_during_the_first_call(number: int, ends: list[tuple[int, str, str]]) -> None:
-    is_as_under_python(*ends[number])
+def test_an_interrupt_at_many_moments_of_the_first_call(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, interrupting.__file__, SCRIPT, str(tmp_path), "5MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=hear_interrupts)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    assert len(codes) == len(interrupting.MOMENTS)
+    for number, (moment, code) in enumerate(zip(interrupting.MOMENTS, codes, strict=True)):
+        out, err = ((tmp_path / f"{number}.{kind}").read_text() for kind in ("out", "err"))
+        is_as_under_python(code, out, f"{moment}\n{err}")
 
 
 def test_an_interrupt_while_it_is_made_sure_that_a_model_fits(environment: dict[str, str]) -> None:
