@@ -70,10 +70,10 @@ def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
 ) -> None:
     splits = [
         {"zero": 3, "micro_batch": 6}, {"zero": 1, "micro_batch": 3}, {"tp": 2, "micro_batch": 12, **SP},
-        {"pp": 2, "micro_batch": 6},
+        {"pp": 2, "micro_batch": 6}, {"pp": 2, "interleave": 2, "micro_batch": 3},
     ]  # fmt: skip
     made = check(2, llama, text, tmp_path, alone, *splits)
-    check_memory(2, llama, [made[0], made[3]], splits[0], splits[3])
+    check_memory(2, llama, [made[0], *made[3:]], splits[0], *splits[3:])
     whole = Timeline.read(tmp_path / "0" / "timeline-1.json")
     assert whole.measured
     assert whole.peak_bytes("ram") >= made[0]["ranks"][1]["allocated_bytes"] > 1 << 20
@@ -94,14 +94,13 @@ def test_other_splits_of_two_ranks(llama: Path, text: Path, tmp_path: Path, alon
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_splits_of_four_ranks(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
-    predicted = [
+    splits = [
         {"zero": 3, "micro_batch": 3}, {"zero": 0, "micro_batch": 1}, {"zero": 1, "tp": 2, "micro_batch": 2, **SP},
         {"zero": 2, "tp": 2, "micro_batch": 3}, {"pp": 2, "zero": 1, "micro_batch": 1},
         {"pp": 2, "tp": 2, "micro_batch": 2, **SP}, {"pp": 4, "micro_batch": 1, "checkpointing": "full"},
+        {"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}, {"pp": 2, "zero": 3, "micro_batch": 3},
     ]  # fmt: skip
-    others = [{"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}, {"pp": 2, "zero": 3, "micro_batch": 3}]
-    made = check(4, llama, text, tmp_path, alone, *predicted, *others)
-    check_memory(4, llama, made[: len(predicted)], *predicted)
+    check_memory(4, llama, check(4, llama, text, tmp_path, alone, *splits), *splits)
 
 
 @pytest.mark.slow
