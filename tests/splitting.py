@@ -80,10 +80,12 @@ def main(model: str, data: str, output: str, *splits: str) -> None:
     from brim.run.distributed_request import SplitRequest
     from brim.run.training_request import Request
 
-    of_split = {"zero", "tp", "pp", "interleave", "sequence_parallel"}
+    of_split = {"zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers"}
     for number, text in enumerate(splits):
         given = json.loads(text)
         split = {name: value for name, value in given.items() if name in of_split}
+        if "stage_layers" in split:
+            split["stage_layers"] = tuple(split["stage_layers"])
         own = {name: value for name, value in given.items() if name not in of_split}
         if own.pop("rank_without_data", None) == int(os.environ["RANK"]):
             own["data"] = "nowhere.txt"

@@ -20,7 +20,8 @@ from brim.core import Category, Op, Phase, Storage, Trace
 from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
-from brim.estimation.parallel import Sizes, Split, check_sizes, stage_layers
+from brim.estimation.parallel import Sizes, Split, check_sizes
+from brim.estimation.parallel_balance import stages_of
 from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, Composer, traced_order
 from brim.estimation.parallel_depth import UNIT, deepened_in_pairs
 from brim.estimation.parallel_job import ParallelJob, StageFacts
@@ -67,7 +68,10 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     _check(job)
     sizes = _sizes(job)
     check_sizes(split, sizes)
-    parts = pipeline.parts(stage_layers(sizes.layers, split.pp * split.interleave))
+    layers = stages_of(
+        split, transformers_config(job.source), sequence=job.sequence, checkpointing=job.workload.checkpointing
+    )  # fmt: skip
+    parts = pipeline.parts(layers)
     composers: dict[Any, Composer] = {}
     found = []
     for stage in range(split.pp):
@@ -78,7 +82,9 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
         if key not in composers:
             composers[key] = Composer(_traced(job, own, traced), traced)
         found.append(_facts(composers[key], job, own, order, stage))
-    return found, (_TOLD, *((_BUFFERS,) if split.pp > 1 else ()))
+    if split.pp == 1:
+        return found, (_TOLD,)
+    return found, (_TOLD, _BUFFERS, f"stages of {', '.join(map(str, layers))} layers")
 
 
 def _brief(split: Split, stage: int) -> Split:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from brim.errors import ModelError, UnsupportedError
-from brim.estimation.parallel import Sizes, Split, check_sizes, stage_layers
+from brim.estimation.parallel import Sizes, Split, check_sizes
+from brim.estimation.parallel_balance import stages_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 from brim.run.trainee import Trainee, open_trainee
@@ -99,7 +100,10 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     further one. Raises ModelError for files that are damaged.
     """
     split = recipe.split
-    parts = pipeline.parts(stage_layers(_layers(first.module.config), split.pp * split.interleave))
+    layers = stages_of(
+        split, first.module.config, sequence=recipe.sequence, checkpointing=recipe.checkpointing
+    )  # fmt: skip
+    parts = pipeline.parts(layers)
     stage = mesh["pp"].get_local_rank()
     indices = range(stage, len(parts), split.pp)
     chunks = []

@@ -31,6 +31,7 @@ class SplitRequest:
     pp: int = 1
     interleave: int = 1
     sequence_parallel: bool = False
+    stage_layers: tuple[int, ...] = ()
     timeout_s: float = TIMEOUT_S
 
     def check(self) -> None:
@@ -71,7 +72,7 @@ class SplitRequest:
         return Split(
             gpus=ranks, gpus_per_node=min(per_node, ranks), tp=self.tp, pp=self.pp, zero=self.zero,
             interleave=self.interleave, sequence_parallel=self.sequence_parallel, micro_batch=micro,
-            global_batch=batch,
+            global_batch=batch, stage_layers=self.stage_layers,
         )  # fmt: skip
 
 

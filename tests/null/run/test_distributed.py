@@ -41,7 +41,8 @@ def alone(llama: Path, text: Path) -> tuple[list[float], dict[str, torch.Tensor]
 
 
 def split_of(ranks: int, given: dict[str, Any]) -> Split:
-    shape = {name: given[name] for name in ("zero", "tp", "pp", "interleave", "sequence_parallel") if name in given}
+    names = ("zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers")
+    shape = {name: given[name] for name in names if name in given}
     return Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, micro_batch=given["micro_batch"], **shape)
 
 
@@ -70,7 +71,7 @@ def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
 ) -> None:
     splits = [
         {"zero": 3, "micro_batch": 6}, {"zero": 1, "micro_batch": 3}, {"tp": 2, "micro_batch": 12, **SP},
-        {"pp": 2, "micro_batch": 6}, {"pp": 2, "interleave": 2, "micro_batch": 3},
+        {"pp": 2, "micro_batch": 6, "stage_layers": (3, 1)}, {"pp": 2, "interleave": 2, "micro_batch": 3},
     ]  # fmt: skip
     made = check(2, llama, text, tmp_path, alone, *splits)
     check_memory(2, llama, [made[0], *made[3:]], splits[0], *splits[3:])
@@ -84,6 +85,7 @@ def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
 def test_other_splits_of_two_ranks(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
     splits = [
         {"zero": 0, "micro_batch": 6}, {"zero": 2, "micro_batch": 1}, {"tp": 2, "micro_batch": 12},
+        {"pp": 2, "micro_batch": 6},
         {"tp": 2, "micro_batch": 4, "checkpointing": "full"},
         {"pp": 2, "micro_batch": 1, "checkpointing": "selective"},
     ]  # fmt: skip

@@ -13,7 +13,8 @@ from brim.run.distributed_request import SplitRequest
 from brim.run.training_request import Request
 
 SPLIT = Split(
-    gpus=8, tp=2, pp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=16, gpus_per_node=8
+    gpus=8, tp=2, pp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=16, gpus_per_node=8,
+    stage_layers=(3, 1),
 )  # fmt: skip
 
 
