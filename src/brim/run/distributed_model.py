@@ -19,6 +19,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 from brim.run.trainee import Trainee, open_trainee
 from brim.techniques import checkpointing, optimizers, pipeline, sharding
+from brim.techniques.weight_streaming import Weights
 
 COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
 
@@ -78,7 +79,7 @@ def open_whole(recipe: Recipe) -> Trainee:
 def check(trainee: Trainee, recipe: Recipe) -> None:
     """Raise UsageError for sizes that do not divide, UnsupportedError for what cannot be split."""
     split, config = recipe.split, trainee.module.config
-    check_sizes(split, _sizes(config, recipe.sequence))
+    check_sizes(split, sizes_of(config, recipe.sequence))
     if split.tp > 1 and any(type(module).__name__ == "Conv1D" for module in trainee.module.modules()):
         raise UnsupportedError(
             f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",
@@ -127,7 +128,6 @@ def _chunk(
 ) -> Chunk:  # fmt: skip
     names = {id(parameter): name for name, parameter in trainee.module.named_parameters()}
     stage = pipeline.cut(trainee.module, part)
-    assert isinstance(stage, pipeline.Stage)
     whole = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
     if (recipe.checkpointing or "none") != "none":
         checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), str(recipe.checkpointing)))
@@ -135,9 +135,9 @@ def _chunk(
     decision = sharding.Sharding(
         zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision)
     )
-    filler = _Filler(trainee, names, device)
+    filler = Filler(trainee.weights, names, device)
     handle = sharding.apply(stage, mesh, decision, filler)
-    _own(stage)
+    own_shares(stage)
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -145,11 +145,11 @@ def _chunk(
     return Chunk(module=stage, handle=handle, names=whole, index=index, of=of)
 
 
-class _Filler:
-    """Reads the parameters of a part from the files, once each."""
+class Filler:
+    """Reads the parameters of a part from the files, once each. ``names``: of each in the whole model, by its id."""
 
-    def __init__(self, trainee: Trainee, names: Mapping[int, str], device: torch.device) -> None:
-        self._trainee, self._names, self._device = trainee, names, device
+    def __init__(self, weights: Weights, names: Mapping[int, str], device: torch.device) -> None:
+        self._weights, self._names, self._device = weights, names, device
         self._done: set[int] = set()
 
     def __call__(self, part: nn.Module, without: Sequence[nn.Module]) -> None:
@@ -163,17 +163,17 @@ class _Filler:
                     parameter.data = self._value(self._names[id(parameter)], parameter).to(self._device)
 
     def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        source: TensorSource | None = self._trainee.weights.sources.get(name)
+        source: TensorSource | None = self._weights.sources.get(name)
         if source is None:
             return parameter.data
         value = FileTensor.open(source).materialize()
-        verify: Callable[[str, torch.Tensor], None] | None = self._trainee.weights.verify
+        verify: Callable[[str, torch.Tensor], None] | None = self._weights.verify
         if verify is not None:
             verify(name, value)
         return value.to(parameter.dtype)
 
 
-def _own(stage: nn.Module) -> None:
+def own_shares(stage: nn.Module) -> None:
     """A share that is a view of the whole would keep the whole alive."""
     for parameter in stage.parameters():
         local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
@@ -185,7 +185,8 @@ def _layers(config: Any) -> int:
     return int(config.num_hidden_layers)
 
 
-def _sizes(config: Any, sequence: int) -> Sizes:
+def sizes_of(config: Any, sequence: int) -> Sizes:
+    """What must divide. Raises ModelError for a configuration without layers."""
     if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
         raise ModelError(
             f"{type(config).__name__} was to be split over ranks.",

@@ -39,7 +39,7 @@ class Part:
         return self.first + self.layers == self.of
 
 
-def cut(model: Any, part: Part) -> nn.Module:
+def cut(model: Any, part: Part) -> Stage:
     """``model`` (transformers' causal language model) with the layers of ``part`` only, in place.
 
     Raises UsageError for layers that it does not have, UnsupportedError where its one list of layers is not found.
@@ -69,6 +69,11 @@ class Stage(nn.Module):
         self.model, self.part = model, part
         self._inner = [inner]  # a part of ``model``: not a second child
         self.tokens_over: DeviceMesh | None = None
+
+    @property
+    def inner(self) -> nn.Module:
+        """The decoder: embedding, layers and last norm, without the output layer."""
+        return self._inner[0]
 
     def forward(self, given: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if self.tokens_over is not None and not self.part.embeds:
