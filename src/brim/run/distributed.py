@@ -165,7 +165,7 @@ class _Run:
         recipe = Recipe(
             folder=folder, split=split, precision=request.precision or ("bf16-mixed" if on_gpu else "fp32"),
             optimizer=request.optimizer, lr=request.lr, sequence=request.seq, checkpointing=request.checkpointing,
-            seed=request.seed, trust_remote_code=request.trust_remote_code,
+            seed=request.seed, trust_remote_code=request.trust_remote_code, method=request.method,
         )  # fmt: skip
         trainee = open_whole(recipe)
         check(trainee, recipe)

@@ -17,7 +17,7 @@ from brim.estimation.parallel import Sizes, Split, check_sizes
 from brim.estimation.parallel_balance import stages_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
-from brim.run.trainee import Trainee, open_trainee
+from brim.run.trainee import Method, Trainee, open_trainee
 from brim.techniques import checkpointing, optimizers, pipeline, sharding
 from brim.techniques.weight_streaming import Weights
 
@@ -66,12 +66,13 @@ class Recipe:
     checkpointing: str | None = None
     seed: int = 0
     trust_remote_code: bool = False
+    method: Method = "full"
 
 
 def open_whole(recipe: Recipe) -> Trainee:
     """The model with its weights still in their files. Raises what ``open_trainee`` does."""
     return open_trainee(
-        recipe.folder, method="full", precision=recipe.precision, seed=recipe.seed,
+        recipe.folder, method=recipe.method, precision=recipe.precision, seed=recipe.seed,
         trust_remote_code=recipe.trust_remote_code,
     )  # fmt: skip
 

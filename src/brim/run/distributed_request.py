@@ -44,8 +44,11 @@ class SplitRequest:
                     f"{option} was given for several ranks.", "Splitting is planned without it.",
                     "Leave it out: ZeRO, tensor and pipeline parallelism and --checkpointing save memory here.",
                 )  # fmt: skip
-        if training.method != "full":
-            raise UnsupportedError(f"--method {training.method} was asked for on several ranks.", "Only full is.")
+        if training.method != "full" and (self.tp > 1 or self.pp > 1):
+            raise UnsupportedError(
+                f"--method {training.method} was asked for with --{'tp' if self.tp > 1 else 'pp'}.",
+                "Adapters are split over data-parallel ranks.", "Use --zero.",
+            )  # fmt: skip
         if training.optimizer not in _OPTIMIZERS:
             raise UnsupportedError(
                 f"--optimizer {training.optimizer} was asked for on several ranks.",

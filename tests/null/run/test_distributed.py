@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import splitting
 from brim.core import Timeline
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import cpu_bytes
+from brim.run.data import Batches, open_data
+from brim.run.trainee import add_lora
 from splitting import BATCH, LR, SEQ, STEPS, brim_train, command, environment, signal_rank, torchrun, trained
 from tiny_model import save_llama
 from trainings import course, plain, weights, write_text
@@ -122,6 +126,40 @@ def test_clipping_is_exact_across_ranks(llama: Path, text: Path, tmp_path: Path)
     assert one != pytest.approx(free, abs=1e-5)
     for found in trained(2, llama, text, tmp_path / "two", *({**split, "clip_norm": 0.1} for split in splits)):
         assert found["losses"] == pytest.approx(one, abs=1e-5)
+
+
+def test_adapters_over_two_ranks_take_the_course_of_one_process(llama: Path, text: Path, tmp_path: Path) -> None:
+    """ZeRO-3 and ZeRO-0; the second goes on from a checkpoint of the first half of its steps."""
+    losses, last = adapted(llama, text)
+    lora = {"method": "lora", "micro_batch": 3}
+    half = {**lora, "zero": 1, "output": str(tmp_path / "half")}
+    made = trained(
+        2, llama, text, tmp_path, {**lora, "zero": 3}, {**lora, "zero": 0},
+        {**half, "steps": 2, "save_every": 2}, {**half, "resume": True},
+    )  # fmt: skip
+    for found in made[:2]:
+        assert found["losses"] == pytest.approx(losses, abs=1e-5)
+    assert made[2]["losses"] + made[3]["losses"] == pytest.approx(losses, abs=1e-5)
+    for folder in (tmp_path / "0", tmp_path / "half"):
+        found = weights(folder)
+        assert found.keys() == last.keys()
+        assert all(torch.allclose(found[name], last[name], atol=1e-5) for name in last)
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
+
+
+def adapted(model: Path, data: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and adapters of plain PyTorch and peft in one process."""
+    batches = Batches(open_data(data, AutoTokenizer.from_pretrained(model), SEQ), BATCH, seed=0, pad_to=SEQ)
+    module = add_lora(AutoModelForCausalLM.from_pretrained(model), 0).train()
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LR)
+    losses = []
+    for _ in range(STEPS):
+        loss = module(**next(batches)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.detach() for name, value in get_peft_model_state_dict(module).items()}
 
 
 @pytest.mark.slow
