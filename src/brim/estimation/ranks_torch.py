@@ -196,9 +196,9 @@ class _Program:
     def build(self) -> Callable[[], None]:
         job, split = self.job, self.job.split
         weights, computes = _TYPES[job.workload.precision or _precision(job)]
-        chunks = []
+        chunks, twins = [], []
         for part in self.parts:
-            model = self._model(part, weights)
+            model, table = self._model(part, weights)
             model.train()
             if (job.workload.checkpointing or "none") != "none":
                 names = checkpointing.blocks(model)
@@ -208,21 +208,28 @@ class _Program:
                 sharding.Sharding(zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes),
             )  # fmt: skip
             chunks.append(_Chunk(model, handle, part, job, computes or weights))
+            twins += [pipeline.Twin(p) for name, p in model.named_parameters() if name == table]
         trained = [p for chunk in chunks for p in chunk.model.parameters() if p.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
         sharding.group_by_kind(optimizer)
-        return self._step(chunks, optimizer)
+        return self._step(chunks, twins, optimizer)
 
-    def _model(self, part: pipeline.Part, weights: torch.dtype) -> nn.Module:
-        """The whole model, and of it the stage: layers that are left out take nothing once they are gone."""
+    def _model(self, part: pipeline.Part, weights: torch.dtype) -> tuple[nn.Module, str | None]:
+        """The whole model, and of it the stage: layers that are left out take nothing once they are gone. And the
+        name in it of a weight that another stage has too."""
         job = self.job
         config = {**job.source.config, _layers_field(job): part.of}
         source = replace(job.source, config=config)
         precision = "bf16" if weights is torch.bfloat16 else "fp32"
         settings = replace(job.workload, precision=precision, seq=job.sequence)
-        return pipeline.cut(Job(source, settings).module(), part)
+        model = Job(source, settings).module()
+        table = pipeline.tied_table(model) if self.job.split.pp > 1 else None
+        stage = pipeline.cut(model, part)
+        return stage, next((name for name, parameter in stage.named_parameters() if parameter is table), None)
 
-    def _step(self, chunks: Sequence[_Chunk], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def _step(
+        self, chunks: Sequence[_Chunk], twins: Sequence[pipeline.Twin], optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
         last = {(turn.chunk, turn.forward): turn for turn in self.order}
         sent: list[torch.Tensor] = []  # let go at the step's end by interleaved stages (schedules.py, send_ops)
         keeps = sent if self.job.split.interleave > 1 else None
@@ -237,6 +244,8 @@ class _Program:
                     chunk.backward(turn.micro_batch, keeps, last=turn == last[turn.chunk, False])
             mark(OPTIMIZER)
             sent.clear()
+            for twin in twins:
+                twin.add()
             optimizer.step()
             optimizer.zero_grad()
 

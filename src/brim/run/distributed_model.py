@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -37,12 +39,14 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other."""
+    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other.
+    ``twin``: a weight that another stage has too."""
 
     chunks: Sequence[Chunk]
     optimizer: torch.optim.Optimizer
     hidden: int
     dtype: torch.dtype
+    twin: pipeline.Twin | None = None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """By their names in the whole model, tied ones once."""
@@ -87,12 +91,6 @@ def check(trainee: Trainee, recipe: Recipe) -> None:
             "Its queries, keys and values are one product, whose parts no checkpoint would find again.",
             "Split it by --zero or --pp.",
         )
-    if split.pp > 1 and getattr(config, "tie_word_embeddings", False):
-        raise UnsupportedError(
-            f"--pp {split.pp} was asked for {type(trainee.module).__name__}.",
-            "Its output layer is its embedding, and they would be on different ranks.",
-            "Split it by --zero or --tp.",
-        )
 
 
 def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee) -> Part:
@@ -107,6 +105,8 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     )  # fmt: skip
     parts = pipeline.parts(layers)
     stage = mesh["pp"].get_local_rank()
+    table = pipeline.tied_table(first.module) if split.pp > 1 else None
+    tied = next((name for name, p in first.module.named_parameters() if p is table), None)
     indices = range(stage, len(parts), split.pp)
     chunks = []
     for index in indices:
@@ -119,8 +119,25 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     config: Any = first.module.config
     return Part(
         chunks=chunks, optimizer=optimizer, hidden=int(config.hidden_size),
-        dtype=COMPUTES.get(recipe.precision, weights),
+        dtype=COMPUTES.get(recipe.precision, weights), twin=_twin(chunks, tied, mesh),
     )  # fmt: skip
+
+
+def _twin(chunks: Sequence[Chunk], tied: str | None, mesh: DeviceMesh) -> pipeline.Twin | None:
+    """The copy of a tied table on this rank, if it is the first of its pipeline or the last."""
+    for chunk in chunks:
+        for name, parameter in chunk.module.named_parameters():
+            if chunk.names[name] == tied and tied is not None:
+                group = mesh.get_group("pp")
+                peer = dist.get_global_rank(group, mesh["pp"].size() - 1 if chunk.module.part.embeds else 0)
+                return pipeline.Twin(parameter, functools.partial(_exchange, peer=peer, group=group))
+    return None
+
+
+def _exchange(own: torch.Tensor, other: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    ways = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
 
 
 def _chunk(

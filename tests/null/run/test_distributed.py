@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model_state_dict
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import splitting
 from brim.core import Timeline
@@ -20,7 +27,7 @@ from brim.estimation.ranks import cpu_bytes
 from brim.run.data import Batches, open_data
 from brim.run.trainee import add_lora
 from splitting import BATCH, LR, SEQ, STEPS, brim_train, command, environment, signal_rank, torchrun, trained
-from tiny_model import save_llama
+from tiny_model import save_llama, save_tokenizer
 from trainings import course, plain, weights, write_text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
@@ -31,6 +38,16 @@ SP = {"sequence_parallel": True}
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=64, positions=128)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose output layer is its embedding."""
+    folder = save_llama(tmp_path_factory.mktemp("tied"), layers=4, hidden=64, positions=128)
+    torch.manual_seed(3)
+    config = LlamaConfig.from_pretrained(folder, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +124,54 @@ def test_splits_of_four_ranks(llama: Path, text: Path, tmp_path: Path, alone: An
         {"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}, {"pp": 2, "zero": 3, "micro_batch": 3},
     ]  # fmt: skip
     check_memory(4, llama, check(4, llama, text, tmp_path, alone, *splits), *splits)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its output layer is its embedding."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=300, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def test_a_tied_embedding_stays_one_weight_in_a_pipeline(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    reference = plain(gpt2, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
+    split = {"pp": 2, "micro_batch": 6}
+    half = {**split, "output": str(tmp_path / "half")}
+    steps = [{**half, "steps": 2, "save_every": 2}, {**half, "resume": True}]
+    clipped = {**split, "clip_norm": 0.1}
+    made = trained(2, gpt2, text, tmp_path, split, clipped, *steps)
+    assert made[0]["losses"] == pytest.approx(reference[0], abs=1e-5)
+    for name, value in weights(tmp_path / "0").items():
+        assert torch.allclose(value, reference[1][name], atol=1e-5), name
+    check_memory(2, gpt2, made[:1], split)
+    one = trained(1, gpt2, text, tmp_path / "one", {"clip_norm": 0.1, "micro_batch": 12})[0]["losses"]
+    assert one != pytest.approx(reference[0], abs=1e-5)
+    assert made[1]["losses"] == pytest.approx(one, abs=1e-5)
+    assert made[2]["losses"] + made[3]["losses"] == pytest.approx(reference[0], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_tied_embedding_is_split_with_its_stages(gpt2: Path, tied: Path, text: Path, tmp_path: Path) -> None:
+    of_gpt2 = [{"pp": 2, "zero": zero, "micro_batch": 3} for zero in (1, 3)]
+    of_llama = [{"pp": 2, "tp": 2, "micro_batch": 4, **SP}, {"pp": 4, "micro_batch": 3}]
+    of_llama += [{"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}]
+    for folder, splits in ((gpt2, of_gpt2), (tied, of_llama)):
+        reference = plain(folder, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
+        made = trained(4, folder, text, tmp_path / folder.name, *splits)
+        for number, found in enumerate(made):
+            assert found["losses"] == pytest.approx(reference[0], abs=1e-5), splits[number]
+            kept = weights(tmp_path / folder.name / str(number))
+            (table,) = (name for name in kept if name.endswith(("wte.weight", "embed_tokens.weight")))
+            assert torch.allclose(kept[table], reference[1][table], atol=1e-5), splits[number]
+        check_memory(4, folder, made, *splits)
 
 
 @pytest.mark.slow
