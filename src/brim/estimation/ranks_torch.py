@@ -244,6 +244,8 @@ class _Program:
                     chunk.backward(turn.micro_batch, keeps, last=turn == last[turn.chunk, False])
             mark(OPTIMIZER)
             sent.clear()
+            for chunk in chunks:
+                chunk.last_sent.clear()
             for twin in twins:
                 twin.add()
             optimizer.step()
@@ -266,6 +268,9 @@ class _Chunk:
         self._received = None if part.embeds else torch.zeros(many, *_hidden(job), dtype=dtype)
         self._returned = None if part.has_head else torch.zeros(many, *_hidden(job), dtype=dtype)
         self._flying: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # What was sent forward last, and what backward: 1F1B's loop has them in its hands until there are others
+        # (schedules.py, fwd_sends and bwd_sends).
+        self.last_sent: dict[str, torch.Tensor] = {}
 
     def forward(self, number: int, sent: list[torch.Tensor] | None) -> None:
         received = self._received
@@ -273,16 +278,20 @@ class _Chunk:
         with self._handle.losses():
             output = self.model(given, self._tokens.clone() if self._part.has_head else None)
         self._flying[number] = (given, output)
-        if sent is not None and not self._part.has_head:
-            sent.append(output.detach())
+        if not self._part.has_head:
+            self.last_sent["forward"] = output.detach()
+            if sent is not None:
+                sent.append(output.detach())
 
     def backward(self, number: int, sent: list[torch.Tensor] | None, *, last: bool) -> None:
         given, output = self._flying.pop(number)
         self._handle.put_off(last=last)
         with self._handle.losses():
             output.backward(None if self._returned is None else self._returned[number])
-        if sent is not None and given.grad is not None:
-            sent.append(given.grad)
+        if given.grad is not None:
+            self.last_sent["backward"] = given.grad
+            if sent is not None:
+                sent.append(given.grad)
 
 
 def _hidden(job: ParallelJob) -> tuple[int, int, int]:
