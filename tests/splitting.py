@@ -90,7 +90,7 @@ def main(model: str, data: str, output: str, *splits: str) -> None:
         if own.pop("rank_without_data", None) == int(os.environ["RANK"]):
             own["data"] = "nowhere.txt"
         settings = {"batch": BATCH, "seq": SEQ, "steps": STEPS, "lr": LR, "output": Path(output) / str(number)}
-        training = Request(model=model, **{"data": data, **settings, **own})
+        training = Request(**{"model": model, "data": data, **settings, **own})
         made = train(SplitRequest(training=training, timeout_s=60, **split))
         if made is not None:
             print(json.dumps(made.to_json()), flush=True)
