@@ -29,7 +29,7 @@ def splits(ranks: int) -> dict[str, dict[str, Any]]:
         return {"one": {"micro_batch": 1}}
     found = {}
     for name, way in WAYS.items():
-        made = {key: ranks if key == "pp" else value for key, value in way.items()}
+        made = {key: ranks if (key, value) == ("pp", 0) else value for key, value in way.items()}
         found[name] = {"micro_batch": 1, **made}
     return found
 

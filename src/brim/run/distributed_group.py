@@ -228,9 +228,10 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     except (dist.DistError, RuntimeError) as error:
         if rank:
             raise SystemExit(1) from error  # rank 0 tells
+        reason = " ".join(str(error).split())
         raise TransferError(
-            f"{world} ranks were to find each other.",
-            f"Not all came within {timeout_s:g} s.",
+            f"{world} ranks were to find each other within {timeout_s:g} s.",
+            f"It failed: {reason:.300}",
             "A rank that ended says why in its own log; --timeout allows them more time.",
         ) from error
     sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that

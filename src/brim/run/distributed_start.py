@@ -52,7 +52,7 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(_POLL_S)
     told = [child.returncode for child in children if child.returncode and child.returncode > 0]
     killed = [(rank, -child.returncode) for rank, child in enumerate(children) if (child.returncode or 0) < 0]
-    if killed and not told:
+    if killed and (not told or killed[0][0] == 0):  # else rank 0 has told of it
         rank, number = killed[0]
         raise TransferError(
             f"{len(children)} ranks were started.", f"Rank {rank} was ended by {signal.Signals(number).name}.",

@@ -122,7 +122,8 @@ def test_what_does_not_divide_is_told_once_and_ends_all(llama: Path, capfd: pyte
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_killed_rank_ends_all(llama: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_all(llama: Path, rank: int) -> None:
     words = ["generate", str(llama), "--prompt", "a", "--no-chat", "--max-new-tokens", "120", "--split", "tensors"]
     process = subprocess.Popen(
         [sys.executable, "-m", "brim", *words, "--gpus", "2", "--timeout", "20"],
@@ -133,7 +134,7 @@ def test_a_killed_rank_ends_all(llama: Path) -> None:
     while len(children.read_text().split()) < 2:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.02)
-    os.kill(int(children.read_text().split()[1]), signal.SIGKILL)
+    os.kill(int(children.read_text().split()[rank]), signal.SIGKILL)
     _, told = process.communicate(timeout=120)
     assert process.returncode != 0
     assert told.count("Error: ") == 1, told[-3000:]
