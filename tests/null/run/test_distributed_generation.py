@@ -26,7 +26,7 @@ from brim.errors import BrimError
 from brim.run.distributed_generation import RanksRequest
 from brim.run.distributed_start import start
 from brim.run.generation import Request
-from generating import generated
+from generating_over_ranks import generated
 from tiny_model import save_llama, save_tokenizer
 
 PROMPT, TOKENS = "what is said here", 12
