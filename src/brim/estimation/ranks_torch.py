@@ -76,7 +76,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     found = []
     for stage in range(split.pp):
         own = parts[stage :: split.pp]
-        order = turns(_brief(split, stage), stage)
+        order = turns(brief(split, stage), stage)
         traced = traced_order(order)
         key = (*((part.layers, part.embeds, part.has_head) for part in own), *traced)
         if key not in composers:
@@ -85,12 +85,6 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     if split.pp == 1:
         return found, (_TOLD,)
     return found, (_TOLD, _BUFFERS, f"stages of {', '.join(map(str, layers))} layers")
-
-
-def _brief(split: Split, stage: int) -> Split:
-    """As ``brief``; interleaved stages hold on to all that they have sent until the step ends, so that every
-    micro-batch counts."""
-    return split if split.interleave > 1 else brief(split, stage)
 
 
 def _check(job: ParallelJob) -> None:
@@ -261,9 +255,7 @@ class _Chunk:
         self, model: nn.Module, handle: sharding.Sharded, part: pipeline.Part, job: ParallelJob, dtype: torch.dtype
     ) -> None:
         self.model, self._handle, self._part = model, handle, part
-        many = (
-            job.split.micro_batches
-        )  # torch.distributed.pipelining makes room for all of them (stage.py, _RecvInfo)
+        many = job.split.micro_batches  # pipelining makes room for all of them (stage.py, _RecvInfo)
         self._tokens = torch.zeros(job.split.micro_batch, job.sequence, dtype=torch.long)
         self._received = None if part.embeds else torch.zeros(many, *_hidden(job), dtype=dtype)
         self._returned = None if part.has_head else torch.zeros(many, *_hidden(job), dtype=dtype)
@@ -327,13 +319,26 @@ def _facts(
             if does:
                 per_micro_batch.append(Sent(kind="send", axis="pp", bytes=hidden, phase=phase))
     kernels = [op for op in (*ops, *composer.optimizer_ops()) if not _is_collective(op)]
+    told = 1 + max(turn.micro_batch for turn in order)
+    held = (split.micro_batches - told) * sum(sent.bytes for sent in per_micro_batch if sent.axis == "pp")
+    trace = composer.composed(order)
     return StageFacts(
-        trace=composer.composed(order),
+        trace=_with_sent(trace, held) if split.interleave > 1 and held else trace,
         ops=tuple(kernels),
         sent=tuple(per_micro_batch),
         once=_put_off(composer, per_micro_batch, split),
         not_modelled=tuple(name for name in composer.trace.not_modelled if not name.endswith("NCCL's buffers")),
     )
+
+
+def _with_sent(trace: Trace, held_bytes: int) -> Trace:
+    """With what the micro-batches that are not told of have sent: interleaved stages keep it until the step ends."""
+    ends = next(op.at for op in reversed(trace.ops) if op.name == OPTIMIZER)
+    sent = Storage(
+        id=len(trace.storages), bytes=held_bytes, category=Category.TEMPORARY, module="what was sent",
+        born=trace.step_starts[-1], died=ends, dtype="uint8",
+    )  # fmt: skip
+    return replace(trace, storages=(*trace.storages, sent))
 
 
 def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[Sent, ...]:
