@@ -66,17 +66,17 @@ class Shape:
         return step
 
 
-def shapes(count: int, seed: int, *, strided: bool) -> list[Shape]:
-    draw = random.Random(seed)
+def shapes(count: int, seed: int, *, strided: bool = False, transposed: bool = False) -> list[Shape]:
+    draw, chance = random.Random(seed), 1.0 if transposed else 0.2
     found: list[Shape] = []
     while len(found) < count:
         rank = draw.choice((1, 1, 2, 2, 2, 3))
         groups = draw.choice((1, 1, 1, 2, 4, 8))
         per_group = draw.choice((1, 3, 4, 8, 12, 16, 24, 32, 48))
-        transposed = draw.random() < 0.2
+        is_transposed = draw.random() < chance
         kernel = draw.choice((1, 2, 3, 3, 4, 5, 7, 10, 16)[: 9 if rank < 3 else 6])
         shape = Shape(
-            rank=rank, transposed=transposed, batch=draw.choice((1, 2, 4, 8)), inputs=groups * per_group,
+            rank=rank, transposed=is_transposed, batch=draw.choice((1, 2, 4, 8)), inputs=groups * per_group,
             outputs=groups * draw.choice((1, 4, 8, 10, 16, 24, 32, 64)), groups=groups,
             length=draw.randrange(8, _LONGEST[rank]), kernel=kernel,
             stride=draw.choice((2, 2, 3, 4, 5)) if strided else draw.choice((1, 1, 2, 3)),
@@ -93,12 +93,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strided", action="store_true", help="strided and not dilated ones only")
+    parser.add_argument("--transposed", action="store_true", help="transposed ones only")
     parser.add_argument("--show", action="store_true", help="both sequences of allocations where the peaks differ")
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # of the profiler
     torch.set_num_threads(2)  # what oneDNN takes is known for two
     errors = []
-    for shape in shapes(given.count, given.seed, strided=given.strided):
+    for shape in shapes(given.count, given.seed, strided=given.strided, transposed=given.transposed):
         predicted = predicted_events(trace(shape.build, steps=1, target="cpu"))
         measured = memory_events(shape.build, 1)
         error = peak_bytes(predicted) / peak_bytes(measured) - 1

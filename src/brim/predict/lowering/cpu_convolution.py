@@ -15,6 +15,7 @@ from brim.predict.lowering.cpu_convolution_gradient import (
     gradient_of_source,
     gradient_of_weight,
     strided_scratchpad_bytes,
+    threads_of_columns,
 )
 from brim.predict.lowering.cpu_convolution_shape import Convolution, lanes, padded
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
@@ -69,7 +70,7 @@ def _forward(kernel: Kernel) -> None:
         _free(kernel, handles)
         return
     if transposed and conv.strided:
-        _strided_transposed(kernel, conv)
+        _strided_transposed(kernel, conv, bias is not None)
         return
     result = _onednn_forward(kernel, conv, bias is not None)
     kernel.emit()
@@ -79,7 +80,7 @@ def _forward(kernel: Kernel) -> None:
 def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
     """Scratchpad, copies of source and weight, result; returns the handle of the blocked result."""
     if conv.by_gemm or conv.far_padded:
-        scratch = kernel.temp(conv.columns(conv.points, torch.get_num_threads()) + ALIGN_BYTES)
+        scratch = kernel.temp(conv.columns(torch.get_num_threads()) + ALIGN_BYTES)
         result = kernel.temp(conv.batch * conv.outputs * conv.points * 4)
         kernel.free(scratch)
         return result
@@ -88,7 +89,7 @@ def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
     padded_bias = has_bias and conv.outputs // (1 if conv.depthwise else conv.groups) % block
     if padded_bias:
         handles.append(kernel.temp(padded(conv.outputs, block) * 4 + ALIGN_BYTES))
-    elif conv.pointwise and conv.strided:
+    elif conv.pointwise and conv.strided and conv.groups == 1:
         handles.append(kernel.temp(torch.get_num_threads() * conv.inputs * conv.points * 4 + ALIGN_BYTES))
     if not conv.flat:
         handles.append(kernel.temp(conv.blocked(conv.inputs, conv.source_points)))
@@ -98,14 +99,23 @@ def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
     return result
 
 
-def _strided_transposed(kernel: Kernel, conv: Convolution) -> None:
-    """A strided backward convolution: its result is channels-last and is copied once more."""
+def _strided_transposed(kernel: Kernel, conv: Convolution, has_bias: bool) -> None:
+    """The gradient of a strided convolution: its result is of oneDNN's layout and is copied."""
+    result_bytes = conv.batch * conv.outputs * conv.points * 4
+    if not conv.by_strided_brgemm:
+        scratch = conv.columns(threads_of_columns(conv, weight=False)) + 2 * ALIGN_BYTES
+        handle = kernel.temp(scratch + (result_bytes + ALIGN_BYTES if has_bias else 0))  # the result before the bias is added
+        result = kernel.temp(result_bytes)
+        kernel.free(handle)
+        kernel.emit()
+        kernel.free(result)
+        return
     handles = [kernel.temp(strided_scratchpad_bytes(conv) + ALIGN_BYTES)]
     handles.append(kernel.temp(conv.blocked(conv.inputs, conv.source_points)))
     handles.append(kernel.temp(conv.blocked_weight(flat=False)))
-    result = kernel.temp(conv.batch * conv.outputs * conv.points * 4)
+    result = kernel.temp(result_bytes)
     _free(kernel, handles)
-    public = kernel.temp(conv.batch * conv.outputs * conv.points * 4)
+    public = kernel.temp(result_bytes)
     kernel.emit()
     kernel.free(public)
     kernel.free(result)
@@ -136,8 +146,9 @@ def _backward(kernel: Kernel) -> None:
 
 def _plain_columns(conv: Convolution) -> int:
     """``finput`` of ConvolutionMM2d.cpp: the patches of the whole batch, unless the source itself serves."""
-    padded = any(p > 0 for p in conv.padding)
-    if conv.pointwise and not conv.strided and not padded:
+    if conv.transposed:  # NaiveConvolutionTranspose2d.cpp, image by image
+        return conv.columns(threads=1)
+    if conv.pointwise and not conv.strided and not any(conv.padding):
         return 0
     inputs = conv.inputs // conv.groups
     return conv.batch * inputs * conv.window * conv.points * conv.source.element_size()

@@ -68,19 +68,21 @@ def _strided_weight_bytes(conv: Convolution) -> int:
     return channels * conv.outputs * conv.window * 4
 
 
-def _threads_of_columns(conv: Convolution, *, weight: bool) -> int:
+def threads_of_columns(conv: Convolution, *, weight: bool) -> int:
     """All threads, each with an image of its own, or one image after the other by all (``outer_threading``)."""
     threads, block = torch.get_num_threads(), lanes()
     points, source_points = prod(conv.sides[-2:]), prod(conv.source.shape[2:][-2:])
+    inputs, outputs = conv.inputs // conv.groups, conv.outputs // conv.groups
+    if conv.transposed:
+        points, source_points, inputs, outputs = source_points, points, outputs, inputs
     several = conv.batch != 1 or conv.groups > 2
     if weight:
         return threads if points // threads < _SMALL_IMAGE_OF_WEIGHT and several else 1
-    images, inputs = conv.groups * conv.batch, conv.inputs // conv.groups
-    products = -(-source_points // block) * -(-inputs // block)
+    images, products = conv.groups * conv.batch, -(-source_points // block) * -(-inputs // block)
     evener = images / padded(images, threads) >= products / padded(products, threads)
-    work = source_points * inputs * (conv.outputs // conv.groups) // threads
+    small_work = source_points * inputs * outputs // threads < _SMALL_WORK
     small = points // threads < _SMALL_IMAGE or conv.window < _SMALL_WINDOW
-    return threads if small and several and (evener or work < _SMALL_WORK) else 1
+    return threads if small and several and (evener or small_work) else 1
 
 
 def _free(kernel: Kernel, handles: list[int]) -> None:
@@ -89,7 +91,7 @@ def _free(kernel: Kernel, handles: list[int]) -> None:
 
 
 def gradient_of_source(kernel: Kernel, conv: Convolution, output: int) -> None:
-    if conv.gradient_by_strided_brgemm:
+    if conv.by_strided_brgemm and not conv.transposed:
         _by_strided_brgemm(kernel, conv, output)
     elif conv.channels_last:
         kernel.emit(output)
@@ -99,8 +101,8 @@ def gradient_of_source(kernel: Kernel, conv: Convolution, output: int) -> None:
         _free(kernel, handles)
     elif conv.by_gemm or (conv.strided and not conv.depthwise and not conv.transposed):
         result = kernel.temp(conv.batch * conv.inputs * conv.source_points * 4)
-        threads = _threads_of_columns(conv, weight=False)
-        kernel.free(kernel.temp(conv.columns(_plane(conv), threads) + ALIGN_BYTES))
+        threads = threads_of_columns(conv, weight=False)
+        kernel.free(kernel.temp(conv.columns(threads) + ALIGN_BYTES))
         kernel.emit(output)
         kernel.free(result)
     else:
@@ -130,11 +132,6 @@ def _by_strided_brgemm(kernel: Kernel, conv: Convolution, output: int) -> None:
     kernel.free(result)
 
 
-def _plane(conv: Convolution) -> int:
-    """Points of the result that are made columns of at a time: of a volume, one plane."""
-    return prod(conv.sides[-2:])
-
-
 def _weight_by_gemm(conv: Convolution) -> bool:
     """What the blocked kernel leaves to columns (``init_conf`` of jit_avx2_conv_kernel_f32.cpp)."""
     kernels, sides = conv.weight.shape[2:], conv.source.shape[2:]
@@ -155,9 +152,9 @@ def gradient_of_weight(kernel: Kernel, conv: Convolution, made: dict[int, int]) 
     if conv.channels_last or by_gemm:
         blocked = kernel.temp(nbytes(conv.weight))
         if by_gemm:
-            each = _threads_of_columns(conv, weight=True)
+            each = threads_of_columns(conv, weight=True)
             reduction = 4 * each * nbytes(conv.weight)
-            handles.append(kernel.temp(conv.columns(_plane(conv), each) + reduction + 2 * ALIGN_BYTES))
+            handles.append(kernel.temp(conv.columns(each) + reduction + 2 * ALIGN_BYTES))
     else:
         handles.append(kernel.temp(conv.blocked(conv.outputs, conv.points)))
         if not flat:

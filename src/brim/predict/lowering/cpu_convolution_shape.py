@@ -102,11 +102,15 @@ class Convolution:
         return far or self.padding[-1] > _WIDEST_PADDING
 
     @property
-    def gradient_by_strided_brgemm(self) -> bool:
-        """The gradient of its source is oneDNN's strided kernel (jit_brgemm_conv_bwd_utils.cpp, ``init_jcp``)."""
-        if not self.strided or self.dilated or self.transposed:
+    def by_strided_brgemm(self) -> bool:
+        """oneDNN's kernel for gradients of strided sources does it (jit_brgemm_conv_bwd_utils.cpp, ``init_jcp``).
+
+        The gradient of the source, and of a transposed convolution the result itself.
+        """
+        if not self.strided or self.dilated:
             return False
-        return self.groups == 1 or self.outputs // self.groups > lanes()
+        reduced = self.inputs if self.transposed else self.outputs
+        return self.groups == 1 or reduced // self.groups > lanes()
 
     def blocked(self, channels: int, points: int) -> int:
         return self.batch * padded(channels, lanes()) * points * 4
@@ -119,9 +123,11 @@ class Convolution:
         inputs = inputs if flat else padded(inputs, block)
         return self.groups * padded(self.outputs // self.groups, block) * inputs * self.window * 4
 
-    def columns(self, points: int, threads: int) -> int:
-        """The patches of one image and group per thread."""
-        return threads * self.inputs // self.groups * self.window * points * 4
+    def columns(self, threads: int) -> int:
+        """The patches of one image (of a volume, one plane) and group per thread."""
+        unfolded = self.outputs if self.transposed else self.inputs
+        small = self.source.shape[2:] if self.transposed else self.sides
+        return threads * unfolded // self.groups * self.window * prod(small[-2:]) * 4
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
