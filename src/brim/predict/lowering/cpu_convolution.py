@@ -104,7 +104,8 @@ def _strided_transposed(kernel: Kernel, conv: Convolution, has_bias: bool) -> No
     result_bytes = conv.batch * conv.outputs * conv.points * 4
     if not conv.by_strided_brgemm:
         scratch = conv.columns(threads_of_columns(conv, weight=False)) + 2 * ALIGN_BYTES
-        handle = kernel.temp(scratch + (result_bytes + ALIGN_BYTES if has_bias else 0))  # the result before the bias is added
+        before_bias = result_bytes + ALIGN_BYTES if has_bias else 0  # the result, to which the bias is added
+        handle = kernel.temp(scratch + before_bias)
         result = kernel.temp(result_bytes)
         kernel.free(handle)
         kernel.emit()
