@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from brim.predict.lowering.cpu_convolution_blocking import forward_columns_bytes
 from brim.predict.lowering.cpu_convolution_gradient import (
     ALIGN_BYTES,
     brgemm_batch_bytes,
@@ -80,7 +81,8 @@ def _forward(kernel: Kernel) -> None:
 def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
     """Scratchpad, copies of source and weight, result; returns the handle of the blocked result."""
     if conv.by_gemm or conv.far_padded:
-        scratch = kernel.temp(conv.columns(torch.get_num_threads()) + ALIGN_BYTES)
+        columns = forward_columns_bytes(conv) + ALIGN_BYTES
+        scratch = kernel.temp(columns if columns <= conv.most_scratch_bytes else 0)  # else the reference kernel
         result = kernel.temp(conv.batch * conv.outputs * conv.points * 4)
         kernel.free(scratch)
         return result

@@ -26,6 +26,7 @@ _SMALL_IMAGE = 512
 _SMALL_IMAGE_OF_WEIGHT = 256
 _SMALL_WINDOW = 64
 _SMALL_WORK = 64 * 1024
+_SHARE_OF_SOURCE, _SHARE_OF_WEIGHT = 0.1, 0.05  # of the room for columns, where they have to be made in parts
 
 
 def brgemm_batch_bytes(window: int = 1) -> int:
@@ -85,6 +86,16 @@ def threads_of_columns(conv: Convolution, *, weight: bool) -> int:
     return threads if small and several and (evener or small_work) else 1
 
 
+def _columns_within(conv: Convolution, threads: int, share: float, beside_bytes: int = 0) -> int:
+    """Columns of all threads: of whole images, or where that is too much of a ``share`` of what there is room for."""
+    whole, room = conv.columns(threads), conv.most_scratch_bytes - beside_bytes
+    if whole <= room:
+        return whole
+    points = prod((conv.source.shape[2:] if conv.transposed else conv.sides)[-2:])
+    each = whole // points  # bytes of a point, in all threads
+    return max(lanes(), int(room // each * share)) * each
+
+
 def _free(kernel: Kernel, handles: list[int]) -> None:
     for handle in reversed(handles):
         kernel.free(handle)
@@ -102,7 +113,7 @@ def gradient_of_source(kernel: Kernel, conv: Convolution, output: int) -> None:
     elif conv.by_gemm or (conv.strided and not conv.depthwise and not conv.transposed):
         result = kernel.temp(conv.batch * conv.inputs * conv.source_points * 4)
         threads = threads_of_columns(conv, weight=False)
-        kernel.free(kernel.temp(conv.columns(threads) + ALIGN_BYTES))
+        kernel.free(kernel.temp(_columns_within(conv, threads, _SHARE_OF_SOURCE) + ALIGN_BYTES))
         kernel.emit(output)
         kernel.free(result)
     else:
@@ -154,7 +165,8 @@ def gradient_of_weight(kernel: Kernel, conv: Convolution, made: dict[int, int]) 
         if by_gemm:
             each = threads_of_columns(conv, weight=True)
             reduction = 4 * each * nbytes(conv.weight)
-            handles.append(kernel.temp(conv.columns(each) + reduction + 2 * ALIGN_BYTES))
+            columns = _columns_within(conv, each, _SHARE_OF_WEIGHT, reduction + ALIGN_BYTES)
+            handles.append(kernel.temp(columns + reduction + 2 * ALIGN_BYTES))
     else:
         handles.append(kernel.temp(conv.blocked(conv.outputs, conv.points)))
         if not flat:

@@ -123,6 +123,12 @@ class Convolution:
         inputs = inputs if flat else padded(inputs, block)
         return self.groups * padded(self.outputs // self.groups, block) * inputs * self.window * 4
 
+    @property
+    def most_scratch_bytes(self) -> int:
+        """What columns and what goes with them may take: ``scratchpad_limit`` of gemm_convolution_utils.cpp."""
+        operands = self.batch * (self.inputs * self.source_points + self.outputs * self.points) + self.weight.numel()
+        return min(1 << 30, 15 * torch.get_num_threads() * 4 * operands)
+
     def columns(self, threads: int) -> int:
         """The patches of one image (of a volume, one plane) and group per thread."""
         unfolded = self.outputs if self.transposed else self.inputs

@@ -1,4 +1,4 @@
-"""Strided convolutions of many kinds, forward and backward: the peak is the one that the profiler sees."""
+"""Convolutions of many kinds, strided ones above all, forward and backward: the peak is what the profiler sees."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ SHAPES: dict[str, dict[str, Any]] = {
                           "bias": True},
     "transposed-one-channel": {"rank": 1, "batch": 1, "transposed": True, "inputs": 8, "outputs": 1, "length": 135,
                                "kernel": 16},  # PyTorch's own kernel
+    "transposed-wide": {"transposed": True, "batch": 2, "inputs": 4, "length": 20, "kernel": 16},  # columns in parts
+    "far-padded": {"batch": 8, "inputs": 32, "length": 41, "kernel": 10, "stride": 1, "padding": 5},
+    "positions": {"rank": 1, "groups": 4, "inputs": 192, "outputs": 192, "length": 300, "kernel": 64, "stride": 1,
+                  "padding": 32},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_strided_convolution_takes_what_is_predicted(name):
+def test_a_convolution_takes_what_is_predicted(name):
     build = Shape(**{**_PLAIN, **SHAPES[name]}).build
     predicted = peak_bytes(predicted_events(trace(build, steps=1, target="cpu")))
     assert predicted == pytest.approx(peak_bytes(memory_events(build, steps=1)), rel=0.0005)
