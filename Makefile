@@ -31,9 +31,9 @@ layers: $(VENV)/.ready
 unit: $(VENV)/.ready
 	$(BIN)/pytest -n 2
 
-# Plans of whole models, golden cases among them: too long to run before every change.
+# Too long to run before every change: plans of whole models, golden cases among them, and properties with new examples.
 slow: $(VENV)/.ready
-	$(BIN)/pytest -n 2 -m slow
+	HYPOTHESIS_PROFILE=default $(BIN)/pytest -n 2 -m 'slow or hypothesis'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from hypothesis import settings
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
 from brim.measure import probe as probing
 from machine import share_conversions
+
+# The same examples in every run: what fails before a change lands fails because of it. `make slow` tries new ones.
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 @pytest.fixture(scope="session")

@@ -120,7 +120,7 @@ def test_a_training_is_killed_by_ctrl_c_as_python_is(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGINT
     assert out == "the end\n"
     assert "fitted for train" in err and "/brim/" not in err

@@ -2,7 +2,8 @@
 
 A pass lasts at least as long as its chain of computation, as each link is busy, and as RAM is read, by the processor
 or by a link. So with blocks that the processor may compute, what is decided is how much each of them gets: both end
-together where that is the fastest.
+together where that is the fastest. What the two take from each other while they read the same RAM is not linear: from
+the program's answer on, blocks go from the processor to the link for as long as the simulated pass gets shorter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.passes import STAGING, BlockCost, Job, bus_bytes_per_s, chain_s, ways_of
+from brim.planner.passes import STAGING, BlockCost, Job, bus_bytes_per_s, chain_s, pass_s, ways_of
 from brim.planner.problem import BlockClass, Column, Pool, Problem
 from brim.planner.schedule import COMPUTE, way
 from brim.planner.search import Solution, solve
@@ -22,6 +23,7 @@ _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it
 _READ = "ram is read"
 _SLOTS = (2, 3, 4)
+_HANDED = (8, 2, 1)  # blocks at once
 _LOOKUP_S = 1e-4  # a page of a drive: what rests there for nothing would be dearer than in RAM that is free
 
 
@@ -43,10 +45,35 @@ def placements(
     for slots in (0, *_SLOTS):
         solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots))
         if solution is not None:
-            choices = _spread(job, kinds, solution)
+            choices = _balanced(job, hardware, kinds, solution, slots)
             streams = any(b.uses and ways_of(choices[b.name], hardware.compute) for b in job.blocks)
             if bool(slots) == streams:
                 yield Placed(choices=choices, slots=slots, bound_s=solution.bound_s, gap=solution.gap)
+
+
+def _balanced(
+    job: Job, hardware: Hardware, kinds: Mapping[tuple[object, ...], list[BlockCost]], solution: Solution, slots: int
+) -> dict[str, str]:
+    """The choices of the solution, with as many blocks of a kind handed from the processor to the link as help.
+
+    Only kinds of which some come over the link already: nothing takes more memory than the solution does.
+    """
+    counts = {name: dict(chosen) for name, chosen in solution.counts.items()}
+    best = _spread(job, kinds, counts)
+    best_s = pass_s(job, hardware, best, slots)[0] if slots else 0.0
+    for name, chosen in counts.items():
+        if not (chosen.get(COMPUTE_RAM) and chosen.get(FROM_RAM)):
+            continue
+        for count in _HANDED:
+            while chosen[COMPUTE_RAM] > count:
+                moved = {COMPUTE_RAM: chosen[COMPUTE_RAM] - count, FROM_RAM: chosen[FROM_RAM] + count}
+                made = _spread(job, kinds, {**counts, name: {**chosen, **moved}})
+                seconds = pass_s(job, hardware, made, slots)[0]
+                if seconds >= best_s:
+                    break
+                chosen.update(moved)
+                best, best_s = made, seconds
+    return best
 
 
 def _kinds(job: Job) -> dict[tuple[object, ...], list[BlockCost]]:
@@ -114,11 +141,13 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
     yield Column(name=choice, bytes=held[choice], seconds=seconds, slot_bytes=slot_bytes)
 
 
-def _spread(job: Job, kinds: Mapping[tuple[object, ...], list[BlockCost]], solution: Solution) -> dict[str, str]:
+def _spread(
+    job: Job, kinds: Mapping[tuple[object, ...], list[BlockCost]], solved: Mapping[str, Mapping[str, int]]
+) -> dict[str, str]:
     """Counts -> blocks: of each kind evenly in turn, so that every stretch of compute hides a load."""
     chosen: dict[str, str] = {}
     for name, blocks in kinds.items():
-        counts = solution.counts[repr(name)]
+        counts = solved[repr(name)]
         due = dict.fromkeys(counts, 0.0)
         left = dict(counts)
         for block in blocks:

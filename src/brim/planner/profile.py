@@ -39,12 +39,38 @@ def profile_of(
     launch_s = EAGER.kernel_s + (EAGER.dispatch_s if hardware.compute == RAM else 0.0)
     works = [op for op in ops if op.written_bytes or op.flops]  # the others are views
     seconds = _seconds(works, partition, hardware, launch_s)
+    return StepProfile(
+        batch=batch,
+        blocks=_block_profiles(trace, partition, hardware, trained_bytes, repeated, seconds),
+        weight_bytes=partition.bytes,
+        gradient_bytes=sum(trained_bytes.values()) if gradient_bytes is None else gradient_bytes,
+        state_bytes=state_bytes,
+        peak_bytes=_peaks(trace, ops),
+        early_gradient_bytes=_early_gradient_bytes(trace, ops, repeated),
+        spent_bytes=dict(spent_bytes or {}),
+        outside_s=(seconds.get(("", Phase.FORWARD), 0.0), seconds.get(("", Phase.BACKWARD), 0.0)),
+        update_s=sum(seconds.get((n, Phase.OPTIMIZER), 0.0) for n in ("", *(b.name for b in partition.blocks))),
+        launch_s=launch_s * sum(op.phase in (Phase.FORWARD, Phase.BACKWARD) for op in works),
+        head_bytes=0 if head is None else head.saves_bytes.get(hardware.compute, 0),
+        head_s=0.0 if head is None else head.compute_s,
+    )
+
+
+def _block_profiles(
+    trace: Trace,
+    partition: Partition,
+    hardware: Hardware,
+    trained_bytes: Mapping[str, int],
+    repeated: Sequence[str],
+    seconds: Mapping[tuple[str, Phase], float],
+) -> list[BlockProfile]:
+    compute = hardware.compute
     saved = {(o.block, o.choice): o for o in checkpointing.options(trace, hardware, list(repeated))}
-    moved = {o.block: o for o in activation_offload.options(trace, list(repeated), compute=hardware.compute)}
+    moved = {o.block: o for o in activation_offload.options(trace, list(repeated), compute=compute)}
     kept = _kept_bytes(trace, partition)
     blocks = []
     for block in partition.blocks:
-        name, compute = block.name, hardware.compute
+        name = block.name
         choices = {c: saved[name, c] for c in (SELECTIVE, FULL) if (name, c) in saved}
         less = {c: max(0, kept[name] - option.saves_bytes[compute]) for c, option in choices.items()}
         offload = min(kept[name], moved[name].saves_bytes[compute]) if name in moved else 0
@@ -60,21 +86,7 @@ def profile_of(
                 offload_bytes=offload,
             )
         )
-    return StepProfile(
-        batch=batch,
-        blocks=blocks,
-        weight_bytes=partition.bytes,
-        gradient_bytes=sum(trained_bytes.values()) if gradient_bytes is None else gradient_bytes,
-        state_bytes=state_bytes,
-        peak_bytes=_peaks(trace, ops),
-        early_gradient_bytes=_early_gradient_bytes(trace, ops, repeated),
-        spent_bytes=dict(spent_bytes or {}),
-        outside_s=(seconds.get(("", Phase.FORWARD), 0.0), seconds.get(("", Phase.BACKWARD), 0.0)),
-        update_s=sum(seconds.get((n, Phase.OPTIMIZER), 0.0) for n in ("", *(b.name for b in partition.blocks))),
-        launch_s=launch_s * sum(op.phase in (Phase.FORWARD, Phase.BACKWARD) for op in works),
-        head_bytes=0 if head is None else head.saves_bytes.get(hardware.compute, 0),
-        head_s=0.0 if head is None else head.compute_s,
-    )
+    return blocks
 
 
 def _owner(module: str, names: Sequence[str]) -> str:

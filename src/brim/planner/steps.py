@@ -13,7 +13,7 @@ from brim.planner.schedule import COMPUTE, Contention, Schedule, Task, simulate,
 from brim.planner.step_profile import KEEP, OFFLOAD, BlockProfile, StepProfile, Way
 from brim.techniques.placement import FROM_DISK, RESIDENT
 
-_STEPS = 3  # the first fills the pipeline, the last is looked at
+_STEPS = 4  # the first two fill the pipeline, the third is looked at, the last works beside its end
 _MICROS = 3  # of more of them, each takes what the third does
 _WINDOW = 2  # blocks' activations on their way back at once
 _STAGING = 2  # buffers in RAM between disk and VRAM, and between disk and the update
@@ -53,14 +53,19 @@ def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
 def _steady(
     profile: StepProfile, hardware: Hardware, made: Way, shown: int, contention: Contention
 ) -> tuple[float, Schedule]:
+    """From where one step begins to compute to where the next one does.
+
+    What the step leaves to be written goes on beside the next; where it ends says nothing of how long steps take, as
+    after the last one nothing is in its way.
+    """
     maker = _Maker(profile, hardware, made)
-    ends = []
+    first = []
     for _ in range(_STEPS):
+        first.append(len(maker.tasks))
         maker.step(shown)
-        ends.append(len(maker.tasks))
     schedule = simulate(maker.tasks, contention)
-    done = [max(schedule.end_s[:end]) for end in ends]
-    return done[-1] - done[-2], schedule
+    starts = [next(i for i in range(index, len(maker.tasks)) if maker.tasks[i].lane == COMPUTE) for index in first]
+    return schedule.begin_s[starts[-1]] - schedule.begin_s[starts[-2]], schedule
 
 
 class _Maker:

@@ -17,6 +17,7 @@ from brim.core.hardware import RAM
 from brim.errors import UsageError
 from brim.memory import heap
 from brim.memory.kept_heap import KeptHeap, kept_limits
+from brim.memory.mapped import present_bytes
 from brim.run import plan_file
 from brim.run.factory import parts
 from brim.run.fitted import Fitted, apply_choice, bytes_at_once
@@ -79,11 +80,10 @@ def enforce(search: Search, partition: Partition, found: Found, start_bytes: int
 
 
 def tensor_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What model and optimizer hold in RAM now."""
+    """What model and optimizer hold of the resident set now."""
     held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     held += [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held if t.device.type == "cpu"}
-    return sum(storages.values())
+    return present_bytes(held)
 
 
 def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_bytes: int) -> None:

@@ -233,7 +233,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("data", "told"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_pickles_are_refused_within_bounds(data, told):
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     try:
         with pytest.raises(FormatError, match=told):
             snapshot.parse(data)
@@ -241,4 +241,4 @@ def test_hostile_pickles_are_refused_within_bounds(data, told):
     finally:
         tracemalloc.stop()
     assert peak_bytes <= 4 * len(data) + SPARE_BYTES
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20

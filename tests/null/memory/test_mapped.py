@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -38,3 +39,30 @@ def test_pages_that_were_only_read_go_and_come_back_with_the_same_values(tmp_pat
     done = subprocess.run([sys.executable, "-c", _LOOK, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert 30 <= int(done.stdout.split(";")[0]) <= 33  # what was read: 32 MiB
+
+
+_COUNT = textwrap.dedent("""
+    import sys, torch
+    from brim.memory.mapped import MappedFile, present_bytes
+    MIB = 1 << 20
+    file = MappedFile.open(sys.argv[1])
+    whole = file.map(0, 64 * MIB).view(0, torch.float32, (16 * MIB,))
+    made, same = torch.ones(4 * MIB), torch.ones(MIB)
+    told = [present_bytes([whole])]
+    whole[:: 1024].sum()  # each page is read
+    told += [present_bytes([whole]), present_bytes([made]), present_bytes([same, same[1:], same.view(2, -1)])]
+    told += [present_bytes([]), present_bytes([torch.empty(0), torch.empty(4, device="meta")])]
+    print([count / MIB for count in told])
+""")
+
+
+def test_only_what_was_touched_is_counted_and_shared_storages_once(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(64 << 20)
+    done = subprocess.run([sys.executable, "-c", _COUNT, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    before, after, made, same, nothing, elsewhere = json.loads(done.stdout)
+    assert before == 0
+    assert 32 <= after <= 64  # the kernel may have taken some of them back
+    assert (made, same, nothing, elsewhere) == (16, 4, 0, 0)

@@ -56,7 +56,7 @@ def test_what_comes_from_disk_takes_the_slower_of_two_ways() -> None:
     work = job(6, compute_s=0.05)
     found_s, schedule = pass_s(work, GPU, all_of(work, FROM_DISK), 2)
     assert found_s == pytest.approx(6 * 1.0)
-    assert schedule.busy_s()[way(RAM, VRAM)] == pytest.approx(3 * 6 * 0.1)
+    assert schedule.busy_s()[way(RAM, VRAM)] == pytest.approx(4 * 6 * 0.1)
 
 
 def test_the_processor_computes_while_the_link_brings_the_next() -> None:

@@ -230,4 +230,4 @@ def test_a_log_in_which_every_line_tells_something_is_read_in_a_time_that_grows_
     took_s(200)
     few, many = 3_000, 12_000
     assert min(took_s(many) for _ in range(2)) < 8 * min(took_s(few) for _ in range(3)) + 0.05
-    assert took_s(few) / few < 1e-3
+    assert min(took_s(few) for _ in range(3)) / few < 1e-3
