@@ -28,8 +28,9 @@ types: $(VENV)/.ready
 layers: $(VENV)/.ready
 	$(BIN)/lint-imports --no-cache
 
+# Waiting threads let others work: beside another process, those that spin take the core that it needs.
 unit: $(VENV)/.ready
-	$(BIN)/pytest -n 2
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2
 
 # Too long to run before every change: plans of whole models, golden cases among them, and properties with new examples.
 slow: $(VENV)/.ready

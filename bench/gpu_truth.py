@@ -9,7 +9,8 @@ peaks after a few steps, the median of three timed steps, and the same case agai
 upper bound. ``position`` 0 is a fresh process; later ones have more kernels loaded, so their context is larger. Cases
 that the time limit leaves no room for are not recorded. One command does it all in under ten minutes on an H200; run
 again it goes on with the cases that are not recorded for this GPU, driver and PyTorch (``--again``: with all). A case
-that crashes or hangs is recorded as such, and the next one has a fresh process.
+that crashes or hangs is recorded as such, and the next one has a fresh process. Every record is on the disk as soon
+as its case is done. bench/allocator_truth.py does the same for the allocator alone.
 """
 
 from __future__ import annotations
@@ -144,6 +145,8 @@ def predictions_of(records: list[Record]) -> dict[str, Record]:
 
     made = {}
     for record in records:
+        if record.get("error"):  # of a crash only the case is recorded
+            continue
         case = Case.of(record["case"])
         made[case.name] = predict(case, tuple(record["capability"]), record["device"])
     return made

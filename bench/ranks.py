@@ -18,6 +18,8 @@ BATCH, SEQ, LAYERS, HIDDEN = 4, 32, 4, 64
 WAYS: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"zero": 0}, "ZeRO-3": {"zero": 3},
     "tensors in pairs": {"tp": 2, "sequence_parallel": True, "zero": 1}, "pipeline": {"pp": 0, "micro_batch": 1},
+    "interleaved": {"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1},
+    "pipeline, ZeRO-3": {"pp": 2, "zero": 3, "micro_batch": 1},
 }  # fmt: skip
 
 
@@ -27,7 +29,7 @@ def splits(ranks: int) -> dict[str, dict[str, Any]]:
         return {"one": {"micro_batch": 1}}
     found = {}
     for name, way in WAYS.items():
-        made = {key: ranks if key == "pp" else value for key, value in way.items()}
+        made = {key: ranks if (key, value) == ("pp", 0) else value for key, value in way.items()}
         found[name] = {"micro_batch": 1, **made}
     return found
 

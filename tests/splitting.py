@@ -80,15 +80,17 @@ def main(model: str, data: str, output: str, *splits: str) -> None:
     from brim.run.distributed_request import SplitRequest
     from brim.run.training_request import Request
 
-    of_split = {"zero", "tp", "pp", "interleave", "sequence_parallel"}
+    of_split = {"zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers"}
     for number, text in enumerate(splits):
         given = json.loads(text)
         split = {name: value for name, value in given.items() if name in of_split}
+        if "stage_layers" in split:
+            split["stage_layers"] = tuple(split["stage_layers"])
         own = {name: value for name, value in given.items() if name not in of_split}
         if own.pop("rank_without_data", None) == int(os.environ["RANK"]):
             own["data"] = "nowhere.txt"
         settings = {"batch": BATCH, "seq": SEQ, "steps": STEPS, "lr": LR, "output": Path(output) / str(number)}
-        training = Request(model=model, **{"data": data, **settings, **own})
+        training = Request(**{"model": model, "data": data, **settings, **own})
         made = train(SplitRequest(training=training, timeout_s=60, **split))
         if made is not None:
             print(json.dumps(made.to_json()), flush=True)

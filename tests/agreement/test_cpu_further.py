@@ -19,7 +19,6 @@ NAMES = (
 )  # fmt: skip
 # oneDNN chooses its scratchpads by the processor; everything else is PyTorch's own.
 CONVOLUTIONS = ("ast", "unet-3d", "vq")
-MISSED = {"speecht5": "oneDNN's buffers for the data gradient of a strided convolution follow its choice of blocks"}
 
 
 def check(name):
@@ -35,13 +34,6 @@ def test_a_familys_peak_is_the_measured_one(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=MISSED[name])) if name in MISSED else name
-        for name in CONFIGURATIONS
-        if name not in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in NAMES])
 def test_the_other_families_peaks_are_the_measured_ones(name):
     check(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
 from statistics import median
 from typing import Any
@@ -53,6 +54,13 @@ def test_there_are_sixty_cases_of_every_kind() -> None:
     assert {"train", "infer", "generate"} == {case.task for case in cases}
     assert any(case.lora for case in cases)
     assert any(case.checkpointing for case in cases)
+
+
+def test_a_case_whose_process_crashed_is_left_out_of_the_comparison() -> None:
+    crashed = {"case": asdict(_gpu_zoo.CASES["llama-lora"].tiny()), "error": "the worker ended with -9"}
+    assert gpu_truth.predictions_of([crashed]) == {}
+    assert not any(gpu_truth.errors([crashed], {}).values())
+    gpu_truth.show([crashed], {})  # names it in the table
 
 
 @pytest.mark.parametrize("name", ["mobilenet-adagrad", "unet-bf16", "llama-lora", "t5-generate"])

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from brim.cli import generate_split
 from brim.cli.options import BYTES, device_option, html_option, json_option, print_json, write_html
 from brim.units import format_bytes, format_seconds
 
@@ -59,11 +60,16 @@ _AUTO_OR = _AutoOr()
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")
 @click.option("--verify", is_flag=True, help="First compare a hub download with its SHA-256: reads all of it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Split the model over so many GPUs, or CPU processes.")
+@click.option("--split", type=click.Choice(["layers", "tensors"]), help="What --gpus split.  [default: layers]")
+@click.option(
+    "--timeout", type=click.FloatRange(min=1), help="With --gpus: seconds to wait for a rank.  [default: 600]"
+)
 @html_option
 @json_option
 def generate(
     model: str, prompt: str | None, prompts: Path | None, html: Path | None, as_json: bool, **options: Any
-) -> None:
+) -> int | None:
     """Generate text with a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
@@ -76,11 +82,17 @@ def generate(
     if prompts is None and options["batch"] is not None:
         raise click.UsageError("--batch is for --prompts.")
     options["batch"] = options["batch"] or "auto"
+    split = {name: options.pop(name) for name in generate_split.SPLIT}
+    if generate_split.asked_for(split):
+        if prompt is None or html is not None:
+            raise click.UsageError("--prompts and --html are not for several ranks.")
+        return generate_split.run(model, prompt, split, options, as_json=as_json)
     if prompts is not None:
         _many(model, prompts, html, as_json, options)
     else:
         assert prompt is not None
         _one(model, prompt, html, as_json, options)
+    return None
 
 
 def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dict[str, Any]) -> None:

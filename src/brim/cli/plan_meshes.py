@@ -89,6 +89,7 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     for name in ("tp", "pp", "interleave", "zero", "micro_batch", "global_batch"):
         words += [f"--{name.replace('_', '-')}", str(getattr(split, name))]
     words += ["--sp"] if split.sequence_parallel else []
+    words += ["--stage-layers", ",".join(map(str, split.stage_layers))] if split.stage_layers else []
     return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", "megatron"])
 
 
@@ -102,7 +103,8 @@ def _document(
         proposals.append(document | {
             "interleave": mesh.split.interleave, "zero": mesh.split.zero, "micro_batch": mesh.split.micro_batch,
             "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
-            "checkpointing": mesh.checkpointing, "command": _command(model, options, mesh),
+            "checkpointing": mesh.checkpointing, "stage_layers": list(mesh.split.stage_layers),
+            "command": _command(model, options, mesh),
         })  # fmt: skip
     return {"model": model, "gpus": options["gpus"], "meshes": looked_at, "proposals": proposals, "took_s": took_s}
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from brim.estimation.parallel import Split
 
 _FIELDS = (
-    "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "zero", "sp", "interleave", "micro_batch", "global_batch",
+    "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "zero", "sp", "interleave", "stage_layers", "micro_batch",
+    "global_batch",
 )  # fmt: skip
 
 
@@ -34,6 +35,10 @@ def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option("--sp", is_flag=True, default=None, help="Sequence parallelism between tensor-parallel parts."),
         click.option("--interleave", type=whole, help="Model chunks of a pipeline rank. [default: 1]"),
+        click.option(
+            "--stage-layers", help="Layers of each pipeline stage, as in 9,9,8,6. [default: balanced by their work; "
+            "with --engine megatron even]",
+        ),
         click.option("--micro-batch", type=whole, help="Sequences of one micro-batch. [default: 1]"),
         click.option(
             "--global-batch", type=whole,
@@ -71,4 +76,13 @@ def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
     values = {name: taken[name] for name in given}
     if "sp" in values:
         values["sequence_parallel"] = values.pop("sp")
+    if "stage_layers" in values:
+        values["stage_layers"] = _numbers(values["stage_layers"])
     return Split(**values), engine or "torch"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise UsageError(f"--stage-layers {text} was given.", "It is numbers of layers, as in 9,9,8,6.")
+    return tuple(map(int, words))

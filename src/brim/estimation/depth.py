@@ -19,7 +19,7 @@ from brim.estimation.insertion import deepened
 from brim.estimation.models import Source, class_of, transformers_config
 from brim.estimation.steps import Job
 
-_FEWEST_LAYERS = 16  # with fewer, three traces of a few layers are no less work than one of all
+_FEWEST_LAYERS = 10  # with fewer, three traces of a few layers are no less work than one of all
 _REGULAR = 2  # layers of the first trace that are like all that follow: one first, one last
 # Settings by which a model does something at every n-th layer.
 _EVERY_NTH = re.compile(r"every|interval|freq|period|pattern|sparse_step")

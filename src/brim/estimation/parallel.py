@@ -23,7 +23,8 @@ class Split:
     ``dp`` 0: what is left over. ``ep`` spreads experts over ranks of dp x cp. ``zero``: 0 every rank has all states,
     1 the optimizer's are split over dp x cp, 2 gradients too, 3 weights too. ``sequence_parallel`` splits what lies
     between tensor-parallel parts along the sequence. ``interleave`` is how many model chunks a pipeline rank has.
-    ``global_batch`` 0: one micro-batch for every data-parallel rank and pipeline stage.
+    ``global_batch`` 0: one micro-batch for every data-parallel rank and pipeline stage. ``stage_layers``: of each
+    pipeline stage; empty: PyTorch's engine balances them, Megatron-LM's has as many in each.
     """
 
     gpus: int
@@ -38,6 +39,7 @@ class Split:
     interleave: int = 1
     micro_batch: int = 1
     global_batch: int = 0
+    stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -59,6 +61,8 @@ class Split:
             )
         if self.interleave > 1:
             _check_interleave(self)
+        if self.stage_layers:
+            _check_stages(self)
         if (self.dp * self.cp) % self.ep:
             raise UsageError(
                 f"--ep {self.ep} was given.",
@@ -105,6 +109,7 @@ class Split:
         text += f", ZeRO-{self.zero}" if self.zero else ""
         text += ", sequence parallel" if self.sequence_parallel else ""
         text += f", {self.interleave} chunks a rank" if self.interleave > 1 else ""
+        text += f", {'-'.join(map(str, self.stage_layers))} layers" if self.stage_layers else ""
         return f"{text}, {self.micro_batches:,} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
 
 
@@ -142,7 +147,12 @@ def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> Non
             f"{what} were asked for.", f"The model has {sizes.layers} layers, and a stage has one at least.",
             f"Nearest: --pp {nearest(sizes.layers // split.interleave or 1, lambda n: _divides(sizes.layers, n))}.",
         )  # fmt: skip
-    if (even_stages or split.interleave > 1) and sizes.layers % chunks:
+    if split.stage_layers and sum(split.stage_layers) != sizes.layers:
+        raise UsageError(
+            f"--stage-layers {','.join(map(str, split.stage_layers))} was given.",
+            f"These are {sum(split.stage_layers)} layers, and the model has {sizes.layers}.",
+        )
+    if (even_stages or split.interleave > 1) and not split.stage_layers and sizes.layers % chunks:
         raise UsageError(
             f"{chunks} even pipeline stages were asked for.", f"The model's {sizes.layers} layers do not divide.",
             f"Nearest: --pp {nearest(split.pp, lambda n: _divides(sizes.layers, n * split.interleave))}.",
@@ -214,6 +224,17 @@ def _check_batch(split: Split) -> None:
             f"--global-batch {split.global_batch} was given.",
             f"{split.dp} data-parallel ranks with micro-batches of {split.micro_batch} take multiples of {each}.",
             f"Nearest: --global-batch {counts}.",
+        )
+
+
+def _check_stages(split: Split) -> None:
+    given = ",".join(map(str, split.stage_layers))
+    if split.interleave > 1:
+        raise UsageError(f"--stage-layers {given} was given with --interleave.", "Interleaved stages are even.")
+    if len(split.stage_layers) != split.pp or min(split.stage_layers) < 1:
+        raise UsageError(
+            f"--stage-layers {given} was given.",
+            f"It is {split.pp} numbers (--pp), one for each stage, and none is below 1.",
         )
 
 

@@ -75,11 +75,17 @@ def stage_trace(
 
 
 def chunks_of(shape: Shape, split: Split, stage: int) -> list[Chunk]:
-    """A pipeline rank's model chunks: chunk ``c`` of rank ``r`` is the model's part ``c p + r``."""
-    each = shape.layers // (split.pp * split.interleave)
+    """A pipeline rank's model chunks: chunk ``c`` of rank ``r`` is the model's part ``c p + r``.
+
+    Uneven ones are those of ``--pipeline-model-parallel-layout``.
+    """
+    count = split.pp * split.interleave
+    layers = split.stage_layers or (shape.layers // count,) * count
     parts = [chunk * split.pp + stage for chunk in range(split.interleave)]
-    last = split.pp * split.interleave - 1
-    return [Chunk(first=part * each, layers=each, embeds=part == 0, has_head=part == last) for part in parts]
+    return [
+        Chunk(first=sum(layers[:part]), layers=layers[part], embeds=part == 0, has_head=part == count - 1)
+        for part in parts
+    ]
 
 
 class _Rank:

@@ -8,7 +8,7 @@ put together from them in its order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,12 @@ from brim.core import Category, Op, Phase, Storage, Trace
 from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
-from brim.estimation.parallel import Sizes, Split, check_sizes, stage_layers
-from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, TRACED, Composer
+from brim.estimation.parallel import Sizes, Split, check_sizes
+from brim.estimation.parallel_balance import stages_of
+from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, Composer, traced_order
 from brim.estimation.parallel_depth import UNIT, deepened_in_pairs
 from brim.estimation.parallel_job import ParallelJob, StageFacts
-from brim.estimation.parallel_schedule import brief, turns
+from brim.estimation.parallel_schedule import Turn, brief, turns
 from brim.estimation.parallel_script import Sent
 from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job
@@ -33,6 +34,7 @@ from brim.predict.dispatch import mark
 from brim.predict.tracer import trace
 from brim.techniques import checkpointing, pipeline, sharding
 
+_TELLING = 3  # micro-batches from which on some are neither a step's first nor its last
 _STEPS = 2  # the first makes the optimizer's state
 _FEWEST = 8  # layers of a stage from which on three shallower ones are traced and two layers repeated
 _TYPES = {
@@ -66,20 +68,28 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     _check(job)
     sizes = _sizes(job)
     check_sizes(split, sizes)
-    parts = pipeline.parts(stage_layers(sizes.layers, split.pp))
-    composers: dict[tuple[int, bool, bool], Composer] = {}
+    layers = stages_of(
+        split, transformers_config(job.source), sequence=job.sequence, checkpointing=job.workload.checkpointing
+    )  # fmt: skip
+    parts = pipeline.parts(layers)
+    composers: dict[Any, Composer] = {}
     found = []
-    for stage, part in enumerate(parts):
-        key = (part.layers, part.embeds, part.has_head)
+    for stage in range(split.pp):
+        own = parts[stage :: split.pp]
+        order = turns(brief(split, stage), stage)
+        traced = traced_order(order)
+        key = (*((part.layers, part.embeds, part.has_head) for part in own), *traced)
         if key not in composers:
-            composers[key] = Composer(_traced(job, part))
-        found.append(_facts(composers[key], job, stage))
-    return found, (_TOLD, *((_BUFFERS,) if split.pp > 1 else ()))
+            composers[key] = Composer(_traced(job, own, traced), traced)
+        found.append(_facts(composers[key], job, own, order, stage))
+    if split.pp == 1:
+        return found, (_TOLD,)
+    return found, (_TOLD, _BUFFERS, f"stages of {', '.join(map(str, layers))} layers")
 
 
 def _check(job: ParallelJob) -> None:
     split, workload = job.split, job.workload
-    for name, value in (("--cp", split.cp), ("--ep", split.ep), ("--interleave", split.interleave)):
+    for name, value in (("--cp", split.cp), ("--ep", split.ep)):
         if value > 1:
             raise UnsupportedError(
                 f"{name} {value} was asked of PyTorch's engine.", "It is not modelled there.",
@@ -118,23 +128,22 @@ def _sizes(job: ParallelJob) -> Sizes:
 # -- tracing a stage -----------------------------------------------------------------------------------------
 
 
-def _traced(job: ParallelJob, part: pipeline.Part) -> Trace:
-    """The stage's step with three micro-batches; of a deep one, two layers of shallower ones repeated where that is
+def _traced(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn]) -> Trace:
+    """The rank's step with these turns; of one deep stage, two layers of shallower ones repeated where that is
     exact."""
-    if part.layers >= _FEWEST:
-        least = UNIT + part.layers % UNIT
-        few = [_of_layers(job, part, least + more * UNIT) for more in range(3)]
-        found = deepened_in_pairs(few, part.layers - least)
+    if len(parts) == 1 and parts[0].layers >= _FEWEST:
+        least = UNIT + parts[0].layers % UNIT
+        few = [_of_layers(job, parts, order, least + more * UNIT) for more in range(3)]
+        found = deepened_in_pairs(few, parts[0].layers - least)
         if found is not None:
             return found
-    return _of_layers(job, part, part.layers)
+    return _of_layers(job, parts, order, None)
 
 
-def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
-    """The same kind of stage with so many layers, of a model with one layer before and one behind it where it has
-    some there."""
-    before, behind = (0 if part.embeds else 1), (0 if part.has_head else 1)
-    program = _Program(job, pipeline.Part(first=before, layers=layers, of=before + layers + behind))
+def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn], layers: int | None) -> Trace:
+    """The same kind of stages with so many layers (None: their own), each of a model with one layer before and one
+    behind it where it has some there."""
+    program = _Program(job, [_alone(part, layers or part.layers) for part in parts], order)
     split = job.split
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
@@ -152,6 +161,11 @@ def _of_layers(job: ParallelJob, part: pipeline.Part, layers: int) -> Trace:
         ) from error  # fmt: skip
 
 
+def _alone(part: pipeline.Part, layers: int) -> pipeline.Part:
+    before, behind = (0 if part.embeds else 1), (0 if part.has_head else 1)
+    return pipeline.Part(first=before, layers=layers, of=before + layers + behind)
+
+
 def _as_sharded(made: Trace) -> Trace:
     """Without what building lets go: real programs build on ``meta`` and make their shards only."""
     start = made.step_starts[0]
@@ -166,74 +180,117 @@ def _counts_steps(storage: Storage) -> bool:
 
 
 class _Program:
-    """One rank's program: ``build`` gives its step of three micro-batches. Nothing names a device: all is traced."""
+    """One rank's program: ``build`` gives its step of ``order``. Nothing names a device: all is traced."""
 
     mesh: DeviceMesh
 
-    def __init__(self, job: ParallelJob, part: pipeline.Part) -> None:
-        self.job, self.part = job, part
+    def __init__(self, job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn]) -> None:
+        self.job, self.parts, self.order = job, parts, order
 
     def build(self) -> Callable[[], None]:
         job, split = self.job, self.job.split
         weights, computes = _TYPES[job.workload.precision or _precision(job)]
-        model = self._model(weights)
-        model.train()
-        if (job.workload.checkpointing or "none") != "none":
-            names = checkpointing.blocks(model)
-            checkpointing.apply(model, dict.fromkeys(names, str(job.workload.checkpointing)))
-        handle = sharding.apply(
-            model, self.mesh,
-            sharding.Sharding(zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes),
-        )  # fmt: skip
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        chunks, twins = [], []
+        for part in self.parts:
+            model, table = self._model(part, weights)
+            model.train()
+            if (job.workload.checkpointing or "none") != "none":
+                names = checkpointing.blocks(model)
+                checkpointing.apply(model, dict.fromkeys(names, str(job.workload.checkpointing)))
+            handle = sharding.apply(
+                model, self.mesh,
+                sharding.Sharding(zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes),
+            )  # fmt: skip
+            chunks.append(_Chunk(model, handle, part, job, computes or weights))
+            twins += [pipeline.Twin(p) for name, p in model.named_parameters() if name == table]
+        trained = [p for chunk in chunks for p in chunk.model.parameters() if p.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
         sharding.group_by_kind(optimizer)
-        return self._step(model, handle, optimizer, computes or weights)
+        return self._step(chunks, twins, optimizer)
 
-    def _model(self, weights: torch.dtype) -> nn.Module:
-        """The whole model, and of it the stage: layers that are left out take nothing once they are gone."""
+    def _model(self, part: pipeline.Part, weights: torch.dtype) -> tuple[nn.Module, str | None]:
+        """The whole model, and of it the stage: layers that are left out take nothing once they are gone. And the
+        name in it of a weight that another stage has too."""
         job = self.job
-        config = {**job.source.config, _layers_field(job): self.part.of}
+        config = {**job.source.config, _layers_field(job): part.of}
         source = replace(job.source, config=config)
         precision = "bf16" if weights is torch.bfloat16 else "fp32"
         settings = replace(job.workload, precision=precision, seq=job.sequence)
-        return pipeline.cut(Job(source, settings).module(), self.part)
+        model = Job(source, settings).module()
+        table = pipeline.tied_table(model) if self.job.split.pp > 1 else None
+        stage = pipeline.cut(model, part)
+        return stage, next((name for name, parameter in stage.named_parameters() if parameter is table), None)
 
-    def _step(self, model: nn.Module, handle: Any, optimizer: Any, dtype: torch.dtype) -> Callable[[], None]:
-        split, part = self.job.split, self.part
-        batch, sequence = split.micro_batch, self.job.sequence
-        tokens = torch.zeros(batch, sequence, dtype=torch.long)
-        shape = self._hidden()
-        many = split.micro_batches  # torch.distributed.pipelining makes room for all of them (stage.py, _RecvInfo)
-        received = None if part.embeds else torch.zeros(many, *shape, dtype=dtype)
-        returned = None if part.has_head else torch.zeros(many, *shape, dtype=dtype)
-        traced = min(TRACED, many)
-
-        def micro_batch(index: int) -> None:
-            mark(FORWARD)
-            given = tokens if received is None else received[index].detach().requires_grad_()
-            output = model(given, tokens.clone() if part.has_head else None)
-            mark(BACKWARD)
-            if returned is None:
-                output.backward()
-            else:
-                output.backward(returned[index])
+    def _step(
+        self, chunks: Sequence[_Chunk], twins: Sequence[pipeline.Twin], optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        last = {(turn.chunk, turn.forward): turn for turn in self.order}
+        sent: list[torch.Tensor] = []  # let go at the step's end by interleaved stages (schedules.py, send_ops)
+        keeps = sent if self.job.split.interleave > 1 else None
 
         def step() -> None:
-            for index in range(traced):
-                with handle.micro_batch(last=index == traced - 1):
-                    micro_batch(index)
+            for turn in self.order:
+                mark(FORWARD if turn.forward else BACKWARD)
+                chunk = chunks[turn.chunk]
+                if turn.forward:
+                    chunk.forward(turn.micro_batch, keeps)
+                else:
+                    chunk.backward(turn.micro_batch, keeps, last=turn == last[turn.chunk, False])
             mark(OPTIMIZER)
+            sent.clear()
+            for chunk in chunks:
+                chunk.last_sent.clear()
+            for twin in twins:
+                twin.add()
             optimizer.step()
             optimizer.zero_grad()
 
         return step
 
-    def _hidden(self) -> tuple[int, int, int]:
-        split = self.job.split
-        config: Any = transformers_config(self.job.source)
-        tokens = self.job.sequence // (split.tp if split.sequence_parallel else 1)
-        return split.micro_batch, tokens, int(config.hidden_size)
+
+class _Chunk:
+    """A stage in a traced step, and what comes in to it and is kept for its backward passes."""
+
+    def __init__(
+        self, model: nn.Module, handle: sharding.Sharded, part: pipeline.Part, job: ParallelJob, dtype: torch.dtype
+    ) -> None:
+        self.model, self._handle, self._part = model, handle, part
+        many = job.split.micro_batches  # pipelining makes room for all of them (stage.py, _RecvInfo)
+        self._tokens = torch.zeros(job.split.micro_batch, job.sequence, dtype=torch.long)
+        self._received = None if part.embeds else torch.zeros(many, *_hidden(job), dtype=dtype)
+        self._returned = None if part.has_head else torch.zeros(many, *_hidden(job), dtype=dtype)
+        self._flying: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # What was sent forward last, and what backward: 1F1B's loop has them in its hands until there are others
+        # (schedules.py, fwd_sends and bwd_sends).
+        self.last_sent: dict[str, torch.Tensor] = {}
+
+    def forward(self, number: int, sent: list[torch.Tensor] | None) -> None:
+        received = self._received
+        given = self._tokens if received is None else received[number].detach().requires_grad_()
+        with self._handle.losses():
+            output = self.model(given, self._tokens.clone() if self._part.has_head else None)
+        self._flying[number] = (given, output)
+        if not self._part.has_head:
+            self.last_sent["forward"] = output.detach()
+            if sent is not None:
+                sent.append(output.detach())
+
+    def backward(self, number: int, sent: list[torch.Tensor] | None, *, last: bool) -> None:
+        given, output = self._flying.pop(number)
+        self._handle.put_off(last=last)
+        with self._handle.losses():
+            output.backward(None if self._returned is None else self._returned[number])
+        if given.grad is not None:
+            self.last_sent["backward"] = given.grad
+            if sent is not None:
+                sent.append(given.grad)
+
+
+def _hidden(job: ParallelJob) -> tuple[int, int, int]:
+    split = job.split
+    config: Any = transformers_config(job.source)
+    tokens = job.sequence // (split.tp if split.sequence_parallel else 1)
+    return split.micro_batch, tokens, int(config.hidden_size)
 
 
 def _precision(job: ParallelJob) -> str:
@@ -250,35 +307,45 @@ def _layers_field(job: ParallelJob) -> str:
 # -- from a trace to facts -----------------------------------------------------------------------------------
 
 
-def _facts(composer: Composer, job: ParallelJob, stage: int) -> StageFacts:
+def _facts(
+    composer: Composer, job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn], stage: int
+) -> StageFacts:
     split = job.split
-    order = turns(brief(split, stage), stage)
-    whole = composer.composed(order)
-    ops = composer.ops_of(
-        max(composer.traced - 2, 0)
-    )  # like most: neither the first nor the last, where there is one
-    kernels = [op for op in ops if not _is_collective(op)]
+    ops = composer.usual_ops()
     per_micro_batch = _sent(ops, split)
     hidden = _boundary_bytes(job)
-    if split.pp > 1:
-        sends = (stage + 1 < split.pp, stage > 0)
-        for phase, does in zip((Phase.FORWARD, Phase.BACKWARD), sends, strict=True):
+    for part in parts if split.pp > 1 else ():
+        for phase, does in ((Phase.FORWARD, not part.has_head), (Phase.BACKWARD, not part.embeds)):
             if does:
                 per_micro_batch.append(Sent(kind="send", axis="pp", bytes=hidden, phase=phase))
+    kernels = [op for op in (*ops, *composer.optimizer_ops()) if not _is_collective(op)]
+    told = 1 + max(turn.micro_batch for turn in order)
+    held = (split.micro_batches - told) * sum(sent.bytes for sent in per_micro_batch if sent.axis == "pp")
+    trace = composer.composed(order)
     return StageFacts(
-        trace=whole,
-        ops=(*kernels, *(op for op in composer.optimizer_ops() if not _is_collective(op))),
+        trace=_with_sent(trace, held) if split.interleave > 1 and held else trace,
+        ops=tuple(kernels),
         sent=tuple(per_micro_batch),
         once=_put_off(composer, per_micro_batch, split),
         not_modelled=tuple(name for name in composer.trace.not_modelled if not name.endswith("NCCL's buffers")),
     )
 
 
+def _with_sent(trace: Trace, held_bytes: int) -> Trace:
+    """With what the micro-batches that are not told of have sent: interleaved stages keep it until the step ends."""
+    ends = next(op.at for op in reversed(trace.ops) if op.name == OPTIMIZER)
+    sent = Storage(
+        id=len(trace.storages), bytes=held_bytes, category=Category.TEMPORARY, module="what was sent",
+        born=trace.step_starts[-1], died=ends, dtype="uint8",
+    )  # fmt: skip
+    return replace(trace, storages=(*trace.storages, sent))
+
+
 def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[Sent, ...]:
     """What the first and the last micro-batch send over data-parallel ranks beyond what all do."""
-    if composer.traced < TRACED:
+    if split.micro_batches < _TELLING:
         return ()
-    ends = Counter(sent for index in (0, TRACED - 1) for sent in _sent(composer.ops_of(index), split))
+    ends = Counter(_sent(composer.end_ops(), split))
     for sent in usual:
         ends[sent] -= 2
     return tuple(sent for sent, count in ends.items() for _ in range(count) if sent.axis == "shard")

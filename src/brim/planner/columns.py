@@ -85,6 +85,8 @@ def frames(hardware: Hardware, limits: Limits, profile: StepProfile, shape: Shap
         never_whole = in_backward and shape.micro_batch == profile.batch  # gradients are used up as they come
         if gradients != KEEP and (shape.states == KEEP or never_whole):
             continue
+        if shape.in_backward not in (None, in_backward):
+            continue
         made = Frame(
             micro_batch=shape.micro_batch,
             slots=shape.slots,

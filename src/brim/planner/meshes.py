@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Trace
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.estimation.parallel import Split, check_sizes, in_flight
+from brim.estimation.parallel import Split, check_sizes, in_flight, stage_layers
+from brim.estimation.parallel_balance import balanced
 from brim.estimation.parallel_megatron import stage_trace
 from brim.estimation.parallel_script import Sent
 from brim.estimation.parallel_shape import Shape
@@ -107,11 +108,12 @@ def best(found: list[Mesh], proves: Callable[[Mesh], bool], top: int) -> list[Me
     chosen: list[Mesh] = []
     seen: set[Split] = set()
     for mesh in itertools.islice(found, _MOST_PROOFS):
-        if mesh.split in seen:
+        alike = replace(mesh.split, stage_layers=())
+        if alike in seen:
             continue
         if proves(mesh):
             chosen.append(mesh)
-            seen.add(mesh.split)
+            seen.add(alike)
         if len(chosen) == top:
             break
     return chosen
@@ -135,7 +137,7 @@ def _peak_bytes(trace: Trace) -> int:
 
 def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
     tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus_per_node % n == 0 or n == gpus]
-    stages = [n for n in range(1, min(shape.layers, gpus) + 1) if shape.layers % n == 0]
+    stages = [n for n in range(1, min(shape.layers, gpus) + 1) if gpus % n == 0]
     for tp, pp, chunks, micro in itertools.product(tensors, stages, _CHUNKS, _MICRO_BATCHES):
         if gpus % (tp * pp) or (chunks > 1 and (pp == 1 or shape.layers % (pp * chunks))):
             continue
@@ -144,7 +146,7 @@ def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: i
                 gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, pp=pp, interleave=chunks, micro_batch=micro,
                 global_batch=batch, sequence_parallel=tp > 1, zero=1,
             )  # fmt: skip
-            check_sizes(split, shape.sizes(sequence), even_stages=True)
+            check_sizes(split, shape.sizes(sequence))
         except UsageError:
             continue  # what does not divide is no candidate
         yield split
@@ -161,23 +163,48 @@ class _Pieces:
         self._known: dict[tuple[int, int, int, str], tuple[_Costs, _Costs, _Costs]] = {}
 
     def meshes(self, split: Split) -> Iterator[Mesh]:
+        """One for each kind of recomputation, its stages balanced within the GPU's room where they fit."""
         for recompute in RECOMPUTE:
             ends = self._ends(split, recompute)
-            peak = max(self._stage_bytes(split, stage, ends) for stage in {0, split.pp - 1})
-            yield Mesh(split=split, checkpointing=recompute, time=self._step(split, recompute, ends), peak_bytes=peak)
+            layers = self._balanced(split, recompute, ends)
+            even = stage_layers(self.shape.layers, split.pp * split.interleave)
+            own = split if layers == even and len(set(even)) == 1 else replace(split, stage_layers=layers)
+            peak = max(self._stage_bytes(own, stage, ends, layers[stage]) for stage in range(split.pp))
+            time = self._step(own, recompute, ends, layers)
+            yield Mesh(split=own, checkpointing=recompute, time=time, peak_bytes=peak)
+
+    def _balanced(self, split: Split, recompute: str, ends: _Ends) -> tuple[int, ...]:
+        """Layers of each pipeline stage, or of each chunk of interleaved ones, which are even."""
+        many = split.pp * split.interleave
+        if many == 1 or split.interleave > 1:
+            return stage_layers(self.shape.layers, many)
+        room = self.gpu.capacity_bytes - self.gpu.context().bytes - _nccl_bytes(split)
+        layer, embedding, head = (cost.forward_s + cost.backward_s for cost in self._costs(split, recompute))
+        beside = {0: embedding, split.pp - 1: head}
+
+        def seconds(stage: int, count: int) -> float:
+            return count * layer + beside.get(stage, 0.0)
+
+        def held(stage: int, count: int) -> int:
+            return self._stage_bytes(split, stage, ends, count)
+
+        found = balanced(self.shape.layers, split.pp, seconds, held, room)
+        return found or stage_layers(self.shape.layers, split.pp)
 
     def parameters(self) -> int:
         """Of the whole model."""
         ends = self._ends(Split(gpus=1), "none")
         return self.shape.layers * ends.layer_parameters + ends.beside_parameters[1, 0]
 
-    def _stage_bytes(self, split: Split, stage: int, ends: _Ends) -> int:
-        """States, kept activations of all micro-batches in flight, and all that does not grow with either."""
-        layers = self.shape.layers // split.pp
-        count = layers * ends.layer_parameters + ends.beside_parameters[_which(split, stage)]
+    def _stage_bytes(self, split: Split, stage: int, ends: _Ends, layers: int) -> int:
+        """States, kept activations of all micro-batches in flight, and all that does not grow with either.
+        ``layers``: of the stage, or of each of its chunks."""
+        inner = 0 < stage < split.pp - 1
+        beside = 0 if inner else ends.beside_parameters[_which(split, stage)]
+        count = layers * split.interleave * ends.layer_parameters + beside
         states = megatron_states(count, data_parallel=split.shards, distributed_optimizer=True).value
-        kept = in_flight(split, stage) * layers // split.interleave * ends.layer_bytes
-        return states + kept + ends.beside_bytes[_which(split, stage)]
+        kept = in_flight(split, stage) * layers * ends.layer_bytes
+        return states + kept + ends.beside_bytes[(2, 0) if inner else _which(split, stage)]
 
     def _ends(self, split: Split, recompute: str) -> _Ends:
         key = (split.tp, split.micro_batch, recompute)
@@ -213,14 +240,13 @@ class _Pieces:
             beside_bytes=beside_bytes,
         )  # fmt: skip
 
-    def _step(self, split: Split, recompute: str, ends: _Ends) -> StepTime:
+    def _step(self, split: Split, recompute: str, ends: _Ends, layers: tuple[int, ...]) -> StepTime:
         layer, embedding, head = self._costs(split, recompute)
-        layers = self.shape.layers // split.pp
-        each = layer.times(layers)
-        once = self._once_s(split, layers * ends.layer_parameters + max(ends.beside_parameters.values()))
+        own = [layers[stage] * split.interleave for stage in range(split.pp)]
+        once = self._once_s(split, max(own) * ends.layer_parameters + max(ends.beside_parameters.values()))
         stages = []
         for stage in range(split.pp):
-            cost = each
+            cost = layer.times(own[stage])
             if stage == 0:
                 cost = cost.plus(embedding)
             if stage == split.pp - 1:

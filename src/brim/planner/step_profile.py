@@ -215,12 +215,21 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a program is made for: the rest of a Frame is among its columns."""
+    """What a program is made for: the rest of a Frame is among its columns.
+
+    ``in_backward`` None: among them too. A program sees how long lanes are busy and not what they wait for, so it
+    cannot tell that updates in backward hide what states away from the compute tier have to wait for.
+    """
 
     micro_batch: int
     slots: int
     states: str
+    in_backward: bool | None = None
 
 
 def shape_of(way: Way) -> Shape:
-    return Shape(micro_batch=way.frame.micro_batch, slots=way.frame.slots, states=way.frame.states)
+    """The shape to search again in: where ``way`` updates in backward, so does what is found."""
+    frame = way.frame
+    return Shape(
+        micro_batch=frame.micro_batch, slots=frame.slots, states=frame.states, in_backward=frame.in_backward or None
+    )

@@ -33,11 +33,15 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
     if isinstance(ordered, int):
         sizes = [ordered]
     places = (KEEP, DISK) if hardware.compute == RAM else (KEEP, RAM, DISK)
+    backward = limits.fixed.get("in_backward")
     for size, states, slots in product(sizes, places, _RING_SLOTS if limits.streams else _RING_SLOTS[:1]):
-        made = Shape(micro_batch=size, slots=slots, states=states)
-        fitting = all(getattr(made, name, value) == value for name, value in limits.fixed.items())
-        if fitting and (limits.states_leave or states == KEEP):
-            yield made
+        if not (limits.states_leave or states == KEEP) or limits.fixed.get("states", states) != states:
+            continue
+        if slots != limits.fixed.get("slots", slots):
+            continue
+        moved = states != KEEP and limits.single_pass and backward is None
+        for in_backward in (None, True) if moved else (None,):
+            yield Shape(micro_batch=size, slots=slots, states=states, in_backward=in_backward)
 
 
 def best(
@@ -146,7 +150,8 @@ def _with(limits: Limits, budget_bytes: Mapping[str, int]) -> Limits:
 
 def _first(profile: StepProfile, hardware: Hardware, limits: Limits) -> Way | None:
     """Any way that fits, looked for where least is taken: few rows at once, or all, with no sum of gradients."""
-    least = [shape for shape in shapes(profile, hardware, limits) if shape.slots == min(_RING_SLOTS)]
+    found = (shape for shape in shapes(profile, hardware, limits) if shape.in_backward is None)
+    least = [shape for shape in found if shape.slots == min(_RING_SLOTS)]
     sizes = {min(shape.micro_batch for shape in least), max(shape.micro_batch for shape in least)} if least else set()
     for shape in least:
         if shape.micro_batch in sizes:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from brim.run.training import is_out_of_memory
 from brim.run.training_report import Metrics, StepReport
 from brim.run.training_setup import make_writable, open_batches
 
+T = TypeVar("T")
+
 _AXES = ("pp", "shard", "tp")
 _ENGINE_WORDS = ("gloo", "NCCL", "Connection", "Timed out", "timed out", "Broken pipe")
 
@@ -53,11 +56,20 @@ def train(
     where no exception returns. Started again by torchrun, it goes on from the last checkpoint.
     Raises UsageError where torchrun has not started this process.
     """
-    with joined(request.timeout_s) as ranks:
+
+    def work(ranks: Ranks) -> SplitTraining | None:
+        if not ranks.is_first:
+            return _Run(request, ranks, lambda stage: None, lambda report: None, lambda text: None).result()
+        return _Run(request, ranks, on_stage, on_step, on_note).result()
+
+    return run_joined(request.timeout_s, work)
+
+
+def run_joined(timeout_s: float, work: Callable[[Ranks], T]) -> T:
+    """``work`` as one of the ranks; what it raises is told once, by rank 0, and ends all of them."""
+    with joined(timeout_s) as ranks:
         try:
-            if not ranks.is_first:
-                return _Run(request, ranks, lambda stage: None, lambda report: None, lambda text: None).result()
-            return _Run(request, ranks, on_stage, on_step, on_note).result()
+            return work(ranks)
         except BrimError as error:
             ranks.give_up(error)
         except Exception as error:
@@ -69,8 +81,8 @@ def train(
 def _in_words(error: Exception, ranks: Ranks) -> BaseException:
     if is_out_of_memory(error):
         return BudgetError(
-            f"Rank {ranks.rank} was to train.", f"Its memory ran out: {' '.join(str(error).split()):.300}",
-            "Give a smaller --micro-batch, --checkpointing full, a higher --zero, or more ranks.",
+            f"Rank {ranks.rank} was to do its part.", f"Its memory ran out: {' '.join(str(error).split()):.300}",
+            "Take more ranks; for training also a smaller --micro-batch, --checkpointing full or a higher --zero.",
         )  # fmt: skip
     if isinstance(error, dist.DistError) or any(word in str(error) for word in _ENGINE_WORDS):
         return ranks.stuck(error)
@@ -153,7 +165,7 @@ class _Run:
         recipe = Recipe(
             folder=folder, split=split, precision=request.precision or ("bf16-mixed" if on_gpu else "fp32"),
             optimizer=request.optimizer, lr=request.lr, sequence=request.seq, checkpointing=request.checkpointing,
-            seed=request.seed, trust_remote_code=request.trust_remote_code,
+            seed=request.seed, trust_remote_code=request.trust_remote_code, method=request.method,
         )  # fmt: skip
         trainee = open_whole(recipe)
         check(trainee, recipe)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from brim.errors import TransferError, UsageError
 from brim.memory.checkpoint_writing import write_safetensors
 from brim.run import checkpoint_reading
-from brim.run.checkpoint_contents import model_files, model_tensors
+from brim.run.checkpoint_contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint_manifest import checkpoint_folder, partial_folder
 from brim.run.checkpoint_reading import entry_of
 from brim.run.checkpoint_writer import FolderWriter
@@ -45,6 +45,7 @@ class SplitSaver:
         self._ranks, self._part, self._recipe = ranks, part, recipe
         self._output, self._model = output, str(model)
         self._course = {"MODEL": self._model, "--optimizer": recipe.optimizer, "--precision": recipe.precision}
+        self._course["--method"] = recipe.method
         self.notes: list[str] = []
         self._steps_done = 0  # of the optimizer
 
@@ -75,7 +76,7 @@ class SplitSaver:
                 "Resume without torchrun, or train anew from that folder's model.",
             )  # fmt: skip
         for option, now in self._course.items():
-            if state["course"].get(option) != now:
+            if state["course"].get(option, "full" if option == "--method" else None) != now:
                 raise UsageError(
                     f"Training was to go on from {folder}.",
                     f"{option} is another: that training began with {state['course'].get(option)}, not with {now}.",
@@ -121,6 +122,28 @@ class SplitSaver:
 
     def _export(self, step: int, *, keep: bool) -> None:
         folder = checkpoint_folder(self._output, step)
+        if self._recipe.method == "lora":
+            _told(self._output, lambda: self._write_adapter(folder))
+        else:
+            self._write_model(folder)
+        if not keep:
+            _told(self._output, lambda: shutil.rmtree(folder))
+
+    def _write_adapter(self, folder: Path) -> None:
+        trainee = open_whole(self._recipe)
+        trained = {name: p.data for name, p in trainee.module.named_parameters() if p.requires_grad}
+        with _quiet():
+            load(dict(trained), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        tensors = adapter_tensors(trainee.module)
+        self._write_files(adapter_files(trainee.module, trainee.base, self._recipe.folder))
+        path = self._output / f"{tensors.stem}.safetensors"
+        write_safetensors(path, tensors.layout, iter(tensors.values), dict(replace(tensors, values=()).metadata))
+
+    def _write_files(self, files: Mapping[str, bytes | Path]) -> None:
+        for name, content in files.items():
+            (self._output / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
+
+    def _write_model(self, folder: Path) -> None:
         module = open_whole(self._recipe).module
         tensors = model_tensors(module)
         buffers = dict(module.named_buffers())
@@ -136,21 +159,18 @@ class SplitSaver:
                 yield from read.items()
 
         def write() -> None:
-            for name, content in model_files(module, self._recipe.folder).items():
-                data = content.read_bytes() if isinstance(content, Path) else content
-                (self._output / name).write_bytes(data)
+            self._write_files(model_files(module, self._recipe.folder))
             path = self._output / f"{tensors.stem}.safetensors"
             write_safetensors(path, tensors.layout, values(), dict(replace(tensors, values=()).metadata))
-            if not keep:
-                shutil.rmtree(folder)
 
         _told(self._output, write)
 
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
-        """Weights and optimizer states by name: DTensors say themselves which part of the whole they are."""
-        named = self._part.named_parameters()
+        """Trained weights and their optimizer states by name: DTensors say themselves which part of the whole they
+        are."""
+        named = {name: p for name, p in self._part.named_parameters().items() if p.requires_grad}
         found: dict[str, Any] = {name: parameter.detach() for name, parameter in named.items()}
         state = self._part.optimizer.state
         for name, parameter in named.items():

@@ -212,7 +212,7 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     if not started_by_torchrun():
         raise UsageError(
             "A model was to be split over ranks.", "This process is alone: torchrun did not start it.",
-            "Run it as torchrun --nproc-per-node N -m brim train ...",
+            "Run it as torchrun --nproc-per-node N -m brim ...",
         )  # fmt: skip
     hook = sys.excepthook
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -223,7 +223,17 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     turn = store.add(f"runs-{rank}", 1)  # a program may train several times: keys of one run are not another's
     engine = PrefixStore(f"engine-{turn}", store)
-    dist.init_process_group(backend, store=engine, rank=rank, world_size=world, timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=engine, rank=rank, world_size=world, timeout=timeout)
+    except (dist.DistError, RuntimeError) as error:
+        if rank:
+            raise SystemExit(1) from error  # rank 0 tells
+        reason = " ".join(str(error).split())
+        raise TransferError(
+            f"{world} ranks were to find each other within {timeout_s:g} s.",
+            f"It failed: {reason:.300}",
+            "A rank that ended says why in its own log; --timeout allows them more time.",
+        ) from error
     sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
     ranks = Ranks(PrefixStore(f"brim-{turn}", store), timeout_s)
     ranks.start_watching()
@@ -240,7 +250,7 @@ def _text_of(error: BaseException, rank: int) -> str:
         return json.dumps(parts)
     reason = " ".join(str(error).split())
     return json.dumps({
-        "asked": f"Rank {rank} was to train.", "found": f"It fails: {type(error).__name__}: {reason:.500}",
+        "asked": f"Rank {rank} was to do its part.", "found": f"It fails: {type(error).__name__}: {reason:.500}",
         "todo": "", "exit_code": 1,
     })  # fmt: skip
 

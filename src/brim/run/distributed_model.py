@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from brim.errors import ModelError, UnsupportedError
-from brim.estimation.parallel import Sizes, Split, check_sizes, stage_layers
+from brim.estimation.parallel import Sizes, Split, check_sizes
+from brim.estimation.parallel_balance import stages_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
-from brim.run.trainee import Trainee, open_trainee
+from brim.run.trainee import Method, Trainee, open_trainee
 from brim.techniques import checkpointing, optimizers, pipeline, sharding
+from brim.techniques.weight_streaming import Weights
 
 COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
 
@@ -35,12 +39,14 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other."""
+    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other.
+    ``twin``: a weight that another stage has too."""
 
     chunks: Sequence[Chunk]
     optimizer: torch.optim.Optimizer
     hidden: int
     dtype: torch.dtype
+    twin: pipeline.Twin | None = None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """By their names in the whole model, tied ones once."""
@@ -64,12 +70,13 @@ class Recipe:
     checkpointing: str | None = None
     seed: int = 0
     trust_remote_code: bool = False
+    method: Method = "full"
 
 
 def open_whole(recipe: Recipe) -> Trainee:
     """The model with its weights still in their files. Raises what ``open_trainee`` does."""
     return open_trainee(
-        recipe.folder, method="full", precision=recipe.precision, seed=recipe.seed,
+        recipe.folder, method=recipe.method, precision=recipe.precision, seed=recipe.seed,
         trust_remote_code=recipe.trust_remote_code,
     )  # fmt: skip
 
@@ -77,18 +84,12 @@ def open_whole(recipe: Recipe) -> Trainee:
 def check(trainee: Trainee, recipe: Recipe) -> None:
     """Raise UsageError for sizes that do not divide, UnsupportedError for what cannot be split."""
     split, config = recipe.split, trainee.module.config
-    check_sizes(split, _sizes(config, recipe.sequence))
+    check_sizes(split, sizes_of(config, recipe.sequence))
     if split.tp > 1 and any(type(module).__name__ == "Conv1D" for module in trainee.module.modules()):
         raise UnsupportedError(
             f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",
             "Its queries, keys and values are one product, whose parts no checkpoint would find again.",
             "Split it by --zero or --pp.",
-        )
-    if split.pp > 1 and getattr(config, "tie_word_embeddings", False):
-        raise UnsupportedError(
-            f"--pp {split.pp} was asked for {type(trainee.module).__name__}.",
-            "Its output layer is its embedding, and they would be on different ranks.",
-            "Split it by --zero or --tp.",
         )
 
 
@@ -99,8 +100,13 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     further one. Raises ModelError for files that are damaged.
     """
     split = recipe.split
-    parts = pipeline.parts(stage_layers(_layers(first.module.config), split.pp * split.interleave))
+    layers = stages_of(
+        split, first.module.config, sequence=recipe.sequence, checkpointing=recipe.checkpointing
+    )  # fmt: skip
+    parts = pipeline.parts(layers)
     stage = mesh["pp"].get_local_rank()
+    table = pipeline.tied_table(first.module) if split.pp > 1 else None
+    tied = next((name for name, p in first.module.named_parameters() if p is table), None)
     indices = range(stage, len(parts), split.pp)
     chunks = []
     for index in indices:
@@ -113,8 +119,25 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     config: Any = first.module.config
     return Part(
         chunks=chunks, optimizer=optimizer, hidden=int(config.hidden_size),
-        dtype=COMPUTES.get(recipe.precision, weights),
+        dtype=COMPUTES.get(recipe.precision, weights), twin=_twin(chunks, tied, mesh),
     )  # fmt: skip
+
+
+def _twin(chunks: Sequence[Chunk], tied: str | None, mesh: DeviceMesh) -> pipeline.Twin | None:
+    """The copy of a tied table on this rank, if it is the first of its pipeline or the last."""
+    for chunk in chunks:
+        for name, parameter in chunk.module.named_parameters():
+            if chunk.names[name] == tied and tied is not None:
+                group = mesh.get_group("pp")
+                peer = dist.get_global_rank(group, mesh["pp"].size() - 1 if chunk.module.part.embeds else 0)
+                return pipeline.Twin(parameter, functools.partial(_exchange, peer=peer, group=group))
+    return None
+
+
+def _exchange(own: torch.Tensor, other: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    ways = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
 
 
 def _chunk(
@@ -123,7 +146,6 @@ def _chunk(
 ) -> Chunk:  # fmt: skip
     names = {id(parameter): name for name, parameter in trainee.module.named_parameters()}
     stage = pipeline.cut(trainee.module, part)
-    assert isinstance(stage, pipeline.Stage)
     whole = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
     if (recipe.checkpointing or "none") != "none":
         checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), str(recipe.checkpointing)))
@@ -131,9 +153,9 @@ def _chunk(
     decision = sharding.Sharding(
         zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision)
     )
-    filler = _Filler(trainee, names, device)
+    filler = Filler(trainee.weights, names, device)
     handle = sharding.apply(stage, mesh, decision, filler)
-    _own(stage)
+    own_shares(stage)
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -141,11 +163,11 @@ def _chunk(
     return Chunk(module=stage, handle=handle, names=whole, index=index, of=of)
 
 
-class _Filler:
-    """Reads the parameters of a part from the files, once each."""
+class Filler:
+    """Reads the parameters of a part from the files, once each. ``names``: of each in the whole model, by its id."""
 
-    def __init__(self, trainee: Trainee, names: Mapping[int, str], device: torch.device) -> None:
-        self._trainee, self._names, self._device = trainee, names, device
+    def __init__(self, weights: Weights, names: Mapping[int, str], device: torch.device) -> None:
+        self._weights, self._names, self._device = weights, names, device
         self._done: set[int] = set()
 
     def __call__(self, part: nn.Module, without: Sequence[nn.Module]) -> None:
@@ -159,17 +181,17 @@ class _Filler:
                     parameter.data = self._value(self._names[id(parameter)], parameter).to(self._device)
 
     def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        source: TensorSource | None = self._trainee.weights.sources.get(name)
+        source: TensorSource | None = self._weights.sources.get(name)
         if source is None:
             return parameter.data
         value = FileTensor.open(source).materialize()
-        verify: Callable[[str, torch.Tensor], None] | None = self._trainee.weights.verify
+        verify: Callable[[str, torch.Tensor], None] | None = self._weights.verify
         if verify is not None:
             verify(name, value)
         return value.to(parameter.dtype)
 
 
-def _own(stage: nn.Module) -> None:
+def own_shares(stage: nn.Module) -> None:
     """A share that is a view of the whole would keep the whole alive."""
     for parameter in stage.parameters():
         local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
@@ -181,7 +203,8 @@ def _layers(config: Any) -> int:
     return int(config.num_hidden_layers)
 
 
-def _sizes(config: Any, sequence: int) -> Sizes:
+def sizes_of(config: Any, sequence: int) -> Sizes:
+    """What must divide. Raises ModelError for a configuration without layers."""
     if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
         raise ModelError(
             f"{type(config).__name__} was to be split over ranks.",

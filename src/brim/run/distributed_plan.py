@@ -86,5 +86,5 @@ def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
     )  # fmt: skip
     return SplitRequest(
         training=followed, zero=split.zero, tp=split.tp, pp=split.pp, interleave=split.interleave,
-        sequence_parallel=split.sequence_parallel, timeout_s=request.timeout_s,
+        sequence_parallel=split.sequence_parallel, stage_layers=split.stage_layers, timeout_s=request.timeout_s,
     )  # fmt: skip

@@ -31,6 +31,7 @@ class SplitRequest:
     pp: int = 1
     interleave: int = 1
     sequence_parallel: bool = False
+    stage_layers: tuple[int, ...] = ()
     timeout_s: float = TIMEOUT_S
 
     def check(self) -> None:
@@ -43,8 +44,11 @@ class SplitRequest:
                     f"{option} was given for several ranks.", "Splitting is planned without it.",
                     "Leave it out: ZeRO, tensor and pipeline parallelism and --checkpointing save memory here.",
                 )  # fmt: skip
-        if training.method != "full":
-            raise UnsupportedError(f"--method {training.method} was asked for on several ranks.", "Only full is.")
+        if training.method != "full" and (self.tp > 1 or self.pp > 1):
+            raise UnsupportedError(
+                f"--method {training.method} was asked for with --{'tp' if self.tp > 1 else 'pp'}.",
+                "Adapters are split over data-parallel ranks.", "Use --zero.",
+            )  # fmt: skip
         if training.optimizer not in _OPTIMIZERS:
             raise UnsupportedError(
                 f"--optimizer {training.optimizer} was asked for on several ranks.",
@@ -71,7 +75,7 @@ class SplitRequest:
         return Split(
             gpus=ranks, gpus_per_node=min(per_node, ranks), tp=self.tp, pp=self.pp, zero=self.zero,
             interleave=self.interleave, sequence_parallel=self.sequence_parallel, micro_batch=micro,
-            global_batch=batch,
+            global_batch=batch, stage_layers=self.stage_layers,
         )  # fmt: skip
 
 

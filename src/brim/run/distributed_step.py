@@ -63,6 +63,8 @@ class Stepper:
         for group in self._part.optimizer.param_groups:
             group["lr"] = lr
         own = self._backward(share) if self._schedule is None else self._pipelined(share)
+        if self._part.twin is not None:
+            self._part.twin.add()
         loss = self._of_all(own)
         if clip_norm is not None:
             self._clip(clip_norm)
@@ -109,13 +111,18 @@ class Stepper:
         trained = [p for group in self._part.optimizer.param_groups for p in group["params"] if p.grad is not None]
         kinds = sharding.of_one_kind(trained)
         square = torch.zeros((), device=self._device)
-        for kind in kinds:
+        for kind in sharding.of_one_kind(p for p in trained if not self._counted_elsewhere(p)):
             norm = torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
             square += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
         if self._split.pp > 1:
             dist.all_reduce(square, group=self._mesh.get_group("pp"))
         for kind in kinds:
             torch.nn.utils.clip_grads_with_norm_(kind, most, square.sqrt())
+
+    def _counted_elsewhere(self, parameter: torch.Tensor) -> bool:
+        """Of a table that is the embedding and the output layer, the first stage counts the gradient."""
+        twin = self._part.twin
+        return twin is not None and twin.weight is parameter and self._mesh["pp"].get_local_rank() > 0
 
 
 class _Stage(PipelineStage):

@@ -7,7 +7,7 @@ prediction runs one stage's forward and backward on fake tensors, in the same wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Part:
         return self.first + self.layers == self.of
 
 
-def cut(model: Any, part: Part) -> nn.Module:
+def cut(model: Any, part: Part) -> Stage:
     """``model`` (transformers' causal language model) with the layers of ``part`` only, in place.
 
     Raises UsageError for layers that it does not have, UnsupportedError where its one list of layers is not found.
@@ -70,6 +70,11 @@ class Stage(nn.Module):
         self._inner = [inner]  # a part of ``model``: not a second child
         self.tokens_over: DeviceMesh | None = None
 
+    @property
+    def inner(self) -> nn.Module:
+        """The decoder: embedding, layers and last norm, without the output layer."""
+        return self._inner[0]
+
     def forward(self, given: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if self.tokens_over is not None and not self.part.embeds:
             given = DTensor.from_local(given, self.tokens_over, [Shard(1)], run_check=False)
@@ -79,6 +84,38 @@ class Stage(nn.Module):
             return loss
         hidden: torch.Tensor = self._inner[0](**named, use_cache=False)[0]
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden
+
+
+def tied_table(model: Any) -> nn.Parameter | None:
+    """The weight that is a model's embedding and its output layer, where it has one."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return table.weight if table is not None and head is not None and head.weight is table.weight else None
+
+
+class Twin:
+    """A weight of which the first stage has a copy as its embedding and the last one as its output layer.
+
+    Both copies get the sum of both gradients, as Megatron-LM does it (core/distributed/finalize_model_grads.py), so
+    that they stay one. ``exchange`` sends this rank's gradient to the other's rank and fills the second tensor with
+    what comes from there; in a prediction it does nothing.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, exchange: Callable[[torch.Tensor, torch.Tensor], None] = lambda own, other: None
+    ) -> None:
+        self.weight, self._exchange = weight, exchange
+
+    def add(self) -> None:
+        """To be called once all gradients of a step are there."""
+        gradient = self.weight.grad
+        assert gradient is not None, "a step without a gradient of the embedding"
+        if isinstance(gradient, DTensor) and isinstance(self.weight, DTensor):  # an embedding's may be whole
+            gradient = gradient.redistribute(placements=self.weight.placements)
+            self.weight.grad = gradient
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        other = torch.empty_like(own)
+        self._exchange(own, other)
+        own.add_(other)
 
 
 def _stack(model: nn.Module) -> tuple[nn.ModuleList, str]:

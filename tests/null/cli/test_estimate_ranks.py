@@ -65,6 +65,8 @@ def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
         (["--gpus", "8", "--dp", "3"], "--dp 8"),
         (["--gpus", "8", "--global-batch", "12"], "--global-batch 8 or 16"),
         (["--gpus", "8", "--zero", "4"], "0, 1, 2 and 3"),
+        (["--gpus", "8", "--pp", "2", "--stage-layers", "two"], "as in 9,9,8,6"),
+        (["--gpus", "8", "--pp", "2", "--stage-layers", "3,2"], "These are 5 layers"),
         (["--gpus", "0"], "--gpus 0"),
         (["--gpus", "8", "--engine", "megatro"], "megatron"),
         (["--gpus", "8", "--explain-formula"], "one GPU"),

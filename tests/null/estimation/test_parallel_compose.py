@@ -7,7 +7,7 @@ from torch import nn
 
 from brim.core import Category
 from brim.estimation.parallel import Split
-from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, Composer
+from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, Composer, traced_order
 from brim.estimation.parallel_schedule import Turn, turns
 from brim.estimation.simulation import simulate
 from brim.predict.dispatch import mark
@@ -44,7 +44,7 @@ def program(order):
 
 @pytest.fixture(scope="module")
 def composer():
-    return Composer(program(THREE))
+    return Composer(program(THREE), THREE)
 
 
 @pytest.mark.parametrize("stages", [1, 3, 4])
@@ -75,7 +75,59 @@ def test_every_storage_of_a_composed_step_is_let_go_as_in_the_trace(composer):
 
 
 def test_one_micro_batchs_kernels_are_those_between_its_marks(composer):
-    ops = composer.ops_of(1)
+    ops = composer.usual_ops()
     assert [op.name for op in ops if op.name.startswith("brim.")] == [FORWARD, BACKWARD]
     assert {op.phase.value for op in ops if op.flops} == {"forward", "backward"}
     assert all(op.phase.value == "optimizer" for op in composer.optimizer_ops() if op.flops or "adam" in op.name)
+
+
+def gathering(order, chunks):
+    """Chunks whose weights are gathered by a forward that does not find them, and let go by each backward, as FSDP2
+    does it; what is sent is kept until the step ends."""
+
+    def build():
+        models = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda() for _ in range(chunks)]
+        optimizer = torch.optim.AdamW([weight for model in models for weight in model.parameters()])
+
+        def step():
+            outputs, gathered, sent = {}, {}, []
+            for turn in order:
+                mark(FORWARD if turn.forward else BACKWARD)
+                if turn.chunk not in gathered:
+                    gathered[turn.chunk] = torch.zeros(4 << 20, device="cuda")
+                if turn.forward:
+                    made = models[turn.chunk](torch.zeros(512, 256, device="cuda"))
+                    outputs[turn] = made
+                    sent.append(made.detach())
+                else:
+                    outputs.pop(Turn(micro_batch=turn.micro_batch, chunk=turn.chunk, forward=True)).sum().backward()
+                    del gathered[turn.chunk]
+                made = None
+            mark(OPTIMIZER)
+            sent.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return trace(build, steps=2, target="cuda")
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches", "stage"), [(2, 1, 7, 0), (4, 1, 9, 1), (2, 2, 8, 0), (2, 2, 6, 1)]
+)
+def test_chunks_and_weights_that_forwards_share_are_composed_as_they_run(stages, chunks, micro_batches, stage):
+    split = Split(
+        gpus=stages, gpus_per_node=stages, pp=stages, interleave=chunks, global_batch=micro_batches
+    )  # fmt: skip
+    order = turns(split, stage)
+    few = traced_order(order)
+    assert len(few) < len(order)
+    composed = Composer(gathering(few, chunks), few).composed(order)
+    one, other = (simulate(made, None).peak_bytes for made in (gathering(order, chunks), composed))
+    assert (other.allocated, other.reserved) == (one.allocated, one.reserved)
+
+
+def test_few_turns_are_traced_as_they_are():
+    order = turns(Split(gpus=2, gpus_per_node=2, pp=2, global_batch=2), 0)
+    assert traced_order(order) == order

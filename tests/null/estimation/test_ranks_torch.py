@@ -94,6 +94,21 @@ def test_a_deep_stage_is_a_layer_repeated(model, tmp_path):
     assert repeated.peak_bytes == whole.peak_bytes
 
 
+def test_interleaved_stages_keep_what_every_micro_batch_sent(model):
+    """Also those that are not written out: on the first rank each takes the room for what it receives, and for what
+    it has sent; its first chunk sends one way, its second both."""
+
+    def peak(many):
+        split = {"gpus": 2, "pp": 2, "interleave": 2, "global_batch": many}
+        return estimated(model.parent / "deep", **split, precision="fp32").ranks[0].peak_bytes.allocated
+
+    (model.parent / "deep").mkdir()
+    (model.parent / "deep" / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
+    hidden = 64 * 128 * 4
+    received = 3 * hidden  # room for what comes in, of both chunks
+    assert peak(16) - peak(12) == peak(12) - peak(8) == 4 * (received + 3 * hidden)
+
+
 @pytest.mark.parametrize(
     "settings", [{"gpus": 2, "cp": 2}, {"gpus": 4, "pp": 2, "interleave": 1, "ep": 2, "global_batch": 4}]
 )

@@ -1,6 +1,7 @@
 """The search over meshes: closed forms that agree with the proof, the fastest that fit, and no wait."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -73,4 +74,24 @@ def test_too_few_gpus_name_how_many_hold_the_states(llama):
 
 def test_a_batch_that_no_mesh_divides_is_an_error(llama):
     with pytest.raises(UsageError, match="--global-batch"):
-        meshes(llama, gpus=7, gpus_per_node=7, gpu=H100, sequence=4096, global_batch=5)
+        meshes(llama, gpus=101, gpus_per_node=101, gpu=H100, sequence=4096, global_batch=5)
+
+
+def test_stages_that_do_not_divide_are_balanced_and_their_proof_agrees(llama):
+    found = meshes(llama, gpus=24, gpus_per_node=8, gpu=H100, sequence=4096, global_batch=96)
+    uneven = [mesh for mesh in found if mesh.split.stage_layers]
+    assert {sum(mesh.split.stage_layers) for mesh in uneven} == {80}
+    mesh = next(mesh for mesh in uneven if mesh.split.pp == 3)
+    told = proof(mesh, "H100")
+    assert told.fits
+    assert told.worst.peak_bytes.allocated == pytest.approx(mesh.peak_bytes, rel=0.02)
+    assert told.step_s == pytest.approx(mesh.step_s, rel=0.02)
+
+
+def test_a_large_head_takes_layers_from_its_stage_where_that_is_faster():
+    small = shape_of(find_model("llama-3-8b"))
+    found = meshes(small, gpus=4, gpus_per_node=4, gpu=H100, sequence=4096, global_batch=32)
+    deep = next(mesh for mesh in found if mesh.split.pp == 4 and mesh.split.interleave == 1)
+    assert deep.split.stage_layers[-1] < max(deep.split.stage_layers)
+    even = proof(replace(deep, split=replace(deep.split, stage_layers=())), "H100", "llama-3-8b")
+    assert proof(deep, "H100", "llama-3-8b").step_s < even.step_s

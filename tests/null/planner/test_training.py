@@ -191,6 +191,15 @@ def test_updating_in_backward_hides_the_processors_work() -> None:
     assert beside_s < after_s * 0.9
 
 
+@pytest.mark.parametrize("seconds", [0.003, 0.006, 0.01, 0.02])
+@pytest.mark.parametrize("kept", [10 * MIB, 100 * MIB])
+def test_updates_in_backward_are_found_where_they_hide_what_states_wait_for(seconds: float, kept: int) -> None:
+    step = profile(kept=kept, seconds=seconds)
+    by_hand = plain(step, states=DISK, in_backward=True)
+    room = limits(0, held(step, by_hand, CPU)[RAM] + 10 * MIB)
+    assert fastest(step, CPU, room)[0] <= training_step_s(step, CPU, by_hand)[0] * (1 + 1e-6)
+
+
 @settings(max_examples=60)
 @given(
     left=st.dictionaries(

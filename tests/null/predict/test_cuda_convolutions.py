@@ -53,3 +53,16 @@ def test_half_precision_transposes_its_operands_with_channels_padded_to_eight(dt
 def test_channels_last_and_float32_are_not_transposed():
     assert TRANSPOSED * 2 not in temporaries(torch.float16, torch.channels_last)
     assert TRANSPOSED * 4 not in temporaries(torch.float32)
+
+
+@pytest.mark.parametrize(("groups", "first"), [(32, 32 * 3 * 3), (1, 2 * 32 * 16 * 16)])
+def test_depthwise_kernels_make_the_gradient_of_the_weight_before_that_of_the_source(groups, first):
+    def build():
+        model = nn.Conv2d(32, 32, 3, padding=1, groups=groups, bias=False).cuda()
+        source = torch.randn(2, 32, 16, 16, device="cuda", requires_grad=True)
+        return lambda: model(source).square().sum().backward()
+
+    made = trace(build, steps=1)
+    backward = next(op for op in made.ops if "convolution_backward" in op.name)
+    born = min((s for s in made.storages if s.born > backward.at), key=lambda storage: storage.born)
+    assert born.bytes == 4 * first

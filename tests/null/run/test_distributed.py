@@ -10,23 +10,59 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import splitting
 from brim.core import Timeline
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import cpu_bytes
+from brim.run.data import Batches, open_data
+from brim.run.trainee import add_lora
 from splitting import BATCH, LR, SEQ, STEPS, brim_train, command, environment, signal_rank, torchrun, trained
-from tiny_model import save_llama
+from tiny_model import save_llama, save_tokenizer
 from trainings import course, plain, weights, write_text
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
 
 SP = {"sequence_parallel": True}
+TABLE = "transformer.wte.weight"
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=64, positions=128)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose output layer is its embedding."""
+    folder = save_llama(tmp_path_factory.mktemp("tied"), layers=4, hidden=64, positions=128)
+    torch.manual_seed(3)
+    config = LlamaConfig.from_pretrained(folder, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its output layer is its embedding."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(1)
+    config = GPT2Config(
+        n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=300, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +77,19 @@ def alone(llama: Path, text: Path) -> tuple[list[float], dict[str, torch.Tensor]
 
 
 def split_of(ranks: int, given: dict[str, Any]) -> Split:
-    shape = {name: given[name] for name in ("zero", "tp", "pp", "interleave", "sequence_parallel") if name in given}
+    names = ("zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers")
+    shape = {name: given[name] for name in names if name in given}
     return Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, micro_batch=given["micro_batch"], **shape)
 
 
-def check(ranks: int, llama: Path, text: Path, output: Path, alone: Any, *splits: dict[str, Any]) -> list[Any]:
-    """Every split has the losses and the weights of one process."""
+def check(made: list[Any], output: Path, alone: Any, *splits: dict[str, Any]) -> None:
+    """Every split, the first of ``made``, has the losses and the weights of one process."""
     losses, last = alone
-    made = trained(ranks, llama, text, output, *splits)
-    for number, (split, found) in enumerate(zip(splits, made, strict=True)):
+    assert len(made) >= len(splits)
+    for number, (split, found) in enumerate(zip(splits, made, strict=False)):
         assert found["losses"] == pytest.approx(losses, abs=1e-5), split
         for name, value in weights(output / str(number)).items():
             assert torch.allclose(value, last[name], atol=1e-5), (split, name)
-    return made
 
 
 def check_memory(ranks: int, llama: Path, made: list[Any], *splits: dict[str, Any]) -> None:
@@ -66,49 +102,93 @@ def check_memory(ranks: int, llama: Path, made: list[Any], *splits: dict[str, An
 
 
 def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
-    llama: Path, text: Path, tmp_path: Path, alone: Any
+    llama: Path, gpt2: Path, text: Path, tmp_path: Path, alone: Any
 ) -> None:
+    """Of each kind one, in one group of processes; GPT-2's output layer is its embedding, on both stages."""
     splits = [
-        {"zero": 3, "micro_batch": 6}, {"zero": 1, "micro_batch": 3}, {"tp": 2, "micro_batch": 12, **SP},
-        {"pp": 2, "micro_batch": 6},
+        {"zero": 3, "micro_batch": 6}, {"tp": 2, "micro_batch": 12, **SP},
+        {"pp": 2, "micro_batch": 6, "stage_layers": (3, 1)}, {"pp": 2, "interleave": 2, "micro_batch": 3},
     ]  # fmt: skip
-    made = check(2, llama, text, tmp_path, alone, *splits)
-    check_memory(2, llama, [made[0], made[3]], splits[0], splits[3])
+    tied = {"pp": 2, "micro_batch": 6}
+    lora = {"method": "lora", "zero": 3, "micro_batch": 3}
+    made = trained(2, llama, text, tmp_path, *splits, {**tied, "model": str(gpt2)}, lora)
+    check(made, tmp_path, alone, *splits)
+    check_memory(2, llama, made[:4:3], *splits[::3])
     whole = Timeline.read(tmp_path / "0" / "timeline-1.json")
     assert whole.measured
     assert whole.peak_bytes("ram") >= made[0]["ranks"][1]["allocated_bytes"] > 1 << 20
+    of_gpt2 = plain(gpt2, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
+    assert made[4]["losses"] == pytest.approx(of_gpt2[0], abs=1e-5)
+    assert torch.allclose(weights(tmp_path / "4")[TABLE], of_gpt2[1][TABLE], atol=1e-5)
+    check_memory(2, gpt2, made[4:5], tied)
+    check_adapter(made[5]["losses"], tmp_path / "5", adapted(llama, text))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_other_splits_of_two_ranks(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
     splits = [
-        {"zero": 0, "micro_batch": 6}, {"zero": 2, "micro_batch": 1}, {"tp": 2, "micro_batch": 12},
+        {"zero": 0, "micro_batch": 6}, {"zero": 1, "micro_batch": 3}, {"zero": 2, "micro_batch": 1},
+        {"tp": 2, "micro_batch": 12}, {"pp": 2, "micro_batch": 6, "stage_layers": (3, 1)},
+        {"pp": 2, "micro_batch": 6},
         {"tp": 2, "micro_batch": 4, "checkpointing": "full"},
         {"pp": 2, "micro_batch": 1, "checkpointing": "selective"},
     ]  # fmt: skip
-    made = check(2, llama, text, tmp_path, alone, *splits)
+    made = trained(2, llama, text, tmp_path, *splits)
+    check(made, tmp_path, alone, *splits)
     check_memory(2, llama, made, *splits)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_splits_of_four_ranks(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
-    predicted = [
+    splits = [
         {"zero": 3, "micro_batch": 3}, {"zero": 0, "micro_batch": 1}, {"zero": 1, "tp": 2, "micro_batch": 2, **SP},
         {"zero": 2, "tp": 2, "micro_batch": 3}, {"pp": 2, "zero": 1, "micro_batch": 1},
         {"pp": 2, "tp": 2, "micro_batch": 2, **SP}, {"pp": 4, "micro_batch": 1, "checkpointing": "full"},
+        {"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}, {"pp": 2, "zero": 3, "micro_batch": 3},
     ]  # fmt: skip
-    others = [{"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}, {"pp": 2, "zero": 3, "micro_batch": 3}]
-    made = check(4, llama, text, tmp_path, alone, *predicted, *others)
-    check_memory(4, llama, made[: len(predicted)], *predicted)
+    made = trained(4, llama, text, tmp_path, *splits)
+    check(made, tmp_path, alone, *splits)
+    check_memory(4, llama, made, *splits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_tied_embedding_is_clipped_and_resumed_as_one_weight(gpt2: Path, text: Path, tmp_path: Path) -> None:
+    losses = plain(gpt2, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)[0]
+    split = {"pp": 2, "micro_batch": 6}
+    half = {**split, "output": str(tmp_path / "half")}
+    steps = [{**half, "steps": 2, "save_every": 2}, {**half, "resume": True}]
+    made = trained(2, gpt2, text, tmp_path, {**split, "clip_norm": 0.1}, *steps)
+    one = trained(1, gpt2, text, tmp_path / "one", {"clip_norm": 0.1, "micro_batch": 12})[0]["losses"]
+    assert one != pytest.approx(losses, abs=1e-5)
+    assert made[0]["losses"] == pytest.approx(one, abs=1e-5)
+    assert made[1]["losses"] + made[2]["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_tied_embedding_is_split_with_its_stages(gpt2: Path, tied: Path, text: Path, tmp_path: Path) -> None:
+    of_gpt2 = [{"pp": 2, "zero": zero, "micro_batch": 3} for zero in (1, 3)]
+    of_llama = [{"pp": 2, "tp": 2, "micro_batch": 4, **SP}, {"pp": 4, "micro_batch": 3}]
+    of_llama += [{"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}]
+    for folder, splits in ((gpt2, of_gpt2), (tied, of_llama)):
+        reference = plain(folder, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
+        made = trained(4, folder, text, tmp_path / folder.name, *splits)
+        for number, found in enumerate(made):
+            assert found["losses"] == pytest.approx(reference[0], abs=1e-5), splits[number]
+            kept = weights(tmp_path / folder.name / str(number))
+            (table,) = (name for name in kept if name.endswith(("wte.weight", "embed_tokens.weight")))
+            assert torch.allclose(kept[table], reference[1][table], atol=1e-5), splits[number]
+        check_memory(4, folder, made, *splits)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_three_dimensions_at_once(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
     splits = [{"pp": 2, "tp": 2, "zero": zero, "micro_batch": 2, **SP} for zero in (1, 3)]
-    check(8, llama, text, tmp_path, alone, *splits)
+    check(trained(8, llama, text, tmp_path, *splits), tmp_path, alone, *splits)
 
 
 @pytest.mark.slow
@@ -121,6 +201,42 @@ def test_clipping_is_exact_across_ranks(llama: Path, text: Path, tmp_path: Path)
     assert one != pytest.approx(free, abs=1e-5)
     for found in trained(2, llama, text, tmp_path / "two", *({**split, "clip_norm": 0.1} for split in splits)):
         assert found["losses"] == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adapters_go_on_from_a_checkpoint_of_two_ranks(llama: Path, text: Path, tmp_path: Path) -> None:
+    one = adapted(llama, text)
+    lora = {"method": "lora", "micro_batch": 3}
+    half = {**lora, "zero": 1, "output": str(tmp_path / "half")}
+    splits = [{**lora, "zero": 0}, {**half, "steps": 2, "save_every": 2}, {**half, "resume": True}]
+    made = trained(2, llama, text, tmp_path, *splits)
+    check_adapter(made[0]["losses"], tmp_path / "0", one)
+    check_adapter(made[1]["losses"] + made[2]["losses"], tmp_path / "half", one)
+
+
+def check_adapter(losses: list[float], output: Path, one: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    """The course of one process, and its adapter in peft's own file."""
+    assert losses == pytest.approx(one[0], abs=1e-5)
+    found = weights(output)
+    assert found.keys() == one[1].keys()
+    assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in one[1].items())
+    assert json.loads((output / "adapter_config.json").read_text())["r"] == 8
+
+
+def adapted(model: Path, data: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and adapters of plain PyTorch and peft in one process."""
+    batches = Batches(open_data(data, AutoTokenizer.from_pretrained(model), SEQ), BATCH, seed=0, pad_to=SEQ)
+    module = add_lora(AutoModelForCausalLM.from_pretrained(model), 0).train()
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LR)
+    losses = []
+    for _ in range(STEPS):
+        loss = module(**next(batches)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.detach() for name, value in get_peft_model_state_dict(module).items()}
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from brim.run.distributed_request import SplitRequest
 from brim.run.training_request import Request
 
 SPLIT = Split(
-    gpus=8, tp=2, pp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=16, gpus_per_node=8
+    gpus=8, tp=2, pp=2, zero=1, sequence_parallel=True, micro_batch=2, global_batch=16, gpus_per_node=8,
+    stage_layers=(3, 1),
 )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def test_micro_batches_fill_a_pipeline_where_none_are_given(ranks: int, batch: i
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ({"ram": "1GiB"}, "--ram was given for several ranks"), ({"method": "lora"}, "--method lora"),
+        ({"ram": "1GiB"}, "--ram was given for several ranks"), 
         ({"offload_optimizer": "disk"}, "--offload-optimizer"),
         ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
     ],
@@ -77,3 +78,11 @@ def test_what_ranks_cannot_do_is_refused(option: dict[str, str], told: str) -> N
     training = Request(model="llama", data="text.txt", output="out", **option)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=told):
         SplitRequest(training=training).check()
+
+
+def test_adapters_are_for_data_parallel_ranks() -> None:
+    training = Request(model="llama", data="text.txt", output="out", method="lora")
+    SplitRequest(training=training, zero=3).check()
+    for split in ({"tp": 2}, {"pp": 2}):
+        with pytest.raises(UnsupportedError, match="--method lora was asked for with"):
+            SplitRequest(training=training, **split).check()

@@ -36,8 +36,13 @@ def _backward(kernel: Kernel) -> None:
     _note_engine(kernel, x, w)
     if not y.is_contiguous() and not _channels_last(y, w):
         kernel.temp(nbytes(y))
+    gradients = range(sum(kernel.arg("output_mask")[:2]))  # of the input, then of the weight
+    if _native_depthwise(kernel, x, w):  # cuda/DepthwiseConv2d.cu: the weight's is first
+        for output in reversed(gradients):
+            kernel.emit(output)
+        return
     workspace = _transposed_bytes(kernel, x, w, y)
-    for output, _ in enumerate(filter(None, kernel.arg("output_mask")[:2])):  # of the input, then of the weight
+    for output in gradients:
         kernel.emit(output)
         kernel.free(kernel.temp(workspace))
 

@@ -1,0 +1,191 @@
+"""What the gradients of a convolution on the CPU allocate inside, by oneDNN's kernel for each.
+
+Sizes of scratchpads are those that oneDNN books: jit_brgemm_conv_bwd_utils.cpp for the gradient of the source of a
+strided convolution, gemm_convolution_utils.cpp where columns are made, jit_avx2_conv_kernel_f32.cpp for weights. Of
+oneDNN's choice of blocks (a search over estimated efficiencies) what it nearly always ends with is taken: rows whole,
+and as many channels as fill registers best.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from brim.predict.lowering.cpu_convolution_shape import WIDEST_KERNEL, Convolution, lanes, padded
+from brim.predict.lowering.kernel import Kernel, nbytes
+
+ALIGN_BYTES = 128  # what oneDNN adds to a scratchpad to align it
+_PAGE = 4096  # to which brgemm's buffers are rounded, in elements, and aligned, in bytes
+_BATCH_ELEMENT_BYTES = 40  # sizeof(brgemm_batch_element_t)
+_REDUCED_CHANNELS = 64  # input channels up to which the gradient of a 1x1 weight is one piece of work
+_MOST_BLOCKS = 4  # of input channels that brgemm takes at once
+
+# Columns are made for one image per thread where an image is small (gemm_convolution_utils.cpp).
+_SMALL_IMAGE = 512
+_SMALL_IMAGE_OF_WEIGHT = 256
+_SMALL_WINDOW = 64
+_SMALL_WORK = 64 * 1024
+_SHARE_OF_SOURCE, _SHARE_OF_WEIGHT = 0.1, 0.05  # of the room for columns, where they have to be made in parts
+
+
+def brgemm_batch_bytes(window: int = 1) -> int:
+    """Addresses of a batch of small products for every thread, one for each point of the window."""
+    elements = -(-padded(window * _BATCH_ELEMENT_BYTES, _PAGE) // _BATCH_ELEMENT_BYTES)
+    return torch.get_num_threads() * elements * _BATCH_ELEMENT_BYTES + _PAGE
+
+
+def strided_scratchpad_bytes(conv: Convolution) -> int:
+    """Of the gradient of the source of a strided convolution: padded gradients, their mask, rows that are cut off.
+
+    ``init_conf`` and ``init_scratchpad`` of jit_brgemm_conv_bwd_utils.cpp, one set of buffers per thread. A
+    transposed convolution is such a gradient.
+    """
+    window, small, large = conv.weight.shape[2:], conv.sides, conv.source.shape[2:]
+    small_channels, large_channels = conv.outputs, conv.inputs
+    if conv.transposed:
+        small, large = list(large), torch.Size(small)
+        small_channels, large_channels = large_channels, small_channels
+    sizes = zip(small, large, window, conv.stride, conv.padding, strict=True)
+    points = prod(out + _overhang(out, side, kernel, step, pad) for out, side, kernel, step, pad in sizes)
+    buffers = [padded(points * small_channels, _PAGE) * 4, _PAGE]
+    if large[-1] % conv.stride[-1]:
+        row = padded(large[-1], conv.stride[-1]) * conv.stride[-1]
+        buffers.append(padded(row * large_channels, _PAGE) * 4)
+    return brgemm_batch_bytes(prod(window)) + sum(torch.get_num_threads() * size + _PAGE for size in buffers)
+
+
+def _overhang(out: int, side: int, kernel: int, stride: int, before: int) -> int:
+    """Points of a side's gradient that lie before and after it, for windows that reach over the edge."""
+    after = (out - 1) * stride + kernel - side - before
+    return max(0, kernel - 1 - before) // stride + max(0, kernel - 1 - after) // stride
+
+
+def _strided_weight_bytes(conv: Convolution) -> int:
+    """Input channels in the blocks of brgemm that waste least of the last; output channels as they are."""
+    inputs, block = conv.inputs // conv.groups, lanes()
+    blocks = range(1, min(-(-inputs // block), _MOST_BLOCKS) + 1)
+    channels = min(padded(inputs, count * block) for count in blocks)
+    return channels * conv.outputs * conv.window * 4
+
+
+def threads_of_columns(conv: Convolution, *, weight: bool) -> int:
+    """All threads, each with an image of its own, or one image after the other by all (``outer_threading``)."""
+    threads, block = torch.get_num_threads(), lanes()
+    points, source_points = prod(conv.sides[-2:]), prod(conv.source.shape[2:][-2:])
+    inputs, outputs = conv.inputs // conv.groups, conv.outputs // conv.groups
+    if conv.transposed:
+        points, source_points, inputs, outputs = source_points, points, outputs, inputs
+    several = conv.batch != 1 or conv.groups > 2
+    if weight:
+        return threads if points // threads < _SMALL_IMAGE_OF_WEIGHT and several else 1
+    images, products = conv.groups * conv.batch, -(-source_points // block) * -(-inputs // block)
+    evener = images / padded(images, threads) >= products / padded(products, threads)
+    small_work = source_points * inputs * outputs // threads < _SMALL_WORK
+    small = points // threads < _SMALL_IMAGE or conv.window < _SMALL_WINDOW
+    return threads if small and several and (evener or small_work) else 1
+
+
+def _columns_within(conv: Convolution, threads: int, share: float, beside_bytes: int = 0) -> int:
+    """Columns of all threads: of whole images, or where that is too much of a ``share`` of what there is room for."""
+    whole, room = conv.columns(threads), conv.most_scratch_bytes - beside_bytes
+    if whole <= room:
+        return whole
+    points = prod((conv.source.shape[2:] if conv.transposed else conv.sides)[-2:])
+    each = whole // points  # bytes of a point, in all threads
+    return max(lanes(), int(room // each * share)) * each
+
+
+def _free(kernel: Kernel, handles: list[int]) -> None:
+    for handle in reversed(handles):
+        kernel.free(handle)
+
+
+def gradient_of_source(kernel: Kernel, conv: Convolution, output: int) -> None:
+    if conv.by_strided_brgemm and not conv.transposed:
+        _by_strided_brgemm(kernel, conv, output)
+    elif conv.channels_last:
+        kernel.emit(output)
+        handles = [kernel.temp(conv.blocked_weight(flat=False))]
+        if not conv.depthwise:
+            handles.append(kernel.temp(brgemm_batch_bytes() + ALIGN_BYTES))
+        _free(kernel, handles)
+    elif conv.by_gemm or (conv.strided and not conv.depthwise and not conv.transposed):
+        result = kernel.temp(conv.batch * conv.inputs * conv.source_points * 4)
+        threads = threads_of_columns(conv, weight=False)
+        kernel.free(kernel.temp(_columns_within(conv, threads, _SHARE_OF_SOURCE) + ALIGN_BYTES))
+        kernel.emit(output)
+        kernel.free(result)
+    else:
+        handles = [kernel.temp(conv.blocked(conv.outputs, conv.points))]
+        handles.append(kernel.temp(conv.blocked_weight(flat=False)))
+        result = kernel.temp(conv.blocked(conv.inputs, conv.source_points))
+        _free(kernel, handles)
+        kernel.emit(output)
+        kernel.free(result)
+
+
+def _by_strided_brgemm(kernel: Kernel, conv: Convolution, output: int) -> None:
+    """In the layout with channels last, into which gradients are brought and out of which the result is copied."""
+    weight, scratchpad = _strided_weight_bytes(conv), strided_scratchpad_bytes(conv)
+    if conv.channels_last:
+        kernel.emit(output)
+        _free(kernel, [kernel.temp(weight), kernel.temp(scratchpad)])
+        return
+    result_bytes = conv.batch * conv.inputs * conv.source_points * 4
+    handles = [kernel.temp(conv.batch * conv.outputs * conv.points * 4), kernel.temp(weight)]
+    result = kernel.temp(result_bytes)
+    handles.append(kernel.temp(scratchpad))
+    _free(kernel, handles)
+    public = kernel.temp(result_bytes)
+    kernel.emit(output)
+    kernel.free(public)
+    kernel.free(result)
+
+
+def _weight_by_gemm(conv: Convolution) -> bool:
+    """What the blocked kernel leaves to columns (``init_conf`` of jit_avx2_conv_kernel_f32.cpp)."""
+    kernels, sides = conv.weight.shape[2:], conv.source.shape[2:]
+    if conv.by_gemm or conv.dilated or (len(sides) == 3 and conv.padding[0] > 0):
+        return True
+    if conv.depthwise and kernels[-1] > 3:
+        return True
+    if lanes() == 8 and kernels[-1] > WIDEST_KERNEL:
+        return True
+    return any(side < kernel for side, kernel in zip(sides, kernels, strict=True))
+
+
+def gradient_of_weight(kernel: Kernel, conv: Convolution, made: dict[int, int]) -> None:
+    block, threads = lanes(), torch.get_num_threads()
+    flat = conv.groups == 1 and conv.inputs == 3
+    handles = []
+    by_gemm = _weight_by_gemm(conv)
+    if conv.channels_last or by_gemm:
+        blocked = kernel.temp(nbytes(conv.weight))
+        if by_gemm:
+            each = threads_of_columns(conv, weight=True)
+            reduction = 4 * each * nbytes(conv.weight)
+            columns = _columns_within(conv, each, _SHARE_OF_WEIGHT, reduction + ALIGN_BYTES)
+            handles.append(kernel.temp(columns + reduction + 2 * ALIGN_BYTES))
+    else:
+        handles.append(kernel.temp(conv.blocked(conv.outputs, conv.points)))
+        if not flat:
+            handles.append(kernel.temp(conv.blocked(conv.inputs, conv.source_points)))
+        blocked = kernel.temp(conv.blocked_weight(flat=flat))
+        if 2 in made and conv.outputs % block:
+            handles.append(kernel.temp(padded(conv.outputs, block) * 4 + ALIGN_BYTES))
+    if conv.pointwise and conv.groups == 1:
+        scratch = threads * conv.inputs * conv.points * 4 + ALIGN_BYTES if conv.strided else 0
+        if conv.inputs <= _REDUCED_CHANNELS:  # one job for all threads: each sums into its own copy
+            scratch += threads * (conv.blocked_weight(flat=False) + 4096) + ALIGN_BYTES
+        handles.append(kernel.temp(scratch))
+    _free(kernel, handles)
+    if 2 in made:
+        kernel.emit(made[2])
+    if conv.channels_last:
+        public = kernel.temp(nbytes(conv.weight))
+        kernel.emit(made[1])
+        kernel.free(public)
+    else:
+        kernel.emit(made[1])
+    kernel.free(blocked)

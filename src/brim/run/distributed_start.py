@@ -1,0 +1,73 @@
+"""Ranks on this machine without torchrun: brim starts itself N times, as torchrun would have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from torch._C._distributed_c10d import TCPStore
+
+from brim.errors import TransferError
+
+_POLL_S = 0.05
+_GRACE_S = 15.0  # for the others to end by themselves once one has failed
+_STOP_S = 5.0
+
+
+def start(ranks: int, words: Sequence[str]) -> int:
+    """Run ``brim WORDS`` on so many ranks; the exit code of the first that fails, 0 where none does.
+
+    Their key-value store is here, at a port that the system chooses. Nobody outlives this call. Raises TransferError
+    where one was ended by a signal and none of the others has told of it.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        **os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "brim",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    shared.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            children.append(subprocess.Popen([sys.executable, "-m", "brim", *words], env={**shared, **own}))
+        return _ended(children)
+    finally:
+        _stop(children)
+
+
+def _ended(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all have ended, or one has failed and the others were given some time."""
+    failed_s: float | None = None
+    while any(child.poll() is None for child in children):
+        if failed_s is None and any(child.returncode for child in children):
+            failed_s = time.monotonic()
+        if failed_s is not None and time.monotonic() > failed_s + _GRACE_S:
+            break
+        time.sleep(_POLL_S)
+    told = [child.returncode for child in children if child.returncode and child.returncode > 0]
+    killed = [(rank, -child.returncode) for rank, child in enumerate(children) if (child.returncode or 0) < 0]
+    if killed and (not told or killed[0][0] == 0):  # else rank 0 has told of it
+        rank, number = killed[0]
+        raise TransferError(
+            f"{len(children)} ranks were started.", f"Rank {rank} was ended by {signal.Signals(number).name}.",
+            "Where nobody has sent that, the system's log says whether memory ran out.",
+        )  # fmt: skip
+    return told[0] if told else 0
+
+
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        try:
+            child.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
