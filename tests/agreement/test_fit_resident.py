@@ -25,6 +25,11 @@ LOOP = textwrap.dedent("""
     torch.optim.AdamW(warm.parameters(), fused=True).step()
     warm(torch.zeros(4, 768)).sum().backward()
     brim.probe()
+    # What the first fit of all leaves in caches of Python and PyTorch is no model's.
+    first = nn.Sequential(*(nn.Linear(384, 384) for _ in range(8)))
+    states = torch.optim.AdamW(first.parameters(), fused=True)
+    brim.fit(first, states, ram="9MiB", device="cpu", example=[torch.randn(4, 384)]).remove()
+    del first, states
     base = resident_bytes()
     model = nn.Sequential(*(block() for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -50,5 +55,5 @@ def test_the_resident_set_keeps_to_the_budget(budget_mib: int) -> None:
     assert done.returncode == 0, done.stderr
     promised, peak, _, threads = done.stdout.strip().split(";")
     assert int(promised) <= budget_mib
-    assert int(peak) <= budget_mib + 16  # what threads and libraries take beside tensors, which fit does not count
+    assert int(peak) <= budget_mib
     assert "brim-heap" not in threads
