@@ -212,4 +212,6 @@ def test_whatever_fails_once_the_step_goes_on_with_the_next_part(
         assert memory.ram.held_bytes == 0
         memory.close()
         n += 1
-    assert seen > 0 or (what == "memory" and total == 0)
+    assert total > 0 or what == "memory"
+    # A write that has failed by the time its room is asked for is tried again, and nobody needs to be told.
+    assert seen > 0 or what == "pwrite" or total == 0
