@@ -85,7 +85,7 @@ class PlannedScratch:
 
 
 class Scratch(PlannedScratch):
-    """One unlinked file for blocks that have no file of their own: gone with the process, however it ends."""
+    """One file without a name for blocks that have none of their own: gone with the process, however it ends."""
 
     def __init__(
         self, files: OpenFiles, *, directory: str | Path | None = None, limit_bytes: int | None = None
@@ -93,8 +93,8 @@ class Scratch(PlannedScratch):
         super().__init__(limit_bytes=limit_bytes)
         self._directory = Path(directory or os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
         try:
-            self._fd, name = tempfile.mkstemp(prefix="brim-", dir=self._directory)
-            Path(name).unlink()
+            with tempfile.TemporaryFile(prefix="brim-", dir=self._directory, buffering=0) as file:
+                self._fd = os.dup(file.fileno())
         except OSError as error:
             raise TransferError(
                 f"A scratch file was to be made in {self._directory}.",
