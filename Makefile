@@ -28,13 +28,15 @@ types: $(VENV)/.ready
 layers: $(VENV)/.ready
 	$(BIN)/lint-imports --no-cache
 
-# Waiting threads let others work: beside another process, those that spin take the core that it needs.
+# Waiting threads let others work: beside another process, those that spin take the core that it needs. Bytecode is
+# kept also where the environment says not to: tests start some hundred processes, and each would compile brim anew.
+# Each worker begins with one half of the tests, so that what the tests of a file share is made by one of them.
 unit: $(VENV)/.ready
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal
 
 # Too long to run before every change: plans of whole models, golden cases among them, and properties with new examples.
 slow: $(VENV)/.ready
-	HYPOTHESIS_PROFILE=default $(BIN)/pytest -n 2 -m 'slow or hypothesis'
+	PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=default $(BIN)/pytest -n 2 -m 'slow or hypothesis'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from hypothesis import settings
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
 from brim.measure import probe as probing
-from machine import share_conversions
+from machine import cache, probed_home, share_conversions
+
+__all__ = ["cache", "probed_home"]
 
 # The same examples in every run: what fails before a change lands fails because of it. `make slow` tries new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -37,6 +40,13 @@ def known_machine() -> Hardware:
         flops_per_s={"float32": 100e9, "bfloat16": 50e9},
         source="made up",
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_what_comes_now_is_garbage() -> None:
+    """Or each collection, of which brim asks for many, would look through the millions of objects of all imports."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

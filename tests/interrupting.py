@@ -8,6 +8,7 @@ imported once.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -93,6 +94,8 @@ def arm(moment: Moment) -> None:
 
 def run_all(script: str, folder: Path, ram: str) -> None:
     codes = []
+    gc.collect()
+    gc.freeze()  # or each child would look through all of it again
     for number, moment in enumerate(MOMENTS):
         pid = os.fork()
         if pid == 0:

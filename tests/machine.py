@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import brim
 
@@ -18,20 +19,26 @@ def share_conversions(home: Path, factory: pytest.TempPathFactory) -> None:
 
     Converting a real model takes a quarter of a minute.
     """
-    root = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
-    shared = root / "converted-gguf"
+    shared = _of_all_workers(factory) / "converted-gguf"
     shared.mkdir(exist_ok=True)
     (home / "brim").mkdir(exist_ok=True)
     (home / "brim" / "gguf").symlink_to(shared, target_is_directory=True)
 
 
+def _of_all_workers(factory: pytest.TempPathFactory) -> Path:
+    """A folder for this run of the tests, not for one worker of it."""
+    return factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+
+
 @pytest.fixture(scope="session")
 def probed_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("probed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home))
-        share_conversions(home, tmp_path_factory)
+    """A cache folder that has this machine's figures, which one worker measures for all: it takes seconds."""
+    measured = _of_all_workers(tmp_path_factory) / "measured"
+    with FileLock(f"{measured}.lock"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(measured))
         brim.probe(device="cpu")
+        home = shutil.copytree(measured, tmp_path_factory.mktemp("probed") / "home")
+    share_conversions(home, tmp_path_factory)
     return home
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -63,6 +64,14 @@ def remember_predictions() -> Callable[[], None]:
 
     Rehearsal.predict = remembered  # type: ignore[method-assign]
     return lambda: setattr(Rehearsal, "predict", predict)
+
+
+@pytest.fixture
+def quick_trainings() -> Iterator[None]:
+    """For tests of many trainings: what each choice takes is predicted once."""
+    forget = remember_predictions()
+    yield
+    forget()
 
 
 def course(output: Path) -> list[tuple[int, float]]:

@@ -13,9 +13,6 @@ import pytest
 
 from brim.run.generation import Answer, Request, generate_many
 from brim.run.models import prepare
-from machine import probed_home
-
-__all__ = ["probed_home"]
 
 PROMPTS = ["Why is the sky blue?", "Count to five.", "One word after another, " * 80, "Name a river."]
 COUNT = 6

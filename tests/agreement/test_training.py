@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 
 from brim.run.models import prepare
-from machine import probed_home
 from onlooker import watched
-
-__all__ = ["probed_home"]
 
 MIB = 1 << 20
 SEQ, STEPS, LR = 64, 2, 1e-4

@@ -14,10 +14,7 @@ import pytest
 import torch
 import transformers
 
-from machine import probed_home
 from tiny_model import save_tokenizer
-
-__all__ = ["probed_home"]
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the high water of a process is read from /proc"),

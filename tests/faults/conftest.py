@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from machine import cache, probed_home
 from tiny_model import save_llama
-from trainings import remember_predictions, write_text
+from trainings import quick_trainings, write_text
 
-__all__ = ["cache", "llama", "probed_home", "saved_llama", "scratch"]
+__all__ = ["quick_trainings"]
 
 
 @pytest.fixture
@@ -44,15 +41,3 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "text.txt")
-
-
-@pytest.fixture
-def quick_trainings() -> Iterator[None]:
-    """For tests of many trainings: what each choice takes is predicted once, and garbage is looked for only among
-    what comes now."""
-    forget = remember_predictions()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    forget()

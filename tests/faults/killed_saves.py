@@ -7,6 +7,7 @@ It forks, because starting Python and PyTorch anew takes seconds each time.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -85,4 +86,6 @@ def at_random(root: Path) -> list[dict[str, object]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or each child would look through all of it again
     print(json.dumps({"every": every, "random": at_random}[sys.argv[1]](Path(sys.argv[2]))))

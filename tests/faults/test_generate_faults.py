@@ -289,7 +289,7 @@ def test_signals_end_it_at_once_and_leave_nothing(
     try:
         MOMENTS[moment](process)
         process.send_signal(number)
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
     code, word = (130, "Interrupted.") if number == signal.SIGINT else (143, "Terminated.")
@@ -313,7 +313,7 @@ def test_signals_while_a_gguf_is_converted_leave_neither_files_nor_processes(
         wait_until(process, lambda: any(folder.glob(".slow-*")) and bool(children(process)))
         (child,) = children(process)
         process.send_signal(number)
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=250)
     finally:
         process.kill()
     if number != signal.SIGKILL:  # nobody can clean up after that
@@ -344,7 +344,7 @@ def test_a_file_cut_short_while_generating_is_one_error_and_no_crash(llama: Path
         assert process.stdout is not None
         process.stdout.read(3)
         os.truncate(llama / "model.safetensors", 1 << 20)
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=250)
     finally:
         process.kill()
     assert process.returncode == 1, err
@@ -354,7 +354,7 @@ def test_a_file_cut_short_while_generating_is_one_error_and_no_crash(llama: Path
 
 def least_megabytes(model: Path) -> str:
     process = spawn(model, "--ram", "1", "--max-new-tokens", "4000")
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=250)
     least = re.search(r"Give --ram (\d+)MiB or more", err)
     assert least is not None, err
     return f"{int(least[1]) + 8}MiB"

@@ -171,10 +171,9 @@ def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> 
         "except TransferError as error: print(choices['model.embed_tokens'], 'told')\n"
         "model.brim.close()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(llama)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code, str(llama)], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
-    if done.stdout.startswith("stream"):
-        assert done.stdout.strip() == "stream:disk told"
+    assert done.stdout.strip() == "stream:disk told"
 
 
 def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def run(model: Path, data: Path, output: Path, **more: Any) -> Training:
     ("name", "code", "only_states"),
     [
         ("pwrite", errno.ENOSPC, True),
-        ("pwrite", errno.EIO, True),
+        pytest.param("pwrite", errno.EIO, True, marks=pytest.mark.slow),  # as the one before, with another number
         ("preadv", errno.EIO, True),
         ("pwrite", errno.ENOSPC, False),
         ("fsync", errno.EIO, False),

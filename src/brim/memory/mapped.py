@@ -113,10 +113,16 @@ def _has_own_page(pages: int, view: torch.Tensor) -> bool:
 
 def _any_own(pages: int, first: int, end: int) -> bool:
     """Whether one of these pages is memory of the process's own, in RAM or swapped out."""
-    entries = np.frombuffer(os.pread(pages, (end - first) * 8, first * 8), dtype=np.uint64)
-    if len(entries) != end - first:
-        return True  # the kernel does not tell
+    entries = _entries(pages, first, end)
+    if entries is None:
+        return True
     return bool(((entries & _PRESENT_OR_SWAPPED != 0) & (entries & _OF_FILE == 0)).any())
+
+
+def _entries(pages: int, first: int, end: int) -> np.ndarray | None:
+    """What the kernel tells of these pages, 64 bits each; None: it does not."""
+    entries = np.frombuffer(os.pread(pages, (end - first) * 8, first * 8), dtype=np.uint64)
+    return entries if len(entries) == end - first else None
 
 
 def present_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -140,10 +146,8 @@ def _present_bytes(pages: int, begin: int, size: int) -> int:
     if not size:
         return 0
     first, end = begin // mmap.PAGESIZE, (begin + size - 1) // mmap.PAGESIZE + 1
-    entries = np.frombuffer(os.pread(pages, (end - first) * 8, first * 8), dtype=np.uint64)
-    if len(entries) != end - first:
-        return size
-    return min(size, int(np.count_nonzero(entries & _PRESENT)) * mmap.PAGESIZE)
+    entries = _entries(pages, first, end)
+    return size if entries is None else min(size, int(np.count_nonzero(entries & _PRESENT)) * mmap.PAGESIZE)
 
 
 def forget(tensors: Sequence[torch.Tensor]) -> None:

@@ -157,7 +157,7 @@ def environment() -> dict[str, str]:
 
 def grown_bytes(kind: str, example: Path, path: Path) -> int:
     command = [sys.executable, str(SCRIPT), kind, str(example), str(path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(), timeout=600)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(), timeout=250)
     return int(done.stdout)
 
 

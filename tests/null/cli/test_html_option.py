@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from brim.cli import main
-from machine import cache, probed_home
 from report_page import data_of
 from tiny_model import save_llama
-
-__all__ = ["cache", "probed_home"]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from brim.cli.options import BYTES
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "brim", *arguments], capture_output=True, text=True, timeout=600)
+    return subprocess.run([sys.executable, "-m", "brim", *arguments], capture_output=True, text=True, timeout=250)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"]])

@@ -14,11 +14,8 @@ import pytest
 
 from brim.cli import main
 from brim.run import plan_file, planning
-from machine import cache, probed_home
 from report_page import data_of
 from tiny_model import save_llama
-
-__all__ = ["cache", "probed_home"]
 
 GENERATE = ("--gpu", "RTX 3060", "--seq", "16", "--new-tokens", "4")
 TRAIN = ("--task", "train", "--gpu", "RTX 3060", "--seq", "16", "--batch", "2")

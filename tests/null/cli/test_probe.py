@@ -17,7 +17,7 @@ from brim.core import Hardware
 def test_json_is_one_hardware_and_people_get_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = [sys.executable, "-m", "brim", "probe", "--json", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     hardware = Hardware.from_json(json.loads(done.stdout))
     assert hardware.compute == "ram"
@@ -37,7 +37,7 @@ def test_ctrl_c_while_measuring_leaves_no_file(tmp_path):
     try:
         _wait_for_scratch_file(process)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=250)
     finally:
         process.kill()
     assert (process.returncode, out) == (130, "")

@@ -17,7 +17,9 @@ from brim.errors import BudgetError, ModelError, UsageError
 from brim.run.fitted import Fitted
 from brim.run.training import train
 from tiny_model import save_llama
-from trainings import plain, request, weights, write_text
+from trainings import plain, quick_trainings, request, weights, write_text
+
+__all__ = ["quick_trainings"]
 
 KEYS = {"compute", "losses", "promised_bytes", "measured_bytes", "step_s", "plan", "output", "notes", "truncated"}
 MIB = 1 << 20
@@ -94,7 +96,7 @@ def test_a_lora_adapter_is_read_by_peft(llama: Path, text: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("options", [{}, {"method": "lora"}, {"offload_optimizer": "disk"}])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(
-    options: dict[str, Any], llama: Path, text: Path, tmp_path: Path
+    options: dict[str, Any], llama: Path, text: Path, tmp_path: Path, quick_trainings: None
 ) -> None:
     whole = train(request(llama, text, tmp_path / "whole", steps=4, save_every=2, **options))
     first = train(request(llama, text, tmp_path / "parts", steps=2, save_every=2, **options))
@@ -109,7 +111,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_told_of_and_written_again(
-    llama: Path, text: Path, tmp_path: Path
+    llama: Path, text: Path, tmp_path: Path, quick_trainings: None
 ) -> None:
     whole = train(request(llama, text, tmp_path / "whole", steps=4))
     output = tmp_path / "out"

@@ -74,7 +74,7 @@ _CHURN = textwrap.dedent("""
 
 
 def test_pages_are_used_again_until_too_many_are_held() -> None:
-    done = subprocess.run([sys.executable, "-c", _CHURN], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", _CHURN], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -101,5 +101,5 @@ _FORKED = textwrap.dedent("""
 
 
 def test_a_child_that_is_forked_off_keeps_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,11 @@ target = memory.ram.allocate(256, "target")
 copy = lambda: memory.engine.copy(source, target, "x", [], ("ram", "vram"))
 """
 
-
+# A second of copying, asked for in a moment.
+MANY = """
+source, target = torch.ones(1 << 20, dtype=torch.uint8), memory.ram.allocate(1 << 20, "large")
+tickets = [copy() for _ in range(5000)]
+"""
 LATE = """
 import atexit
 def late():
@@ -30,12 +34,12 @@ atexit.register(late)
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)])
 def test_copies_under_way_do_not_abort_the_process(end: str, code: int) -> None:
-    ended = run(f"{PRELUDE}\ntickets = [copy() for _ in range(50_000)]\n{end}\n")
+    ended = run(f"{PRELUDE}\n{MANY}\n{end}\n")
     assert ended.returncode == code, ended.stderr
     assert "terminate" not in ended.stderr
 

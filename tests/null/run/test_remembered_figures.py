@@ -9,12 +9,9 @@ from torch import nn
 
 from brim.core.hardware import DISK, RAM
 from brim.measure.probe import probe
-from brim.planner.schedule import COMPUTE, way
+from brim.planner.schedule import COMPUTE, UPDATE, way
 from brim.run import beside_drive, loop_seconds
 from brim.run.program_share import most_grown
-from machine import cache, probed_home
-
-__all__ = ["cache", "probed_home"]
 
 
 def test_the_loop_around_a_token_takes_milliseconds_at_most_and_is_remembered(
@@ -32,9 +29,9 @@ def test_lanes_beside_the_drive_are_measured_once_and_for_this_machine_only(
     here = probe(device="cpu")
     found = beside_drive.beside_drive(here, 1, writes=True)
     assert found is not None
-    lanes = {COMPUTE, way(DISK, RAM), way(RAM, DISK)}
+    lanes = {COMPUTE, UPDATE, way(DISK, RAM), way(RAM, DISK)}
     assert {lane for pair in found for lane in pair} == lanes
-    assert len(found) == 6 and all(0 < share <= 1 for share in found.values())
+    assert len(found) == 10 and all(0 < share <= 1 for share in found.values())
     monkeypatch.setattr(beside_drive, "beside", pytest.fail)
     monkeypatch.setattr(beside_drive, "both_ways", pytest.fail)
     assert beside_drive.beside_drive(here, 1, writes=True) == found
