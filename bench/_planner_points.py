@@ -40,7 +40,7 @@ ON_CUDA = {"large": checkpoints.FULL}
 TINY = {"tiny": checkpoints.TINY}
 SHARES = (0.75, 0.5)  # of what the plain way takes: the budgets that are planned for
 _ROOM = 1.25  # a plan made by hand has so much more than it is thought to take, to show what it does
-_STEPS, _NEW_TOKENS = 4, 24
+_STEPS, _NEW_TOKENS = 4, 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ def _chosen(request: Request, directory: Path) -> Plan | None:
             return None
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)}: {done.stderr[-500:]}")
-        return plan_file.read(file).plan
+        return replace(plan_file.read(file).plan, model=Path(request.model).name)
 
 
 def _largest(cell: Cell, folder: Path) -> Machine:

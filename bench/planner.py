@@ -13,12 +13,14 @@ that people use, and what the planner chooses in each of a few budgets. Every pl
 
 Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it,
 and with the fastest simple one. Predicted seconds are compared with measured ones over all plans. Rows are appended
-to --output as they come; what is there already of this machine and these plans is not run again.
+to --output cell by cell; what is there already of this machine is not run again. The machine's rates are
+measured afresh before each cell.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +50,30 @@ def main() -> None:
         _seconds(options, facts)
         return
     rows = _known(options.output, facts)
-    if not options.tiny:
-        probe(refresh=True)  # the rates of today
     for cell in points.cells(tiny=options.tiny, vram_cap=options.vram_cap):
-        if options.only and cell.name not in options.only:
+        done = any(row["cell"] == cell.name and row["tiny"] == options.tiny for row in rows)
+        if done or (options.only and cell.name not in options.only):
             continue
-        say(cell.name, "making plans")
-        for point in points.make(cell, options.directory):
-            if _find(rows, cell, point) is not None:
-                continue
-            row = _measured(options, cell, point) | {"machine": facts, "tiny": options.tiny}
-            rows.append(row)
+        with _rates_of_now(options.directory):
+            found = list(_cell(options, cell, facts))
+        rows += found
+        for row in found:
             _append(options.output, row)
-            told = row["problem"] or (
-                f"{format_seconds(row['measured_s'])} measured, {format_seconds(row['predicted_s'])} predicted"
-            )
-            say(cell.name, f"{point.label}: {told}")
     document = report.summarize([row for row in rows if row["tiny"] == options.tiny])
     report.show(document)
     if options.summary:
         options.summary.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _cell(options: argparse.Namespace, cell: points.Cell, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    say(cell.name, "making plans")
+    for point in points.make(cell, options.directory):
+        row = _measured(options, cell, point) | {"machine": facts, "tiny": options.tiny}
+        told = row["problem"] or (
+            f"{format_seconds(row['measured_s'])} measured, {format_seconds(row['predicted_s'])} predicted"
+        )
+        say(cell.name, f"{point.label}: {told}")
+        yield row
 
 
 def _seconds(options: argparse.Namespace, facts: dict[str, Any]) -> None:
@@ -102,9 +109,21 @@ def _known(output: Path | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in rows if row["machine"] == facts and "cell" in row]
 
 
-def _find(rows: list[dict[str, Any]], cell: points.Cell, point: points.Point) -> dict[str, Any] | None:
-    wanted = (cell.name, point.label, point.plan.to_json())
-    return next((row for row in rows if (row["cell"], row["label"], row["plan"]) == wanted), None)
+@contextlib.contextmanager
+def _rates_of_now(directory: Path) -> Iterator[None]:
+    """Within, the machine is as new to brim: rates of drives that others share change within minutes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory(prefix="rates-", dir=directory) as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        probe(refresh=True)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["XDG_CACHE_HOME"]
+            else:
+                os.environ["XDG_CACHE_HOME"] = before
 
 
 def _append(output: Path | None, row: dict[str, Any]) -> None:
@@ -149,7 +168,7 @@ def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Poin
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return row | {"problem": f"exit {done.returncode}: {' '.join(lines[-3:])[:300]}"}
         told = json.loads(done.stdout)
-        took_s = told["step_s"] if cell.task == "train" else told["s_per_token"]
+        took_s = told["step_s"] if cell.task == "train" else told["median_s_per_token"]
         return row | {"measured_s": took_s, "measured_bytes": told["measured_bytes"]}
     except subprocess.TimeoutExpired:
         return row | {"problem": f"not finished after {TIMEOUT_S} s"}

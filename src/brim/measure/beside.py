@@ -6,7 +6,6 @@ much of it differs by machine (a virtual one may do nothing beside a read) and b
 
 from __future__ import annotations
 
-import mmap
 import os
 import statistics
 import threading
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from brim.errors import TransferError, UsageError
-from brim.measure.disk import UncachedFile, uncached_file
+from brim.measure.disk import RING_BYTES, UncachedFile, touched_ring, uncached_file
 from brim.units import MIB
 
 READ, WRITE = "read", "write"
@@ -98,7 +97,8 @@ class _Mover:
 
     def __init__(self, file: UncachedFile, way: str) -> None:
         self._file, self._way = file, way
-        self._buffer = _buffer()
+        # As a run's slots: one small buffer would take nothing of the bandwidth that products need.
+        self._ring = touched_ring()
         self._stop = threading.Event()
         self._bytes, self._failure = 0, ""
         if way == WRITE and not file.writable:
@@ -121,25 +121,16 @@ class _Mover:
 
     def _run(self) -> None:
         move = os.preadv if self._way == READ else os.pwritev
-        descriptor, offset = self._file.descriptor, 0
+        descriptor, offset, at = self._file.descriptor, 0, 0
         try:
             while not self._stop.is_set():
-                count = move(descriptor, [self._buffer], offset)
-                self._bytes += count
+                count = move(descriptor, [self._ring[at : at + _CHUNK_BYTES]], offset)
+                self._bytes, at = self._bytes + count, (at + _CHUNK_BYTES) % RING_BYTES
                 offset = (offset + count) % (self._file.size_bytes - _CHUNK_BYTES + 1) // MIB * MIB
                 if not self._file.direct and self._way == READ:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._failure = f"{error}."
-
-
-def _buffer() -> memoryview:
-    """Page-aligned and touched, in huge pages where there are any, as a run's own buffers are."""
-    made = mmap.mmap(-1, _CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        made.madvise(mmap.MADV_HUGEPAGE)
-    made.write(os.urandom(_CHUNK_BYTES))
-    return memoryview(made)
 
 
 __all__ = ["READ", "WRITE", "beside", "both_ways"]

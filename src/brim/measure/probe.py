@@ -21,7 +21,7 @@ Device = Literal["auto", "cuda", "cpu"]
 
 
 # Raised when what is measured, or how, changes: what was remembered before is measured again.
-_METHOD = 2
+_METHOD = 3
 
 
 def cache_folder() -> Path:

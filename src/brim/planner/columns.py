@@ -206,16 +206,24 @@ def _fixed_bytes(profile: StepProfile, compute: str, frame: Frame) -> Held:
 def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict[str, float]:
     """Seconds of the optimizer by lane, the bytes that it moves included."""
     compute, lanes = hardware.compute, dict[str, float]()
-
-    def move(source: str, target: str, count: int) -> None:
-        lane = way(source, target)
-        lanes[lane] = lanes.get(lane, 0.0) + count / rate(hardware, source, target)
-
     if compute == RAM or frame.states == KEEP:
         lanes[COMPUTE] = profile.update_s
     else:  # read weights, gradients and two states, write all but gradients (torch's fused Adam), beside RAM's rate
         touched = 2 * (profile.gradient_bytes + profile.state_bytes) + profile.gradient_bytes
         lanes[CPU] = touched / (hardware.tier(RAM).bytes_per_s or 1.0)
+    for pair, count in update_moves(profile, compute, frame).items():
+        lanes[way(*pair)] = count / rate(hardware, *pair)
+    return lanes
+
+
+def update_moves(profile: StepProfile, compute: str, frame: Frame) -> dict[tuple[str, str], int]:
+    """Bytes that the optimizer, and gradients on their way to it, move over each link in a step."""
+    moves: dict[tuple[str, str], int] = {}
+
+    def move(source: str, target: str, count: int) -> None:
+        moves[source, target] = moves.get((source, target), 0) + count
+
+    if compute != RAM and frame.states != KEEP:
         move(compute, RAM, profile.gradient_bytes)
         move(RAM, compute, profile.gradient_bytes)
     if frame.states == DISK:
@@ -225,7 +233,22 @@ def update_lanes(profile: StepProfile, hardware: Hardware, frame: Frame) -> dict
         passes = profile.passes(frame.micro_batch)  # what one pass wrote, the next one reads to add to it
         move(RAM, DISK, passes * profile.gradient_bytes)
         move(DISK, RAM, passes * profile.gradient_bytes)
-    return lanes
+    return moves
+
+
+def moved_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> int:
+    """What a step under ``made`` moves over links, all of them together."""
+    one, passes, compute = (
+        profile.at(made.frame.micro_batch),
+        profile.passes(made.frame.micro_batch),
+        hardware.compute,
+    )
+    count = sum(update_moves(profile, compute, made.frame).values())
+    for block in one.blocks:
+        count += sum(weight_moves(block, made.weights[block.name], compute, passes).values())
+        if made.activations[block.name] == OFFLOAD:
+            count += 2 * passes * block.offload_bytes
+    return count
 
 
 def rate(hardware: Hardware, source: str, target: str) -> float:

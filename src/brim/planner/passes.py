@@ -136,7 +136,8 @@ class _Maker:
         self.tasks: list[Task] = []
         self.last = -1  # of the chain of computation
         self._job, self._hardware, self._choices = job, hardware, choices
-        self._free: deque[list[int]] = deque([[]] * slots)  # who let each slot of the ring go
+        # What each free slot of the ring holds still, and who let it go.
+        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * slots)
         self._staging: deque[list[int]] = deque([[]] * STAGING)
 
     def one(self) -> None:
@@ -150,7 +151,7 @@ class _Maker:
             lane = CPU if choice == COMPUTE_RAM else COMPUTE
             self._compute(block.name, lane, chain_s(block, choice), ready)
             if ways_of(choice, self._hardware.compute):
-                self._free.append([self.last])
+                self._free.append((block.name, [self.last]))
 
     def _task(self, name: str, lane: str, seconds: float, after: Sequence[int], bytes: int = 0) -> int:
         self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
@@ -164,7 +165,11 @@ class _Maker:
         ways = ways_of(choice, self._hardware.compute)
         if not ways:
             return []
-        free = self._free.popleft()
+        held = next((slot for slot in self._free if slot[0] == block.name), None)
+        if held is not None:  # as many slots as blocks: nothing took its place
+            self._free.remove(held)
+            return list(held[1])
+        _, free = self._free.popleft()
         if len(ways) == 1:
             return [self._copy(block, *ways[0], free)]
         read = self._copy(block, *ways[0], self._staging.popleft())

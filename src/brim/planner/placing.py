@@ -60,10 +60,9 @@ def _balanced(
     """
     counts = {name: dict(chosen) for name, chosen in solution.counts.items()}
     best = _spread(job, kinds, counts)
-    best_s = pass_s(job, hardware, best, slots)[0] if slots else 0.0
-    for name, chosen in counts.items():
-        if not (chosen.get(COMPUTE_RAM) and chosen.get(FROM_RAM)):
-            continue
+    mixed = {name: chosen for name, chosen in counts.items() if chosen.get(COMPUTE_RAM) and chosen.get(FROM_RAM)}
+    best_s = pass_s(job, hardware, best, slots)[0] if mixed else 0.0
+    for name, chosen in mixed.items():
         for count in _HANDED:
             while chosen[COMPUTE_RAM] > count:
                 moved = {COMPUTE_RAM: chosen[COMPUTE_RAM] - count, FROM_RAM: chosen[FROM_RAM] + count}

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from brim.core import EventKind, Timeline
 
 COMPUTE = "compute"
+# A processor's optimizer works in turn with the rest of its compute, but what it shares with a drive is another
+# thing: it waits for memory as a product of one row does, and a product of many rows waits for arithmetic.
+UPDATE = "update"
 _DONE = 1e-12  # of a task's seconds: what rounding leaves over
 
 # (lane, another lane) -> the share of its speed that the first keeps while the second is busy.
@@ -100,8 +103,9 @@ class Schedule:
 
     def _waits(self, lane: str) -> list[tuple[float, float, str]]:
         found, free_s = [], 0.0
+        same = (COMPUTE, UPDATE) if lane == COMPUTE else (lane,)
         for task, begin, end in zip(self.tasks, self.begin_s, self.end_s, strict=True):
-            if task.lane != lane:
+            if task.lane not in same:
                 continue
             if begin > free_s:
                 last = max(task.after, key=lambda index: self.end_s[index])
@@ -126,6 +130,7 @@ class _Simulation:
         self._followers: list[list[int]] = [[] for _ in tasks]
         self._queues: dict[str, deque[int]] = {}
         self._left: dict[str, tuple[int, float]] = {}  # lane -> the task on it and its seconds to go
+        self._speeds: dict[tuple[str, ...], dict[str, float]] = {}  # busy lanes -> how fast each of them is
         self._now_s = 0.0
         for index, task in enumerate(tasks):
             if any(earlier >= index for earlier in task.after):
@@ -150,7 +155,7 @@ class _Simulation:
 
     def _advance(self) -> None:
         """To the moment at which the next task ends."""
-        speeds = {lane: self._speed(lane) for lane in self._left}
+        speeds = self._speeds_of(tuple(self._left))
         step_s = min(left / speeds[lane] for lane, (_, left) in self._left.items())
         self._now_s += step_s
         ended = []
@@ -159,15 +164,26 @@ class _Simulation:
             self._left[lane] = (index, left)
             if left <= _DONE * max(1.0, self._tasks[index].seconds):
                 ended.append((lane, index))
+        free = [lane for lane, _ in ended]
         for lane, index in ended:
             del self._left[lane]
             self._end_s[index] = self._now_s
             for follower in self._followers[index]:
                 self._missing[follower] -= 1
-        for lane in {lane for lane, _ in ended} | {self._tasks[f].lane for _, i in ended for f in self._followers[i]}:
+                if not self._missing[follower]:
+                    free.append(self._tasks[follower].lane)
+        for lane in free:
             self._start(lane)
 
-    def _speed(self, lane: str) -> float:
-        return min(
-            (self._contention.get((lane, beside), 1.0) for beside in self._left if beside != lane), default=1.0
-        )
+    def _speeds_of(self, busy: tuple[str, ...]) -> dict[str, float]:
+        """Looked up once for every set of lanes: a step has thousands of moments, and few sets.
+
+        What each of the others takes adds up: three lanes of which any two take turns all take turns.
+        """
+        if busy not in self._speeds:
+            self._speeds[busy] = {lane: 1 / (1 + sum(self._lost(lane, other) for other in busy)) for lane in busy}
+        return self._speeds[busy]
+
+    def _lost(self, lane: str, beside: str) -> float:
+        """By how much of its time a lane takes longer while another is busy."""
+        return 0.0 if lane == beside else 1 / self._contention.get((lane, beside), 1.0) - 1

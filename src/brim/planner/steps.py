@@ -9,7 +9,7 @@ from itertools import pairwise
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planner.columns import CPU, rate, update_lanes
-from brim.planner.schedule import COMPUTE, Contention, Schedule, Task, simulate, way
+from brim.planner.schedule import COMPUTE, UPDATE, Contention, Schedule, Task, simulate, way
 from brim.planner.step_profile import KEEP, OFFLOAD, BlockProfile, StepProfile, Way
 from brim.techniques.placement import FROM_DISK, RESIDENT
 
@@ -46,7 +46,8 @@ def contention_of(hardware: Hardware) -> dict[tuple[str, str], float]:
         memory_bytes_per_s = hardware.tier(RAM).bytes_per_s
         if hardware.compute == RAM and DISK in (link.source, link.target) and memory_bytes_per_s:
             left = 1 - link.bytes_per_s / memory_bytes_per_s
-            found[COMPUTE, way(link.source, link.target)] = max(0.5, left)
+            for lane in (COMPUTE, UPDATE):
+                found[lane, way(link.source, link.target)] = max(0.5, left)
     return found
 
 
@@ -76,13 +77,17 @@ class _Maker:
         self._profile, self._hardware, self._way = profile.at(made.frame.micro_batch), hardware, made
         self._compute = hardware.compute
         self._away = DISK if self._compute == RAM else RAM
-        self._free: deque[list[int]] = deque([[]] * made.frame.slots)  # who let each slot of the ring go
+        # What each free slot of the ring holds still, and who let it go.
+        self._free: deque[tuple[str, list[int]]] = deque([("", [])] * made.frame.slots)
         self._staging: deque[list[int]] = deque([[]] * _STAGING)
         self._buffers: deque[list[int]] = deque([[]] * _STAGING)
         self._updated: dict[str, list[int]] = {}  # what the next use of a block waits for
         self._barrier: list[int] = []  # what the next step waits for
         lanes = update_lanes(profile, hardware, made.frame)
-        self._update_s = {lane: lanes.get(lane, 0.0) for lane in (COMPUTE, CPU)}
+        self._on_cpu = hardware.compute != RAM and made.frame.states != KEEP  # where a GPU's optimizer works
+        self._update_s = lanes.get(CPU if self._on_cpu else COMPUTE, 0.0)
+        self._update_lane = CPU if self._on_cpu else UPDATE if hardware.compute == RAM else COMPUTE
+        self._turn: list[int] = []  # the update that a processor does before it goes on
 
     def step(self, micros: int) -> None:
         """One step of ``micros`` micro-batches."""
@@ -91,9 +96,9 @@ class _Maker:
             self._backward(copies, first=index == 0, last=index == micros - 1)
         if not self._way.frame.in_backward:  # optimizer.step() returns when all of it is done
             turn = len(self.tasks) - 1
-            self._barrier = [self._update(block, [turn]) for block in self._profile.blocks]
+            self._barrier = [self._update_later(block, [turn]) for block in self._profile.blocks]
         if not any(block.trained_bytes for block in self._profile.blocks):  # adapters beside the blocks
-            self._barrier = [self._task("update", COMPUTE, self._profile.update_s, [len(self.tasks) - 1])]
+            self._barrier = [self._task("update", self._update_lane, self._profile.update_s, [len(self.tasks) - 1])]
 
     def _task(self, name: str, lane: str, seconds: float, after: list[int], bytes: int = 0) -> int:
         self.tasks.append(Task(name=name, lane=lane, seconds=seconds, after=tuple(after), bytes=bytes))
@@ -106,7 +111,7 @@ class _Maker:
         """The copies that took activations away, by block."""
         copies = {}
         for block in self._profile.blocks:
-            ready = self._load(block) + self._updated.pop(block.name, []) + self._barrier
+            ready = self._load(block) + self._updated.pop(block.name, []) + self._barrier + self._turn
             done = self._task(f"{block.name} forward", COMPUTE, block.forward_s, ready)
             self._let_go(block, done)
             if self._way.activations[block.name] == OFFLOAD:
@@ -119,7 +124,7 @@ class _Maker:
     def _backward(self, copies: Mapping[str, int], *, first: bool, last: bool) -> None:
         window: deque[list[int]] = deque([[]] * _WINDOW)
         for block in reversed(self._profile.blocks):
-            ready = self._load(block)
+            ready = self._load(block) + self._turn
             kept = self._way.activations[block.name]
             if block.name in copies:
                 name, after = f"{block.name} activations", [copies[block.name], *window.popleft()]
@@ -130,16 +135,23 @@ class _Maker:
                 window.append([done])
             if last and self._way.frame.in_backward:
                 done = self._update(block, [done])
-            elif block.trained_bytes and self._way.frame.gradients != KEEP:
+                self._let_go(block, *self._updated.get(block.name, []), done, whole=not self._on_cpu)
+                continue
+            if block.trained_bytes and self._way.frame.gradients != KEEP:
                 self._send_gradients(block, done, first=first)
             self._let_go(block, done)
 
     def _load(self, block: BlockProfile) -> list[int]:
-        """Bring the block's weights; what to wait for."""
+        """Bring the block's weights; what to wait for. Where passes turn, the ring holds what is wanted again."""
         choice = self._way.weights[block.name]
         if choice == RESIDENT:
             return []
-        after = self._free.popleft() + self._updated.get(block.name, [])
+        held = next((slot for slot in self._free if slot[0] == block.name), None)
+        if held is not None:
+            self._free.remove(held)
+            return list(held[1])
+        _, free = self._free.popleft()
+        after = free + self._updated.get(block.name, [])
         name = f"{block.name} weights"
         if choice != FROM_DISK:
             return [self._copy(name, RAM, self._compute, block.bytes, after)]
@@ -150,9 +162,10 @@ class _Maker:
         self._staging.append([moved])
         return [moved]
 
-    def _let_go(self, block: BlockProfile, done: int) -> None:
+    def _let_go(self, block: BlockProfile, *done: int, whole: bool = True) -> None:
+        """Not ``whole``: what is in the slot is not the block as it is now."""
         if self._way.weights[block.name] != RESIDENT:
-            self._free.append([done])
+            self._free.append((block.name if whole else "", list(done)))
 
     def _send_gradients(self, block: BlockProfile, done: int, *, first: bool) -> None:
         """To where they rest; what an earlier pass left there is added."""
@@ -162,6 +175,16 @@ class _Maker:
         if self._way.frame.gradients == DISK:
             ready = [done] if first else [done, self._copy(name, DISK, RAM, count, [done])]
             self._copy(name, RAM, DISK, count, ready)
+
+    def _update_later(self, block: BlockProfile, after: list[int]) -> int:
+        """As ``_update``, of a block that is not in use: where it is streamed and updated in its slot, it comes."""
+        if self._on_cpu:
+            self._free = deque(("" if name == block.name else name, done) for name, done in self._free)
+        if self._on_cpu or not block.trained_bytes:
+            return self._update(block, after)
+        done = self._update(block, after + self._load(block))
+        self._let_go(block, *self._updated.get(block.name, []), done)
+        return done
 
     def _update(self, block: BlockProfile, after: list[int]) -> int:
         """The optimizer on one block's share of what is trained. Returns what the block's weights wait for."""
@@ -173,14 +196,14 @@ class _Maker:
         ready = list(after)
         if frame.states == DISK:
             ready.append(self._copy(f"{name}: states", DISK, RAM, state_bytes, self._buffers.popleft()))
-        on_cpu = self._compute != RAM and frame.states != KEEP
+        on_cpu = self._on_cpu
         gone = frame.gradients != KEEP and not frame.in_backward
         if gone and frame.gradients == DISK:
             ready.append(self._copy(f"{name}: gradients", DISK, RAM, block.trained_bytes, list(after)))
         elif on_cpu and not gone:
             ready.append(self._copy(f"{name}: gradients", self._compute, RAM, block.trained_bytes, list(after)))
-        lane = CPU if on_cpu else COMPUTE
-        done = self._task(name, lane, self._update_s[lane] * share, ready)
+        done = self._task(name, self._update_lane, self._update_s * share, ready)
+        self._turn = [done] if self._update_lane == UPDATE else []
         if frame.states == DISK:
             self._buffers.append([self._copy(f"{name}: states", RAM, DISK, state_bytes, [done])])
         back = self._bring_home(block, done, RAM if on_cpu else self._compute)

@@ -11,6 +11,7 @@ from brim.errors import BudgetError
 from brim.planner.passes import STAGING, BlockCost, Job, chain_s, pass_s, ways_of
 from brim.planner.placing import placements
 from brim.planner.schedule import COMPUTE, way
+from brim.planner.ties import Weighed, as_fast_s, quietest
 from brim.techniques.placement import COMPUTE_RAM
 from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
 from brim.units import format_bytes
@@ -37,11 +38,45 @@ class _Placement:
     def ring_bytes(self) -> int:
         return self.slot_bytes * self.slots
 
+    def ways(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
+        """Block -> the links that it comes over in each step: none where the ring has room for all that share it."""
+        found = self.ways_at_first(job, compute)
+        if sum(map(bool, found.values())) <= self.slots:
+            return {name: [] for name in found}
+        return found
+
+    def ways_at_first(self, job: Job, compute: str) -> dict[str, list[tuple[str, str]]]:
+        """The same of the first step, in which the ring holds nothing yet."""
+        return {block.name: ways_of(self.choices[block.name], compute) if block.uses else [] for block in job.blocks}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """A plan, the bytes that a step under it moves over links, and the seconds that no tie may go beyond."""
+
+    plan: Plan
+    moved_bytes: float
+    most_s: float
+
+    def weighed(self) -> Weighed:
+        promise = self.plan.promise
+        return Weighed(
+            seconds=_told(promise.step_s), moved_bytes=self.moved_bytes, held_bytes=sum(promise.peak_bytes.values())
+        )
+
 
 def plan_streaming(
     job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], *, allowed: Collection[str] = CHOICES
 ) -> Plan:
-    """The fastest placement that fits ``budget_bytes`` (per tier), over slot sizes and ring depths.
+    """The plan of ``contender``."""
+    return contender(job, hardware, budget_bytes, allowed=allowed).plan
+
+
+def contender(
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], *, allowed: Collection[str] = CHOICES
+) -> Contender:
+    """The fastest placement that fits ``budget_bytes`` (per tier), over slot sizes and ring depths; of those that are
+    as fast, the one that moves least.
 
     Only choices in ``allowed`` are made (of blocks that are computed with; tables of rows lie where there is room).
     Where the processor may compute blocks beside a GPU, how many it gets is decided by ``placing``. Raises
@@ -54,20 +89,35 @@ def plan_streaming(
     return _fastest(job, hardware, budget_bytes, found)
 
 
-def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]) -> Plan:
+def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], found: Sequence[_Placement]) -> Contender:
     """The best of ``found`` by its simulated schedule; every simple one that could be it is looked at."""
     # Of equally fast ones (sums of seconds differ by their rounding), the one that keeps link and drive quieter.
-    ordered = sorted(found, key=lambda one: (_told(_quick_s(job, hardware, one)), _streamed_bytes(job, one)))
-    best: Plan | None = None
+    ordered = sorted(found, key=lambda one: (_told(_quick_s(job, hardware, one)), _moved_bytes(job, hardware, one)))
+    tried: list[tuple[_Placement, Contender]] = []
     for count, one in enumerate(ordered):
-        late = count >= _SIMULATED and not one.simple
-        if best is not None and (late or _told(_least_s(job, hardware, one)) >= _told(best.promise.step_s)):
-            continue
+        moved_bytes = _moved_bytes(job, hardware, one)
+        if tried:
+            best_s = min(known.weighed().seconds for _, known in tried)
+            least_s = _told(_least_s(job, hardware, one))
+            quieter = all(moved_bytes < known.moved_bytes for _, known in tried) or one.simple
+            late = count >= _SIMULATED and not one.simple
+            if late or least_s > as_fast_s(best_s) or (least_s >= best_s and not quieter):
+                continue
         plan = plan_of(job, hardware, budget_bytes, one.choices, one.slots)
-        if best is None or _told(plan.promise.step_s) < _told(best.promise.step_s):
-            best = plan
-    assert best is not None, "there is a placement at least"
-    return best
+        tried.append((one, Contender(plan=plan, moved_bytes=moved_bytes, most_s=float("inf"))))
+    return _chosen(tried)
+
+
+def _chosen(tried: Sequence[tuple[_Placement, Contender]]) -> Contender:
+    """The quietest of those that are as fast, and no slower than what needs no planner: all streamed, or all that is
+    done without the processor's help."""
+    alone = [known for one, known in tried if COMPUTE_RAM not in one.choices.values()]
+    simple_s = [known.weighed().seconds for one, known in tried if one.simple or not one.slots]
+    most_s = min(simple_s, default=float("inf"))
+    if alone and len(alone) < len(tried):
+        most_s = min(most_s, quietest(alone, Contender.weighed, most_s=most_s).weighed().seconds)
+    best = quietest([known for _, known in tried], Contender.weighed, most_s=most_s)
+    return replace(best, most_s=most_s)
 
 
 def _told(seconds: float) -> float:
@@ -251,28 +301,30 @@ def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]
 
 def _lanes(job: Job, hardware: Hardware, placement: _Placement) -> dict[str, float]:
     """Seconds that each lane is busy in a step."""
-    choices = placement.choices
+    choices, ways = placement.choices, placement.ways(job, hardware.compute)
     lanes = {COMPUTE: job.fixed_compute_s}
     for block in job.blocks:
         if not block.uses:
             continue
         lanes[COMPUTE] += block.cpu_s if choices[block.name] == COMPUTE_RAM else block.compute_s
-        for source, target in ways_of(choices[block.name], hardware.compute):
+        for source, target in ways[block.name]:
             took_s = block.moved_bytes / hardware.link(source, target).bytes_per_s
             lanes[way(source, target)] = lanes.get(way(source, target), 0.0) + took_s
     return lanes
 
 
-def _streamed_bytes(job: Job, placement: _Placement) -> int:
-    return sum(b.bytes * b.uses for b in job.blocks if placement.choices[b.name] not in (RESIDENT, COMPUTE_RAM))
+def _moved_bytes(job: Job, hardware: Hardware, placement: _Placement) -> float:
+    """Over every link that they take. Also of what the ring would keep: a resident is quieter than that."""
+    ways = placement.ways_at_first(job, hardware.compute)
+    return sum(block.moved_bytes * len(ways[block.name]) for block in job.blocks)
 
 
 def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
     """Seconds of one step in the steady state, the links' loads as one: to choose by, not to promise."""
-    loads: dict[str, float] = {}
+    loads, ways = dict[str, float](), placement.ways(job, hardware.compute)
     for block in job.blocks:
-        ways = ways_of(placement.choices[block.name], hardware.compute) if block.uses else []
-        loads[block.name] = max((block.moved_bytes / hardware.link(*one).bytes_per_s for one in ways), default=0.0)
+        rates = [hardware.link(*one).bytes_per_s for one in ways[block.name]]
+        loads[block.name] = max((block.moved_bytes / rate for rate in rates), default=0.0)
     lanes = _lanes(job, hardware, placement)
     return max(_pipeline_s(job, placement.choices, loads, placement.slots), *lanes.values())
 
@@ -282,7 +334,7 @@ def _least_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
     chain = sum(chain_s(block, placement.choices[block.name]) for block in job.blocks if block.uses)
     lanes = _lanes(job, hardware, placement)
     least = max(job.fixed_compute_s + chain, *lanes.values())
-    ways = {tuple(ways_of(placement.choices[block.name], hardware.compute)) for block in job.blocks if block.uses}
+    ways = set(map(tuple, placement.ways(job, hardware.compute).values()))
     if len(ways - {()}) <= 1 and all(len(way) <= 1 for way in ways):  # the quicker reckoning is exact but for sharing
         least = max(least, _quick_s(job, hardware, placement))
     return least

@@ -12,11 +12,11 @@ from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.measure.beside import READ, WRITE, beside, both_ways
 from brim.measure.probe import probe
-from brim.planner.schedule import COMPUTE, Contention, way
+from brim.planner.schedule import COMPUTE, UPDATE, Contention, way
 from brim.run.cache import cache_folder
 from brim.run.remembered import Remembered
 
-_METHOD = 1  # raised when what is measured, or how, changes
+_METHOD = 2  # raised when what is measured, or how, changes
 _MANY_ROWS = 256  # a product of more is limited by arithmetic as much
 _LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
 
@@ -24,8 +24,8 @@ _LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
 def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention | None:
     """The shares of their speeds that computing and the drive keep beside each other; None for another machine.
 
-    ``rows`` are those of a product: one in a token's pass, many in a training. The first time it takes some seconds
-    for each.
+    ``rows`` are those of a product: one in a token's pass, many in a training. With ``writes``, those of updates too,
+    which wait for memory as a product of one row does. The first time it takes some seconds for each.
     """
     if hardware.compute != RAM or (hardware.name, RAM) != ((here := probe(device="cpu")).name, here.compute):
         return None
@@ -35,6 +35,9 @@ def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention |
     for what in (READ, *((WRITE,) if writes else ())):
         shares = _known(memory, f"{what} {count}", partial(beside, what, count))
         found[COMPUTE, _LANES[what]], found[_LANES[what], COMPUTE] = shares
+        if writes:
+            shares = _known(memory, f"{what} 1", partial(beside, what, 1))
+            found[UPDATE, _LANES[what]], found[_LANES[what], UPDATE] = shares
     if writes:
         shares = _known(memory, "both ways", both_ways)
         found[_LANES[READ], _LANES[WRITE]], found[_LANES[WRITE], _LANES[READ]] = shares

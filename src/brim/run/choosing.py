@@ -14,9 +14,10 @@ from brim.errors import BudgetError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
-from brim.planner import BlockCost, Job, plan_streaming
+from brim.planner import BlockCost, Job
 from brim.planner.schedule import Contention
-from brim.planner.streaming import CHOICES
+from brim.planner.streaming import CHOICES, Contender, contender
+from brim.planner.ties import quietest
 from brim.run.block_seconds import OUTSIDE, BlockSeconds
 from brim.run.expert_plans import ExpertWay, expert_ways
 from brim.run.expert_reading import reading
@@ -110,27 +111,32 @@ def best_plan(
     tokens: int,
     allowed: Collection[str] = CHOICES,
 ) -> tuple[Cut, Plan]:
-    """The fastest plan over cuts whose jobs are known. Raises BudgetError when none fits."""
-    best: tuple[Cut, Plan] | None = None
+    """The fastest plan over cuts whose jobs are known; of those as fast, the one that moves least. Raises BudgetError
+    when none fits."""
+    found: list[tuple[Cut, Contender]] = []
     refusal: BudgetError | None = None
     for cut, job in jobs:
         try:
-            plan = plan_streaming(job, hardware, budget, allowed=allowed)
+            made = contender(job, hardware, budget, allowed=allowed)
         except BudgetError as error:
             refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
             continue
         if cut.way is not None:
-            plan = cut.way.plan(plan, hardware, tokens)
+            plan = cut.way.plan(made.plan, hardware, tokens)
             over = {tier: n for tier, n in plan.promise.peak_bytes.items() if n > budget.get(tier, n)}
             if over:  # slots for experts are settled after the rest
-                refusal = refusal or _over(plan, over)
+                more = _over(plan, over)
+                refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
                 continue
-        if best is None or plan.promise.step_s < best[1].promise.step_s:
-            best = cut, plan
-    if best is None:
+            moved_bytes = made.moved_bytes + cut.way.moved_bytes(hardware, tokens)
+            made = replace(made, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
+        found.append((cut, made))
+    if not found:
         assert refusal is not None
         raise refusal
-    return best
+    most_s = min(made.most_s for _, made in found)
+    cut, best = quietest(found, lambda pair: pair[1].weighed(), most_s=most_s)
+    return cut, best.plan
 
 
 def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
@@ -168,11 +174,22 @@ def _without_unreadable_lookups(partition: Partition, weights: Weights) -> Parti
 def _finer(model: nn.Module, partition: Partition, need: Need) -> Partition | None:
     """The next finer partition: the largest blocks that can be cut at all, cut."""
     for size in sorted({block.bytes for block in partition.blocks}, reverse=True):
-        cut_parts = need.observation is not None
-        finer = find_blocks(model, largest_bytes=size - 1, cut_parts=cut_parts, stay=need.stay)
+        finer = _cut_below(model, size, need)
+        # As many blocks, but smaller ones: parts of them were too few to be blocks. Cut further, they are not.
+        while len(finer.blocks) <= len(partition.blocks) and 0 < _largest_bytes(finer) < size:
+            size = _largest_bytes(finer)
+            finer = _cut_below(model, size, need)
         if len(finer.blocks) > len(partition.blocks):
             return finer if need.observation is None or need.observation.allows(finer) else None
     return None
+
+
+def _cut_below(model: nn.Module, size: int, need: Need) -> Partition:
+    return find_blocks(model, largest_bytes=size - 1, cut_parts=need.observation is not None, stay=need.stay)
+
+
+def _largest_bytes(partition: Partition) -> int:
+    return max((block.bytes for block in partition.blocks), default=0)
 
 
 def job_of(model: nn.Module, cut: Cut, hardware: Hardware, need: Need, weights: Weights, task: str) -> Job:

@@ -109,8 +109,15 @@ class ExpertWay:
 
     def loads_s(self, hardware: Hardware, tokens: int) -> float:
         """Seconds a step waits for experts: they are asked for when the router has spoken, so nothing hides them."""
-        count = sum(each.loads(self.slots, tokens) * each.packed_bytes for each in self.layers)
+        count = self._loaded_bytes(tokens)
         return max(count / hardware.link(*way).bytes_per_s for way in self.ways(hardware))
+
+    def moved_bytes(self, hardware: Hardware, tokens: int) -> float:
+        """What a step moves of experts, over every link that they take."""
+        return self._loaded_bytes(tokens) * len(self.ways(hardware))
+
+    def _loaded_bytes(self, tokens: int) -> float:
+        return sum(each.loads(self.slots, tokens) * each.packed_bytes for each in self.layers)
 
     def ways(self, hardware: Hardware) -> list[tuple[str, str]]:
         """The links over which an expert comes to its slot."""

@@ -72,12 +72,15 @@ class Figures:
     """What was promised and what was measured. ``eta`` is T_bound / T_measured per token.
 
     ``measured_bytes["ram"]`` is the growth of the resident set's high water over the moment before loading.
+    ``median_s_per_token`` is what ``step_s`` of the plan foresees: in the mean there are also the first passes, which
+    touch memory that nobody had touched.
     """
 
     plan: Plan
     promised_bytes: dict[str, int]
     measured_bytes: dict[str, int]
     s_per_token: float | None
+    median_s_per_token: float | None
     eta: float | None
     timeline: Timeline = field(compare=False)
     predicted: Timeline = field(compare=False)  # what the plan foresees, from the first measured pass on
@@ -88,6 +91,7 @@ class Figures:
             "promised_bytes": self.promised_bytes,
             "measured_bytes": self.measured_bytes,
             "s_per_token": self.s_per_token,
+            "median_s_per_token": self.median_s_per_token,
             "eta": self.eta,
         }
 
@@ -151,7 +155,7 @@ def generate(
         token_ids = run_batch(run.loaded, next(run.batches()), request.max_new_tokens, clock)[0]
         printer.end()
     text = run.tokenizer.decode(token_ids, skip_special_tokens=True)
-    return Generation(text=text, token_ids=token_ids, **run.figures(clock.s_per_step()))
+    return Generation(text=text, token_ids=token_ids, **run.figures(clock))
 
 
 def generate_many(
@@ -185,10 +189,9 @@ def generate_many(
                 index, text = batch.first + offset, run.tokenizer.decode(ids, skip_special_tokens=True)
                 on_answer(Answer(index=index, prompt=prompts[index], text=text, token_ids=ids))
                 tokens += len(ids) - run.encodes
-    steps_s = [clock.s_per_step() for clock in clocks]
-    step_s = next((took_s for took_s in steps_s if took_s is not None), None)
+    longest = max(clocks, key=lambda clock: len(clock.times_s))
     batch_size = run.loaded.choice.sizes.batch
-    return Throughput(batch=batch_size, tokens=tokens, seconds=seconds, **run.figures(step_s))
+    return Throughput(batch=batch_size, tokens=tokens, seconds=seconds, **run.figures(longest))
 
 
 class _Run:
@@ -234,8 +237,9 @@ class _Run:
     def compare(self, batch: Batch) -> Any:
         return check_batch(self.loaded, batch, self._request.max_new_tokens, self._opened.name)
 
-    def figures(self, step_s: float | None) -> dict[str, Any]:
+    def figures(self, clock: Clock) -> dict[str, Any]:
         assert self.usage is not None, "it is not closed"
+        step_s = clock.s_per_step()
         handle = self.loaded.handle
         measured = {RAM: self.usage.ram_growth_bytes, VRAM: self.usage.vram_reserved_bytes}
         promise = handle.plan.promise
@@ -244,6 +248,7 @@ class _Run:
             "promised_bytes": {tier: promise.peak_bytes.get(tier, 0) for tier in (VRAM, RAM)},
             "measured_bytes": {tier: measured[tier] for tier in (VRAM, RAM)},
             "s_per_token": step_s,
+            "median_s_per_token": clock.median_s_per_step(),
             "eta": promise.bound_s / step_s if step_s else None,
             "timeline": handle.timeline(),
             "predicted": foreseen.beside(handle, self._hardware),

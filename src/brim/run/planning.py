@@ -10,7 +10,7 @@ from functools import partial
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UsageError
 from brim.planner.passes import CPU
-from brim.planner.schedule import way
+from brim.planner.schedule import UPDATE, way
 from brim.run.factory import is_factory, resolved
 from brim.run.planning_generation import plan_generation
 from brim.run.planning_least import in_the_least
@@ -31,6 +31,7 @@ _LIMITS = {
     way(DISK, RAM): "disk",
     way(RAM, DISK): "disk",
     CPU: "RAM",
+    UPDATE: "RAM",
 }
 
 
@@ -94,9 +95,9 @@ def _precision_rows(request: Request, machine: Machine, subjects: Subjects, *, a
 def ranked(request: Request, machine: Machine, found: Sequence[Proposal]) -> list[Proposal]:
     """The best ``top`` of ``found`` by what is preferred; each once, and only what was proved."""
     keys: dict[str, Callable[[Proposal], tuple[float, ...]]] = {
-        "speed": lambda one: (one.step_s, _held(one, machine)),
+        "speed": lambda one: (),  # as they come: of those that are as fast, planners know which moves least
         "memory": lambda one: (_held(one, machine), one.step_s),
-        "quality": lambda one: (is_lossy(one), one.step_s),
+        "quality": lambda one: (is_lossy(one),),
     }
     kept: list[Proposal] = []
     for one in sorted((one for one in found if one.proved), key=keys[request.prefer]):

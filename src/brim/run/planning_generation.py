@@ -86,7 +86,7 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
             found += [] if least is None else [least]
     if not found:
         raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
-    found.sort(key=lambda one: one.plan.promise.step_s)
+    found.sort(key=lambda one: (one.plan.promise.step_s, sum(one.plan.promise.peak_bytes.values())))
     return [_proposal(request, machine, one) for one in found]
 
 

@@ -79,14 +79,17 @@ def _asked(request: Request) -> tuple[object, ...]:
 def open_subject(request: Request, machine: Machine, precision: str | None = None) -> Subject:
     """The model of ``request`` in ``precision`` (None: its own).
 
-    A folder or .gguf file in its own precision is opened as ``brim generate`` does it. Anything else is made from its
-    configuration, its weights taken to lie in one file. Raises UnsupportedError for what does not generate.
+    A folder or .gguf file in its own precision, asked for or not, is opened as ``brim generate`` does it. Anything
+    else is made from its configuration, its weights taken to lie in one file. Raises UnsupportedError for
+    what does not generate.
     """
     inputs = Inputs(batch=request.batch, prompt=request.seq, total=request.seq + request.new_tokens)
     path = Path(request.model)
     stored = path.suffix.lower() == ".gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
-    if stored and precision is None:
-        return _opened(request, machine, inputs)
+    if stored and precision in (None, _stated_precision(described_source(path)) if path.is_dir() else None):
+        opened = _opened(request, machine, inputs)
+        if precision in (None, opened.precision):  # what a configuration says of its weights may be wrong
+            return opened
     return _made(request, machine, inputs, precision)
 
 
@@ -128,8 +131,7 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
 
 def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
     source = described_source(request.model)
-    named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    own = next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{named}"), "fp32")
+    own = _stated_precision(source)
     meant = precision or own
     kept = meant if meant in DTYPES else own
     workload = Workload(
@@ -152,6 +154,11 @@ def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | N
         spent_bytes=_IMAGINED_SPENT,
         shallow=_shallow(source, workload, meant, kept, module),
     )
+
+
+def _stated_precision(source: Source) -> str:
+    named = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return next((name for name, dtype in DTYPES.items() if str(dtype) == f"torch.{named}"), "fp32")
 
 
 def _shaped(source: Source, workload: Workload, meant: str, kept: str) -> nn.Module:

@@ -30,9 +30,7 @@ PREFERENCES = ("speed", "memory", "quality")
 LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
 _GENERATING = ("fp32", "bf16", "fp16", *LOSSY)
 
-# A host that nobody measured. One socket with two channels of DDR4-3200 reads at 51.2 GB/s at most (JEDEC JESD79-4);
-# four fifths of it are usual. A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
-_HOST_BYTES_PER_S = 40e9
+# A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
 _DRIVE_BYTES_PER_S = 3.2e9
 _RAM_BYTES, _DISK_BYTES = 64 << 30, 1 << 40
 _FREE_SHARE = 0.9
@@ -263,13 +261,13 @@ def _imagined(request: Request, card: catalog.Gpu) -> Machine:
     disk = _DISK_BYTES if request.disk is None else parse_bytes(request.disk)
     if not card.pcie_bytes_per_s:
         raise UsageError(f"A plan for {card.name} was asked for.", "The rate of its link to the host is not known.")
-    base = card.hardware(ram_bytes=ram, ram_bytes_per_s=_HOST_BYTES_PER_S)
+    base = card.hardware(ram_bytes=ram, ram_bytes_per_s=catalog.HOST_BYTES_PER_S)
     links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
     hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))
     free = card.capacity_bytes - card.context().bytes
     vram = free if request.vram is None else min(free, parse_bytes(request.vram))
     assumed = [
-        f"RAM moves {_HOST_BYTES_PER_S / 1e9:.0f} GB/s, the drive {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
+        f"RAM moves {catalog.HOST_BYTES_PER_S / 1e9:.0f} GB/s, the drive {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
         *([] if request.gpu is not None else [f"the GPU is as fast as {card.name}"]),
         *([] if request.ram is not None else [f"{format_bytes(_RAM_BYTES)} of RAM"]),
         *([] if request.disk is not None else [f"{format_bytes(_DISK_BYTES)} of disk"]),

@@ -81,3 +81,6 @@ class _Frame:
             if run:
                 points = " ".join(run)
                 yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            if len(run) == 1:  # a line of one point is not to be seen
+                across, down = run[0].split(",")
+                yield f'<circle cx="{across}" cy="{down}" r="4" fill="{colour}"/>'

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from brim.core import Op, Phase, Trace
-from brim.core.hardware import VRAM
+from brim.core.hardware import RAM, VRAM
 from brim.estimation.depth import alike
 from brim.memory.pool import round_up
 from brim.run.fitted import bytes_at_once
@@ -30,10 +30,15 @@ _LARGEST_SHARE = 0.6  # of the layers; with more, a rehearsal of all is no more 
 _GRAIN_BYTES = 512  # of the caching allocator
 _LEAST_WEIGHT = 1 << 20
 _SEGMENTS_BYTES = 40 << 20  # two of the caching allocator's, which a deep model may hold more than a shallow one
+_REST_BYTES = 1 << 20  # of a 2 MiB segment, which a further layer's small tensors may leave unfilled
 _TRIES = 2  # a model with one layer of a kind may lack a moment that those with more have
+
+_GROWS = 1.15  # times what is known of a layer: more, and the shallower of two models lacks what the other has
 
 # Bytes that one layer takes, as far as the planner knows: (deep layer, tier, whether at an early moment) -> bytes.
 LayerBytes = Callable[[int, str, bool], int]
+# RAM that states and gradients pass through in a model of these layers: more for many than for few of them.
+RoomBytes = Callable[[Collection[int]], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,11 @@ class Shallow:
                 return None
         return cls(rehearsal=rehearsal, stack=stack)
 
+    @property
+    def unfilled_bytes(self) -> int:
+        """The most that is added to what the tensors of all layers take."""
+        return _unfilled_bytes(self.stack.layers)
+
     def shortened(self, count: int) -> Rehearsal:
         """The rehearsal with the first ``count`` layers: which of those that are alike does not matter."""
         if count not in self._made:
@@ -124,12 +134,16 @@ class Shallow:
         assert found is not None
         return found
 
-    def predict(self, choice: Choice, layer_bytes: LayerBytes, most: Mapping[str, int]) -> dict[str, int] | None:
+    def predict(
+        self, choice: Choice, layer_bytes: LayerBytes, room_bytes: RoomBytes, most: Mapping[str, int]
+    ) -> dict[str, int] | None:
         """Peaks per tier of the deep step under ``choice``; None where all layers have to be rehearsed.
 
         ``most``: of layers that are treated in one way (as ``treatments`` names it), how many are needed until each
         further one adds as much as the one before.
         """
+        compute = self.rehearsal.hardware.compute
+        special, found = range(self.stack.special), None
         groups = self._groups(choice)
         for further in range(_TRIES):
             counts = {name: most.get(name, 1) + further for name in groups}
@@ -137,12 +151,20 @@ class Shallow:
             more = sorted(itertools.chain(*(layers[-counts[name] - 1 :] for name, layers in groups.items())))
             if len(more) + self.stack.special > _LARGEST_SHARE * self.stack.layers or len(few) == len(more):
                 return None
-            first, second = self._observe(choice, few), self._observe(choice, more)
-            if first.moments.keys() == second.moments.keys():
-                added = sorted(set(more) - set(few))
-                left = [n for n in range(self.stack.special, self.stack.layers) if n not in set(more)]
-                return _extrapolated(first, second, added, left, layer_bytes, self.rehearsal.hardware.compute)
-        return None
+            rooms = [room_bytes({*special, *layers}) for layers in (few, more)]
+            first, second = (
+                _without_room(self._observe(choice, layers), room)
+                for layers, room in zip((few, more), rooms, strict=True)
+            )
+            added = sorted(set(more) - set(few))
+            if first.moments.keys() != second.moments.keys():
+                continue
+            left = [n for n in range(self.stack.special, self.stack.layers) if n not in set(more)]
+            once_more = _extrapolated(first, second, added, left, layer_bytes, compute)
+            found = once_more if found is None else {**found, compute: once_more[compute]}
+            if _grows_as_known(first, second, added, layer_bytes, compute):
+                break
+        return None if found is None else {**found, RAM: found.get(RAM, 0) + room_bytes(range(self.stack.layers))}
 
     def treatments(self, choice: Choice) -> dict[int, str]:
         """What ``choice`` does with each layer that has its like, in words that are equal for equal treatment."""
@@ -282,6 +304,17 @@ def _turn(ops: Sequence[Op]) -> int:
     return min((op.at for op in ops if op.phase is Phase.OPTIMIZER and op.at > before), default=1 << 62)
 
 
+def _without_room(seen: _Seen, room_bytes: int) -> _Seen:
+    return replace(seen, others=dict(seen.others) | {RAM: seen.others.get(RAM, 0) - room_bytes})
+
+
+def _grows_as_known(first: _Seen, second: _Seen, added: Sequence[int], layer_bytes: LayerBytes, compute: str) -> bool:
+    """Whether the later moments grow by what is known of the layers ``added``, as each of those left out will."""
+    known = sum(layer_bytes(layer, compute, False) + _LEAST_WEIGHT for layer in added)
+    late = [moment for moment in second.moments if not moment.startswith("begin")]
+    return all(second.moments[moment] - first.moments[moment] <= _GROWS * known for moment in late)
+
+
 def _extrapolated(
     first: _Seen, second: _Seen, added: Sequence[int], left: Sequence[int], layer_bytes: LayerBytes, compute: str
 ) -> dict[str, int]:
@@ -297,10 +330,14 @@ def _extrapolated(
     share = growth / max(1, max(second.moments.values()) - max(first.moments.values()))
     peak = max(moments)
     more = int(min(share, _MOST_BEYOND) * (peak - max(second.moments.values())))
-    found = {compute: peak + beyond + more + (_SEGMENTS_BYTES if compute == VRAM else 0)}
+    found = {compute: peak + beyond + more + (_unfilled_bytes(len(left)) if compute == VRAM else 0)}
     for tier, count in second.others.items():
         found[tier] = max(on(first.others.get(tier, 0), count, tier, early) for early in (False, True))
     return found
+
+
+def _unfilled_bytes(layers: int) -> int:
+    return _SEGMENTS_BYTES + _REST_BYTES * layers
 
 
 _MOST_BEYOND = 0.02  # of what more layers hold: 2 MiB segments that are not filled. A pool's first one is no rule

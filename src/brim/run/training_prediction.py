@@ -22,7 +22,7 @@ from brim.memory.tiers import Memory
 from brim.predict import cost
 from brim.predict.dispatch import on_host
 from brim.predict.tracer import trace
-from brim.run.fitted import apply_choice
+from brim.run.fitted import Fitted, apply_choice
 from brim.run.fitting import Device
 from brim.run.foreseen_step import known_way, step_timeline
 from brim.run.training_choice import Choice
@@ -71,7 +71,8 @@ class Rehearsal:
     it is not known what a step does, and what is predicted is what the plan holds before one);
     ``spent_bytes`` says what the program itself takes per tier. ``device`` is "emulated" where RAM plays VRAM.
     Parameters with a source in ``weights`` hold nothing until their block is placed. ``update_bytes`` are updated at
-    once (None: as ``model`` is large).
+    once (None: as ``model`` is large). ``in_place`` is filled: what has been tried out once for some techniques is
+    known in later predictions of them.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Rehearsal:
     clip_norm: float | None = None
     spent_bytes: Callable[[], Mapping[str, int]] = dict
     update_bytes: int | None = None
+    in_place: dict[Any, tuple[str, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def trace(self, choice: Choice) -> Trace:
         """The step under ``choice`` as operations and storages; what lies in other tiers is not in it."""
@@ -181,22 +183,10 @@ class _Run:
         rehearsal, choice, memory = self._rehearsal, self._choice, self.memory
         model = twin(rehearsal.model, absent=self._absent(), device=memory.device).train()
         optimizer = rehearsal.optimizer(model)
-        plan = choice.plan(
-            model=rehearsal.name, hardware=rehearsal.hardware.name, budget_bytes={}, promise=Promise(peak_bytes={})
-        )
         if choice.states == "keep":
             make_states(optimizer, memory.device)
         inputs = self._inputs()
-        fitted = apply_choice(
-            model,
-            optimizer,
-            plan,
-            memory,
-            rehearsal.partition,
-            rehearsal.weights,
-            inputs,
-            update_bytes=rehearsal.update_bytes,
-        )
+        fitted = self._fitted(model, optimizer, inputs)
         micros = [MicroBatch(inputs=self._inputs(), weight=1 / self.rehearsed) for _ in range(self.rehearsed)]
         self.trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
         copied, begins = memory.recorder.copied_bytes, []
@@ -213,6 +203,27 @@ class _Run:
                     self.moved_between[DISK, RAM] = self.moved_between.get((DISK, RAM), 0) + sum(self.trained)
 
         return step
+
+    def _fitted(self, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any) -> Fitted:
+        rehearsal, choice = self._rehearsal, self._choice
+        plan = choice.plan(
+            model=rehearsal.name, hardware=rehearsal.hardware.name, budget_bytes={}, promise=Promise(peak_bytes={})
+        )
+        beside = (choice.micro_batch, choice.precision, repr(choice.checkpointing), choice.chunk_tokens)
+        fitted = apply_choice(
+            model,
+            optimizer,
+            plan,
+            self.memory,
+            rehearsal.partition,
+            rehearsal.weights,
+            inputs,
+            update_bytes=rehearsal.update_bytes,
+            in_place=rehearsal.in_place.get(beside),
+        )
+        if choice.in_place:
+            rehearsal.in_place[beside] = fitted.in_place
+        return fitted
 
     def _inputs(self) -> Any:
         if self._rehearsal.inputs is None:

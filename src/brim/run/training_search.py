@@ -7,50 +7,46 @@ resident, checkpointing only, all streamed) is a candidate like any other, so no
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from brim.core import Trace
-from brim.core.hardware import VRAM
+from brim.core.hardware import RAM
 from brim.errors import BudgetError
 from brim.planner import training as ways
-from brim.planner.columns import block_bytes, held_bytes, peak_bytes
+from brim.planner.columns import held_bytes, moved_bytes, peak_bytes
 from brim.planner.profile import deepened, measured, profile_of
 from brim.planner.schedule import Contention, Schedule
 from brim.planner.step_profile import (
-    BACKWARD,
-    FULL,
     KEEP,
-    OFFLOAD,
-    SELECTIVE,
-    UPDATE,
-    Frame,
     Limits,
     StepProfile,
     Way,
     shape_of,
 )
 from brim.planner.steps import contention_of, training_step_s
+from brim.planner.ties import Weighed, as_fast_s, quietest
+from brim.run.fitted import bytes_at_once
 from brim.run.training_choice import Choice
 from brim.run.training_depth import Shallow
-from brim.run.training_ladder import CHUNK_TOKENS, fits, too_small
+from brim.run.training_ladder import fits, too_small
+from brim.run.training_layers import Layers
 from brim.run.training_prediction import Prediction, Rehearsal
-from brim.run.training_ways import head_option, rank, signature, trained_bytes
+from brim.run.training_ways import as_choice, as_way, head_option, rank, signature, trained_bytes
 from brim.techniques import checkpointing, optimizers
-from brim.techniques.activation_ways import ToDisk, ToRam
 from brim.techniques.blocks import tensor_bytes
-from brim.techniques.checkpointing import NONE
-from brim.techniques.placement import RESIDENT, STAGING_SLOTS
-from brim.techniques.weight_streaming import RING_SLOTS
+from brim.techniques.placement import RESIDENT
 
 _PROOFS = 3  # of one way: as it was found, corrected, and corrected once more
 _LEAST_PROOFS = 4  # of the way that takes least
 _MARGIN_BYTES = 1 << 20
 _ROOM = 0.02  # of a budget: less left over is no reason to search again
+_UNFILLED = 0.02  # of a budget: more that may be added for nothing is a reason to rehearse every layer
 _SURELY = 0.9  # of what the profile says of a simple way: what it takes at least
 _SEARCH_S = 60.0  # no further way is tried after that, once there is one
-_MORE_S = 4.0  # nor one that is slower than the best that is proved, only to make the list longer
+_MORE_S = 4.0  # nor one that would be proved later than that, only to make the list longer
 _NOTHING = 0.01  # of a budget: gradients and states that are less (adapters') are not worth a technique
 _MANY = 12  # ways that are tried for each that is asked for
 
@@ -101,6 +97,9 @@ class Planner:
         self._shallow = None if case.exact else Shallow.of(case.rehearsal)
         self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
         self._learned: dict[str, int] = {}  # per tier, what the latest proof found beyond the profile
+        self._seconds: dict[tuple[object, ...], float] = {}  # of ways whose schedules were simulated
+        self._simple_s = math.inf  # of the fastest simple way
+        self._longest_s = 0.0  # that a proof took
         whole = self._profile(self._rehearsal.batch)
         row = self._profile(1) if self._rehearsal.batch > 1 else None
         self.profile: StepProfile = replace(whole, row=row)
@@ -139,14 +138,16 @@ class Planner:
     # -- the search
 
     def search(self, top: int) -> list[Found]:
-        """Up to ``top`` proved ways that differ in more than numbers, the fastest first.
+        """Up to ``top`` proved ways that differ in more than numbers, the fastest first; of those that are as fast as
+        that one, the one that moves least before it.
 
         Raises BudgetError, with the smallest bytes that do, when nothing fits.
         """
         for limits in self._in_turn():
             found = self._search(limits, top)
             if found:
-                return found[:top]
+                best = quietest(found, self._weighed, most_s=self._simple_s)
+                return [best, *(one for one in found if one is not best)][:top]
         return [self._least()]
 
     def _in_turn(self) -> Iterator[Limits]:
@@ -161,6 +162,7 @@ class Planner:
     def _search(self, limits: Limits, top: int) -> list[Found]:
         """What is proved under ``limits``. What the first proof says beyond the profile holds for all that follow."""
         self._learned.clear()
+        self._simple_s = min(map(self.seconds, self.baselines(limits)), default=math.inf)
         begin_s = time.monotonic()
         found = self._proved(limits, top, [], begin_s)
         if found and self._learned:
@@ -170,18 +172,52 @@ class Planner:
     def _proved(self, limits: Limits, top: int, found: list[Found], begin_s: float) -> list[Found]:
         """``found`` and what else is proved; where nothing was learned yet, no more than until something is."""
         for count, (seconds, way, simple) in enumerate(self._in_order(limits)):
-            enough = len(found) >= top and seconds >= found[top - 1].step_s
-            limit_s = _MORE_S if found and seconds >= found[0].step_s else _SEARCH_S
-            if enough or count >= _MANY * top or (found and time.monotonic() - begin_s > limit_s):
+            faster = not found or seconds < found[0].step_s
+            end_s = begin_s + (_SEARCH_S if faster else _MORE_S - self._longest_s)
+            if count >= _MANY * top or (found and time.monotonic() > end_s):
                 break
-            if any(signature(one.way) == signature(way) and one.step_s <= seconds for one in found):
-                continue  # it differs in numbers only, and is no faster
+            if len(found) >= top and seconds > max(found[top - 1].step_s, self._tied_s(found)):
+                break
+            if not self._is_worth_it(way, seconds, found, top):
+                continue
+            before_s = time.monotonic()
             made = self.prove(way, corrects=not simple, limits=limits)
+            self._longest_s = max(self._longest_s, time.monotonic() - before_s)
             if made is not None:
-                found = _with(found, made)
+                found = self._with(found, made)
                 if self._learned and not limits.corrections:
                     break
         return found
+
+    def _is_worth_it(self, way: Way, seconds: float, found: list[Found], top: int) -> bool:
+        """Whether it may be one of the first ``top``, or the quietest of those that are as fast as the first."""
+        if not found:
+            return True
+        tied_s = self._tied_s(found)
+        moved = min(moved_bytes(self.profile, self.hardware, one.way) for one in found if one.step_s <= tied_s)
+        if seconds <= tied_s and moved_bytes(self.profile, self.hardware, way) < moved:
+            return True
+        # What differs in numbers only and is no faster makes no list longer.
+        alike = any(signature(one.way) == signature(way) and one.step_s <= seconds for one in found)
+        return not alike and (len(found) < top or seconds < found[top - 1].step_s)
+
+    def _tied_s(self, found: list[Found]) -> float:
+        least_s = min(one.step_s for one in found)
+        return max(least_s, min(self._simple_s, as_fast_s(least_s)))
+
+    def _weighed(self, one: Found) -> Weighed:
+        return Weighed(
+            seconds=one.step_s,
+            moved_bytes=moved_bytes(self.profile, self.hardware, one.way),
+            held_bytes=sum(one.prediction.peak_bytes.values()),
+        )
+
+    def _with(self, found: list[Found], made: Found) -> list[Found]:
+        """``found`` and ``made``, by seconds; of those that differ in numbers only, the best."""
+        alike = [one for one in found if signature(one.way) == signature(made.way)]
+        rest = [one for one in found if one not in alike]
+        best = quietest([*alike, made], self._weighed, most_s=self._simple_s)
+        return sorted([*rest, best], key=lambda one: rank(one.step_s, one.way))
 
     def _in_order(self, limits: Limits) -> Iterator[tuple[float, Way, bool]]:
         """Ways by the seconds of their schedules, and whether each is one of the simple ones.
@@ -210,7 +246,10 @@ class Planner:
         ]
 
     def seconds(self, way: Way) -> float:
-        return self._timed(way)[0]
+        key = (way.frame, *way.weights.items(), *way.activations.items())
+        if key not in self._seconds:
+            self._seconds[key] = self._timed(way)[0]
+        return self._seconds[key]
 
     def _timed(self, way: Way) -> tuple[float, Schedule]:
         beside = {**contention_of(self.hardware), **(self._case.beside or {})}
@@ -262,10 +301,23 @@ class Planner:
         key = repr(choice)
         if key not in self._known:
             peaks = None
-            if self._shallow is not None:
-                peaks = self._shallow.predict(choice, self._layer_bytes(way), self._most(way, choice))
+            if self._shallow is not None and self._few_do(self._shallow):
+                known = Layers(self.profile, self._shallow.stack, way, self.hardware.compute)
+                most = known.most(self._shallow.treatments(choice))
+                room = known.room(bytes_at_once(self._rehearsal.model))
+                peaks = self._shallow.predict(choice, known.bytes, room, most)
             self._known[key] = dict(self._rehearsal.rehearse(choice).peak_bytes) if peaks is None else peaks
         return self._rehearsal.in_all(choice, self._known[key])
+
+    def _few_do(self, shallow: Shallow) -> bool:
+        """Whether a few layers say enough of all.
+
+        Not on a processor: what a heap keeps between tensors does not grow layer by layer. And not where what is
+        added for segments of the allocator would be a part of the budget that counts.
+        """
+        compute = self.hardware.compute
+        budget = self.limits.budget_bytes.get(compute, math.inf)
+        return compute != RAM and shallow.unfilled_bytes <= _UNFILLED * budget
 
     def _has_room(self, made: Found, limits: Limits) -> bool:
         """Whether a way that gives something up leaves so much room that it may not have to."""
@@ -288,36 +340,6 @@ class Planner:
             for tier, count in made.prediction.peak_bytes.items()
             if tier in self.limits.budget_bytes and (count or thought.get(tier))
         }
-
-    def _layer_bytes(self, way: Way) -> Callable[[int, str, bool], int]:
-        assert self._shallow is not None
-        compute, stack = self.hardware.compute, self._shallow.stack
-        states, gradients = way.frame.homes(compute)
-        trained = max(1, sum(block.trained_bytes for block in self.profile.blocks))
-        held: dict[int, dict[tuple[str, str], int]] = {}
-        for block in self.profile.at(way.frame.micro_batch).blocks:
-            layer = stack.place(block.name)
-            if layer is None:
-                continue
-            mine = held.setdefault(layer, {})
-            block_bytes(block, way.weights[block.name], way.activations[block.name], compute, mine)
-            for moment in (BACKWARD, UPDATE):
-                share = block.trained_bytes / trained
-                mine[states, moment] = mine.get((states, moment), 0) + int(self.profile.state_bytes * share)
-                mine[gradients, moment] = mine.get((gradients, moment), 0) + block.trained_bytes
-        return lambda layer, tier, early: held.get(layer, {}).get((tier, BACKWARD if early else UPDATE), 0)
-
-    def _most(self, way: Way, choice: Choice) -> dict[str, int]:
-        """Activations wait and come back in a window: the layers that fill it do not add what later ones do."""
-        assert self._shallow is not None
-        window = ToRam.window_bytes if self.hardware.compute == VRAM else ToDisk.window_bytes
-        treatments = self._shallow.treatments(choice)
-        most: dict[str, int] = {}
-        for block in self.profile.at(way.frame.micro_batch).blocks:
-            layer = self._shallow.stack.place(block.name)
-            if layer in treatments and way.activations[block.name] == OFFLOAD:
-                most[treatments[layer]] = 1 + -(-window // max(1, block.offload_bytes))
-        return most
 
     def _least(self) -> Found:
         """The way that takes least, where it fits after all; else a BudgetError with what it takes."""
@@ -344,55 +366,11 @@ class Planner:
 
     def choice(self, way: Way) -> Choice:
         """``way`` as the runtime takes it."""
-        frame, kept = way.frame, way.activations
-        streams = any(choice != RESIDENT for choice in way.weights.values())
-        settings = {RING_SLOTS: frame.slots} if streams else {}
-        if streams and self.hardware.compute == VRAM:
-            settings[STAGING_SLOTS] = 2
-        return Choice(
-            precision=self._case.precision,
-            micro_batch=frame.micro_batch,
-            chunk_tokens=CHUNK_TOKENS if frame.chunked else 0,
-            checkpointing={b: c for b, c in kept.items() if c in (SELECTIVE, FULL)},
-            activations=tuple(b for b, c in kept.items() if c == OFFLOAD),
-            in_backward=frame.in_backward,
-            states=frame.states,  # type: ignore[arg-type]  # the same three words
-            gradients=frame.gradients,  # type: ignore[arg-type]
-            streaming=dict(way.weights) if streams else {},
-            streaming_settings=settings,
-        )
+        return as_choice(way, self._case.precision, self.hardware.compute)
 
     def way(self, choice: Choice) -> Way | None:
         """``choice`` as the search knows it; None where it speaks of other blocks."""
-        names = [block.name for block in self.profile.blocks]
-        if not {*choice.streaming, *choice.checkpointing, *choice.activations} <= set(names):
-            return None
-        frame = Frame(
-            micro_batch=choice.micro_batch,
-            chunked=bool(choice.chunk_tokens),
-            in_backward=choice.in_backward,
-            states=choice.states,
-            gradients=choice.gradients,
-            slots=choice.streaming_settings.get(RING_SLOTS, 2),
-        )
-        kept = dict.fromkeys(names, KEEP) | {n: c for n, c in choice.checkpointing.items() if c != NONE}
-        return Way(
-            frame=frame,
-            weights={name: choice.streaming.get(name, RESIDENT) for name in names},
-            activations=kept | dict.fromkeys(choice.activations, OFFLOAD),
-        )
-
-
-def _with(found: list[Found], made: Found) -> list[Found]:
-    """``found`` and ``made``, by seconds; of those that differ in numbers only, the fastest."""
-    rest, name = [], signature(made.way)
-    for one in found:
-        if signature(one.way) == name:
-            if one.step_s <= made.step_s:
-                return found
-            continue
-        rest.append(one)
-    return sorted([*rest, made], key=lambda one: rank(one.step_s, one.way))
+        return as_way(choice, [block.name for block in self.profile.blocks])
 
 
 __all__ = ["Case", "Clock", "Found", "Planner", "trained_bytes"]

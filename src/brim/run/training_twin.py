@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,11 +65,52 @@ _HUNG_ON = (
 
 
 def make_states(optimizer: Optimizer, device: torch.device) -> None:
-    """What a first step would leave in the optimizer: from the second on, a step meets it."""
-    for parameter in [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]:
-        held = parameter.data
-        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        parameter.grad = torch.empty_like(parameter)
-        with narrowed(optimizer, [parameter]):
-            optimizer.step()
-        parameter.grad, parameter.data = None, held
+    """What a first step would leave in the optimizer: from the second on, a step meets it.
+
+    One after the other is stepped alone. Where two parameters alike (of one group, shape and dtype) get states alike,
+    the third and all further ones get copies.
+    """
+    known: dict[tuple[Any, ...], list[dict[Any, Any]]] = defaultdict(list)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in [p for p in group["params"] if p.requires_grad]:
+            samples = known[number, parameter.shape, parameter.dtype]
+            copied = _copied(samples) if len(samples) > 1 else None
+            if copied is None:
+                _step_alone(optimizer, parameter, device)
+                samples.append(optimizer.state.get(parameter, {}))
+            elif copied:
+                optimizer.state[parameter] = copied
+
+
+def _step_alone(optimizer: Optimizer, parameter: torch.Tensor, device: torch.device) -> None:
+    held = parameter.data
+    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    parameter.grad = torch.empty_like(parameter)
+    with narrowed(optimizer, [parameter]):
+        optimizer.step()
+    parameter.grad, parameter.data = None, held
+
+
+def _copied(samples: Sequence[Mapping[Any, Any]]) -> dict[Any, Any] | None:
+    """A state like the first two of ``samples``; None where these differ, share memory, or hold more than numbers."""
+    first, second = samples[:2]
+    if first.keys() != second.keys():
+        return None
+    with torch.no_grad():
+        found = {key: _copy_of(value, second[key]) for key, value in first.items()}
+    return None if any(value is _UNLIKE for value in found.values()) else found
+
+
+_UNLIKE = object()
+_NUMBERS = (int, float, bool, str, type(None))
+
+
+def _copy_of(one: Any, other: Any) -> Any:
+    if isinstance(one, torch.Tensor) and type(one) is type(other):
+        alike = _facts(one) == _facts(other) and one.untyped_storage()._cdata != other.untyped_storage()._cdata
+        return one.clone() if alike else _UNLIKE
+    return one if type(one) is type(other) and isinstance(one, _NUMBERS) and one == other else _UNLIKE
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()

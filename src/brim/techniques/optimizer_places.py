@@ -94,7 +94,7 @@ class Places:
             tier = RAM if choices.states == KEEP else choices.states
             self.states = States(optimizer, memory, self.leaving, tier=tier, buffer_bytes=room, at_once=at_once)
             undo.callback(self.states.records.free)
-            room = choices.buffer_bytes or _gradient_room([b.bytes for b in blocks.values()])
+            room = choices.buffer_bytes or gradient_buffer_bytes([b.bytes for b in blocks.values()])
             self.gradients = Gradients(memory, blocks, self.crossing, tier=gradients, buffer_bytes=room)
             undo.callback(self.gradients.free)
             undo.callback(self.states.restore)
@@ -169,7 +169,7 @@ def usual_buffer_bytes(sizes: Sequence[int]) -> int:
     return max([three, *sizes])
 
 
-def _gradient_room(sizes: Sequence[int]) -> int:
+def gradient_buffer_bytes(sizes: Sequence[int]) -> int:
     """Gradients that are added up come and go many times a step: three ordinary blocks, but no more than all."""
     ordinary = sorted(sizes)[: max(1, len(sizes) * 9 // 10)]
     return max([min(3 * max(ordinary, default=0), sum(sizes)), *sizes])

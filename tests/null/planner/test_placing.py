@@ -16,6 +16,7 @@ from brim.planner import BlockCost, Job, plan_streaming
 from brim.planner.passes import pass_s
 from brim.planner.placing import placements
 from brim.planner.streaming import CHOICES, plan_of
+from brim.planner.ties import AS_FAST
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.weight_streaming import NAME, RING_SLOTS
 
@@ -129,7 +130,8 @@ def test_plans_fit_more_memory_is_never_slower_and_no_simple_way_is_faster(
         return
     assert all(plan.promise.peak_bytes[tier] <= count for tier, count in budget.items())
     larger = plan_streaming(work, GPU, {tier: count + more * GIB for tier, count in budget.items()})
-    assert larger.promise.step_s <= plan.promise.step_s * (1 + 1e-9)
+    # A tie may go to one that moves less.
+    assert larger.promise.step_s <= plan.promise.step_s * (1 + AS_FAST) * (1 + 1e-9)
     for allowed in ((RESIDENT,), (FROM_RAM, FROM_DISK), SPLIT, (COMPUTE_RAM,)):
         try:
             simple = plan_streaming(work, GPU, budget, allowed=allowed)

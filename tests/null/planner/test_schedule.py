@@ -32,6 +32,13 @@ def test_two_ways_of_a_link_share_it_only_while_both_are_busy() -> None:
     assert simulate(tasks, {("up", "down"): 0.5}).end_s == [2.5, 1.0]
 
 
+def test_what_lanes_take_from_each_other_adds_up() -> None:
+    lanes = ("one", "two", "three")
+    turns = {(a, b): 0.5 for a in lanes for b in lanes if a != b}
+    made = simulate([work(lane, 1.0) for lane in lanes], turns)
+    assert made.span_s == pytest.approx(3.0)  # as one after the other
+
+
 def test_bytes_are_held_from_the_beginning_of_one_task_to_the_end_of_another() -> None:
     tasks = [
         work(LINK, 1.0, takes={RAM: 5}),

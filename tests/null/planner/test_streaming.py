@@ -218,6 +218,14 @@ def test_more_memory_streams_no_more_unless_that_is_faster(work: Job, budget: in
         assert quieter or large.promise.step_s < small.promise.step_s or any(b.uses == 2 for b in work.blocks)
 
 
+def test_what_fits_is_no_guest_of_a_ring_that_would_keep_it() -> None:
+    """Neither moves anything after the first step, and the ring leaves a table that is only looked up where it is."""
+    blocks = [BlockCost(name="table", bytes=3, uses=0), BlockCost(name="layer", bytes=1)]
+    job = Job(model="Model", task="forward", blocks=blocks, fixed_bytes=0, step_bytes=0)
+    for budget in (4, 5, 9):
+        assert plan_streaming(job, CPU, {RAM: budget}).choices(NAME)["layer"] == RESIDENT
+
+
 SIMPLE = ({RESIDENT}, {FROM_RAM, FROM_DISK}, {RESIDENT, FROM_RAM, FROM_DISK})
 
 

@@ -14,6 +14,7 @@ from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.planner.columns import held_bytes, peak_bytes
 from brim.planner.schedule import COMPUTE, way
+from brim.planner.schedule import UPDATE as UPDATES
 from brim.planner.step_profile import (
     BACKWARD,
     FULL,
@@ -170,7 +171,7 @@ def test_what_a_proof_found_beyond_the_model_is_taken_into_account() -> None:
 def test_copies_hide_behind_compute_until_the_link_is_the_limit() -> None:
     step = profile(seconds=0.05)
     names = [block.name for block in step.blocks]
-    streamed = replace(plain(step), weights=dict.fromkeys(names, FROM_RAM))
+    streamed = replace(plain(step, in_backward=True), weights=dict.fromkeys(names, FROM_RAM))
     slow = Hardware(
         name="slow", compute=VRAM, tiers=GPU.tiers,
         links=(Link(source=RAM, target=VRAM, bytes_per_s=0.2e9), Link(source=VRAM, target=RAM, bytes_per_s=24e9)),
@@ -179,9 +180,22 @@ def test_copies_hide_behind_compute_until_the_link_is_the_limit() -> None:
     hidden_s, _ = training_step_s(step, GPU, streamed)
     bound_s, schedule = training_step_s(step, slow, streamed)
     assert hidden_s <= resident_s * 1.05
-    moved_s = 2 * COUNT * step.blocks[0].bytes / 0.2e9
+    moved_s = 2 * (COUNT - streamed.frame.slots) * step.blocks[0].bytes / 0.2e9  # at its ends it holds what comes
     assert bound_s == pytest.approx(moved_s, rel=0.15)
     assert schedule.waits_s()[way(RAM, VRAM)] > moved_s  # over three steps
+
+
+@pytest.mark.parametrize(("slots", "in_backward", "loads"), [(2, True, 12), (3, True, 10), (2, False, 20)])
+def test_the_ring_holds_what_is_wanted_again_where_passes_turn(slots: int, in_backward: bool, loads: int) -> None:
+    """Of eight blocks, those last used forward are the first used backward; a later update needs each once more."""
+    step = profile(seconds=1.0)
+    made = plain(step, slots=slots, in_backward=in_backward)
+    made = replace(made, weights=dict.fromkeys(made.weights, FROM_DISK))
+    _, schedule = training_step_s(step, CPU, made)
+    names = [task.name for task in schedule.tasks]
+    firsts = [index for index, name in enumerate(names) if name == "layer.0 forward"]
+    third = schedule.tasks[firsts[1] + 1 : firsts[2] + 1]
+    assert sum(task.lane == way(DISK, RAM) for task in third) == loads
 
 
 def test_updating_in_backward_hides_the_processors_work() -> None:
@@ -191,13 +205,26 @@ def test_updating_in_backward_hides_the_processors_work() -> None:
     assert beside_s < after_s * 0.9
 
 
-@pytest.mark.parametrize("seconds", [0.003, 0.006, 0.01, 0.02])
-@pytest.mark.parametrize("kept", [10 * MIB, 100 * MIB])
+@pytest.mark.parametrize(("seconds", "kept"), [(0.002, 60), (0.005, 60), (0.01, 60), (0.01, 5)])
 def test_updates_in_backward_are_found_where_they_hide_what_states_wait_for(seconds: float, kept: int) -> None:
-    step = profile(kept=kept, seconds=seconds)
+    step = replace(profile(kept=kept * MIB, seconds=seconds), update_s=0.2)
     by_hand = plain(step, states=DISK, in_backward=True)
-    room = limits(0, held(step, by_hand, CPU)[RAM] + 10 * MIB)
+    room = limits(0, held(step, by_hand, CPU)[RAM] + 50 * MIB)
     assert fastest(step, CPU, room)[0] <= training_step_s(step, CPU, by_hand)[0] * (1 + 1e-6)
+
+
+def test_what_updates_leave_a_drive_is_told_apart_from_what_products_do() -> None:
+    """In turn with a drive, updates and the states that they wait for take as long as one after the other."""
+    step = replace(profile(), update_s=0.5)
+    made, read, write = plain(step, states=DISK), way(DISK, RAM), way(RAM, DISK)
+    in_turn = {(a, b): 0.5 for a in (UPDATES, read, write) for b in (UPDATES, read, write) if a != b}
+    beside_s, _ = training_step_s(step, CPU, made, {})
+    turns_s, _ = training_step_s(step, CPU, made, in_turn)
+    moved_s = 2 * step.state_bytes / 5e9  # read, and written as fast
+    held_s, _ = training_step_s(step, CPU, plain(step), {})
+    assert held_s == pytest.approx(COUNT * 0.03 + 0.003 + 0.5)
+    assert beside_s < held_s + 0.35 * moved_s
+    assert turns_s == pytest.approx(held_s + moved_s, rel=0.08)
 
 
 @settings(max_examples=60)

@@ -12,6 +12,7 @@ import torch
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.run.generation import Answer, Generation, Request, Throughput, generate, generate_many
+from brim.run.generation_loop import Clock
 from brim.run.generation_memory import Sizes
 from brim.techniques import kv_cache
 from generating import FAMILIES, alone, save
@@ -247,3 +248,10 @@ def test_passes_are_those_of_a_generation() -> None:
         counted = {tokens for tokens, counts in passes if counts}
         pieces = {min(chunk, prompt - begin) for begin in range(0, prompt, chunk)}
         assert counted == pieces | ({1} if new > 1 else set())
+
+
+def test_the_median_forgives_a_first_token_that_the_mean_has() -> None:
+    clock = Clock(times_s=[1.0, 6.0, 7.0, 8.0])
+    assert clock.s_per_step() == pytest.approx(7 / 3)
+    assert clock.median_s_per_step() == 1.0
+    assert Clock(times_s=[1.0]).median_s_per_step() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, ModelError
 from brim.planner.schedule import way as lane
+from brim.planner.ties import AS_FAST
 from brim.run.planning_request import Machine, Proposal, Request
-from brim.run.planning_training import case_of, plan_training
+from brim.run.planning_training import BESIDE_BYTES, case_of, plan_training
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import fits
 from brim.run.training_search import Planner
@@ -79,6 +81,12 @@ def choice_of(proposal: Proposal) -> Choice:
     return Choice.of(proposal.plan)
 
 
+def beside(whole: int, share: float) -> int:
+    """``share`` of what tensors take of ``whole``, and what the program takes beside them."""
+    spent = BESIDE_BYTES[VRAM]
+    return spent + int((whole - spent) * share)
+
+
 @cache
 def roomy(model: Path) -> Mapping[str, int]:
     """What the plain step takes."""
@@ -120,7 +128,8 @@ def test_what_is_offered_fits_is_ranked_and_nothing_simple_is_faster(model: Path
         assert one.gap <= 0.01
         assert one.step_s == one.plan.promise.step_s > 0
     told = [float(f"{one.step_s:.4g}") for one in found]
-    assert told == sorted(told)
+    assert told[1:] == sorted(told[1:])
+    assert told[0] <= min(told) * (1 + AS_FAST)  # of those that are as fast, the one that moves least comes first
     for way in judge.baselines():
         simple = judge.prove(way, corrects=False)
         assert simple is None or found[0].step_s <= simple.step_s * (1 + 1e-3)
@@ -128,9 +137,9 @@ def test_what_is_offered_fits_is_ranked_and_nothing_simple_is_faster(model: Path
 
 def test_more_memory_is_never_slower(model: Path) -> None:
     whole = roomy(model)[VRAM]
-    sizes = [whole * part // 8 for part in (4, 6, 7, 9)]
+    sizes = [whole * part // 16 for part in (11, 12, 14, 18)]
     steps = [plan_training(asked(model, top=1), machine(size))[0].step_s for size in sizes]
-    assert steps == sorted(steps, reverse=True)
+    assert all(more <= less * (1 + AS_FAST) for less, more in itertools.pairwise(steps))
     assert steps[0] > steps[-1]
 
 
@@ -148,7 +157,7 @@ def test_where_nothing_fits_the_smallest_bytes_do(model: Path, vram: int, ram: i
 
 def test_each_technique_says_what_it_saves_and_what_else_would(model: Path) -> None:
     whole = roomy(model)[VRAM]
-    best = plan_training(asked(model), machine(whole // 2))[0]
+    best = plan_training(asked(model), machine(beside(whole, 0.5)))[0]
     assert best.techniques
     for effect in best.techniques:
         assert effect.what
@@ -178,7 +187,7 @@ def test_a_base_that_is_only_read_stays_as_it_is_stored_and_goes_one_way(tmp_pat
 
 def test_an_optimizer_of_its_own_keeps_its_states(model: Path) -> None:
     whole = plan_training(asked(model, precision="bf16-master"), machine(8 * GIB))[0].plan.promise.peak_bytes[VRAM]
-    for one in plan_training(asked(model, precision="bf16-master"), machine(whole * 9 // 10)):
+    for one in plan_training(asked(model, precision="bf16-master"), machine(whole - MIB)):
         choice = choice_of(one)
         assert (choice.states, choice.gradients, choice.in_backward, choice.streams) == ("keep", "keep", False, False)
 

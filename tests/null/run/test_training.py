@@ -16,6 +16,9 @@ from brim.run.training import Request, Training, train
 from brim.run.training_report import StepReport
 from brim.techniques import optimizers
 from tiny_model import save_llama
+from trainings import quick_trainings
+
+__all__ = ["quick_trainings"]
 
 SEQ, BATCH, MIB = 32, 2, 1 << 20
 
@@ -117,8 +120,9 @@ def test_traffic_and_the_gpu_are_on_the_line_of_a_step() -> None:
 
 @pytest.mark.parametrize("save_every", [None, 2], ids=["from the beginning", "from the last checkpoint"])
 def test_memory_that_runs_out_in_the_middle_of_an_update_changes_no_bit(
-    save_every: int | None, llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    save_every: int | None, llama: Path, text: Path, tmp_path: Path, quick_trainings: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Blocks that backward has updated cannot be taken back: it goes on from what was saved, to the same end."""
     options: dict[str, Any] = {"offload_optimizer": "disk", "micro_batch": 1, "save_every": save_every, "steps": 4}
     wanted = run(llama, text, tmp_path / "whole", **options)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from brim.core import Hardware, Link
 from brim.core.hardware import DISK, RAM
@@ -15,6 +16,7 @@ from brim.run import training_prediction
 from brim.run.fitting import emulated_hardware
 from brim.run.training_choice import Choice
 from brim.run.training_prediction import Prediction, Rehearsal
+from brim.techniques import inplace_activations
 from brim.techniques.blocks import find_blocks
 from brim.techniques.weight_streaming import Weights
 
@@ -68,3 +70,26 @@ def test_every_micro_batch_moves_its_gradients(known_machine: Hardware, monkeypa
     whole = predicted(8, CHOICES["gradients on disk"], slow)
     assert eight.limited_by == whole.limited_by != "compute"
     assert eight.step_s == pytest.approx(whole.step_s, rel=0.02)
+
+
+def test_activations_in_place_are_tried_out_once_for_all_predictions(
+    known_machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)])
+    rehearsal = Rehearsal(
+        name="tiny", model=model, partition=find_blocks(model), weights=Weights(), batch=4,
+        inputs=lambda count: (torch.zeros(count, 64),), optimizer=lambda twin: torch.optim.SGD(twin.parameters()),
+        hardware=emulated_hardware(known_machine), device="emulated", budget_bytes={RAM: 1 << 30},
+    )  # fmt: skip
+    choice = Choice(micro_batch=4, in_place=True)
+    first = rehearsal.predict(choice)
+    assert list(rehearsal.in_place.values()) == [("0.1", "1.1", "2.1")]
+    assert rehearsal.rehearse(choice).trace != rehearsal.rehearse(replace(choice, in_place=False)).trace
+
+    def tried(*_: Any) -> None:
+        raise AssertionError("it is known")
+
+    monkeypatch.setattr(inplace_activations, "_found", tried)
+    assert rehearsal.predict(choice) == first
+    with pytest.raises(AssertionError, match="it is known"):  # other rows may be read in other ways
+        rehearsal.predict(replace(choice, micro_batch=2))
