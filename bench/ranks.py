@@ -1,7 +1,7 @@
 """What each rank's tensors take on 1, 2 and 4 ranks, measured over gloo and predicted.
 
 ``python bench/ranks.py [PLOT]`` prints a table, writes JSON to ``bench_ranks.json`` in the current folder, and the
-plot as SVG.
+plot as SVG. With shards in RAM both are told: what is there, and what a GPU would have, which the CPU plays.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 BATCH, SEQ, LAYERS, HIDDEN = 4, 32, 4, 64
+IN_RAM = {"offload_shards": True}
 WAYS: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"zero": 0}, "ZeRO-3": {"zero": 3},
     "tensors in pairs": {"tp": 2, "sequence_parallel": True, "zero": 1}, "pipeline": {"pp": 0, "micro_batch": 1},
     "interleaved": {"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1},
-    "pipeline, ZeRO-3": {"pp": 2, "zero": 3, "micro_batch": 1},
+    "pipeline, ZeRO-3": {"pp": 2, "zero": 3, "micro_batch": 1}, "ZeRO-3, shards in RAM": {"zero": 3, **IN_RAM},
+    "ZeRO-1, shards in RAM": {"zero": 1, **IN_RAM}, "tensors, shards in RAM": {"tp": 2, "zero": 3, **IN_RAM},
+    "zero-bubble": {"pp": 0, "zero_bubble": True, "micro_batch": 1},
+    "sequences": {"cp": 0, "zero": 1, "micro_batch": 1},
 }  # fmt: skip
 
 
@@ -29,7 +33,7 @@ def splits(ranks: int) -> dict[str, dict[str, Any]]:
         return {"one": {"micro_batch": 1}}
     found = {}
     for name, way in WAYS.items():
-        made = {key: ranks if (key, value) == ("pp", 0) else value for key, value in way.items()}
+        made = {key: ranks if (key, value) in (("pp", 0), ("cp", 0)) else value for key, value in way.items()}
         found[name] = {"micro_batch": 1, **made}
     return found
 
@@ -49,6 +53,8 @@ def train(folder: str, output: str, ways: str) -> None:
         made = run(SplitRequest(training=training, **split))
         if made is not None:
             print(json.dumps([name, made.allocated_bytes]), flush=True)
+            if made.ram_bytes:
+                print(json.dumps([f"{name}: RAM", made.ram_bytes]), flush=True)
 
 
 def measured(ranks: int, folder: Path, output: Path) -> dict[str, list[int]]:
@@ -63,12 +69,15 @@ def measured(ranks: int, folder: Path, output: Path) -> dict[str, list[int]]:
 
 def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
     from brim.estimation.parallel import Split
-    from brim.estimation.ranks import cpu_bytes
+    from brim.estimation.ranks import cpu_bytes, cpu_ram_bytes
 
-    return {
-        name: cpu_bytes(folder, Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, **way), seq=SEQ)
-        for name, way in splits(ranks).items()
-    }
+    found = {}
+    for name, way in splits(ranks).items():
+        split = Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, **way)
+        found[name] = cpu_bytes(folder, split, seq=SEQ)
+        if split.offload_shards:
+            found[f"{name}: RAM"] = cpu_ram_bytes(folder, split, seq=SEQ)
+    return found
 
 
 def main(plot: Path) -> None:
@@ -76,7 +85,8 @@ def main(plot: Path) -> None:
     from tiny_model import save_llama
 
     rows = []
-    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    drawn = [name for name, way in WAYS.items() if "offload_shards" not in way]
+    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in drawn}
     with tempfile.TemporaryDirectory() as made:
         folder = save_llama(Path(made) / "llama", layers=LAYERS, hidden=HIDDEN, positions=128)
         (folder / "text.txt").write_text("a little piece of text, and another one. " * 200)
@@ -86,8 +96,8 @@ def main(plot: Path) -> None:
                 worst, expected = max(counts), max(said[name])
                 off = max(abs(p / m - 1) for p, m in zip(said[name], counts, strict=True))
                 rows.append({"ranks": ranks, "way": name, "measured": counts, "predicted": said[name], "off": off})
-                print(f"{ranks} {name:20} measured {worst:>12,}  predicted {expected:>12,}  largest error {off:.2%}")
-                for line in WAYS if name == "one" else (name,):
+                print(f"{ranks} {name:27} measured {worst:>12,}  predicted {expected:>12,}  largest error {off:.2%}")
+                for line in drawn if name == "one" else {name}.intersection(drawn):
                     lines[line].append((ranks, worst / 1e6))
     Path("bench_ranks.json").write_text(json.dumps(rows, indent=1) + "\n")
     title = f"Tensors of the largest rank: Llama, {LAYERS} layers of {HIDDEN}, measured"

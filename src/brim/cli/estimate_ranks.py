@@ -49,6 +49,11 @@ def _print(found: ParallelEstimate) -> None:
     console.print(
         f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.process)} of the process", markup=False
     )
+    if worst.ram is not None:
+        console.print(
+            f"in RAM: {format_bytes(worst.ram.reserved)} for that rank, {format_bytes(found.node_ram_bytes)} for all "
+            "of a node", markup=False, soft_wrap=True,
+        )  # fmt: skip
     if found.fits is False:
         console.print("It does not fit.", markup=False)
     _last_lines(console, found)
@@ -59,7 +64,8 @@ def _last_lines(console: Any, found: ParallelEstimate) -> None:
         time = found.time
         console.print(
             f"{format_seconds(time.step_s)} a step: {format_seconds(time.compute_s)} kernels, "
-            f"{format_seconds(time.communication_s)} waiting for collectives, {format_seconds(time.bubble_s)} "
+            f"{format_seconds(time.communication_s)} waiting for collectives"
+            f"{' and shards' if found.split.offload_shards else ''}, {format_seconds(time.bubble_s)} "
             f"pipeline bubble, {format_seconds(time.once_s)} gradients, weights and optimizer",
             markup=False, soft_wrap=True,
         )  # fmt: skip
@@ -74,21 +80,25 @@ def _ranks(found: ParallelEstimate) -> Table:
     """One row for ranks that are alike, the worst first where there are many."""
     alike: dict[tuple[int, ...], list[Rank]] = {}
     for rank in found.ranks:
-        peak = rank.peak_bytes
-        alike.setdefault((peak.process, peak.reserved, peak.allocated, rank.coordinates["pp"]), []).append(rank)
+        sizes = _sizes(rank)
+        alike.setdefault((rank.coordinates["pp"], *sizes), []).append(rank)
     groups = sorted(alike.values(), key=lambda ranks: ranks[0].rank)
     if len(groups) > _MOST_ROWS:
         groups = sorted(groups, key=lambda ranks: -ranks[0].peak_bytes.process)[:_MOST_ROWS]
-    table = _table("ranks", "stage", "allocated", "reserved", "process")
+    in_ram = ("in RAM",) if found.split.offload_shards else ()
+    table = _table("ranks", "stage", "allocated", "reserved", "process", *in_ram)
     for ranks in groups:
-        peak = ranks[0].peak_bytes
         named = f"{ranks[0].rank}" if len(ranks) == 1 else f"{ranks[0].rank} to {ranks[-1].rank}"
         mark = " (worst)" if found.worst_rank in {rank.rank for rank in ranks} else ""
-        sizes = map(format_bytes, (peak.allocated, peak.reserved, peak.process))
-        table.add_row(f"{named}{mark}", f"{ranks[0].coordinates['pp']}", *sizes)
+        table.add_row(f"{named}{mark}", f"{ranks[0].coordinates['pp']}", *map(format_bytes, _sizes(ranks[0])))
     if len(alike) > len(groups):
-        table.add_row(f"{len(alike) - len(groups)} other stages take less", "", "", "", "")
+        table.add_row(f"{len(alike) - len(groups)} other stages take less")
     return table
+
+
+def _sizes(rank: Rank) -> tuple[int, ...]:
+    peak = rank.peak_bytes
+    return (peak.allocated, peak.reserved, peak.process, *([rank.ram.reserved] if rank.ram is not None else []))
 
 
 def _breakdown(found: ParallelEstimate) -> Table:

@@ -10,16 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from brim.cli.options import print_json
+from brim.cli.split_options import under_torchrun
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 # Option as the command line has it -> its value where it was not given.
 SPLIT = {"gpus": None, "split": None, "timeout": None}
 _PASSED_ON = ("precision", "max_new_tokens")
-
-
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def asked_for(split: Mapping[str, Any]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +111,7 @@ def plan(
     for name in ("gpus", "gpus_per_node", "global_batch"):
         if options.pop(name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")
-    with Console(stderr=True).status("Loading PyTorch"):
+    with Console(stderr=True).status("Loading PyTorch"), _no_collections():
         from brim.run.plan_file import write
         from brim.run.planning import plan as answer_to
         from brim.run.planning_request import PLAN_FILE, Request
@@ -133,6 +135,18 @@ def plan(
     else:
         _print(answer, output)
     return None if answer.proposals else INFEASIBLE
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """While modules load, nearly all that is made stays: looking for what does not takes a seventh of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _file(output: Path, index: int) -> Path:

@@ -1,4 +1,5 @@
-"""``brim plan --compare-gpus 1,2,4,8``: one training on one GPU with offload, and on several without."""
+"""``brim plan --compare-gpus 1,2,4,8``: one training three ways: on one GPU with offload, on several with shards in
+RAM where they are too few for all of it, and on as many as that takes without."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number of GPUs; ``step_s`` None: nothing fits, and ``way`` says why."""
+    """One number of GPUs; ``step_s`` None: nothing fits, and ``way`` says why. ``offload``: whether RAM or disk has a
+    part of it. ``peak_bytes`` of each GPU, and of a node's RAM and disk."""
 
     gpus: int
     way: str
     tokens: int
     step_s: float | None = None
     peak_bytes: dict[str, int] | None = None
+    offload: bool = False
 
     @property
     def gpu_hours(self) -> float | None:
@@ -34,8 +37,8 @@ class Row:
     def to_json(self, price: float | None) -> dict[str, Any]:
         hours = self.gpu_hours
         return {
-            "gpus": self.gpus, "way": self.way, "fits": self.step_s is not None, "step_s": self.step_s,
-            "peak_bytes": self.peak_bytes, "gpu_hours": hours,
+            "gpus": self.gpus, "way": self.way, "offload": self.offload, "fits": self.step_s is not None,
+            "step_s": self.step_s, "peak_bytes": self.peak_bytes, "gpu_hours": hours,
             "cost": None if hours is None or price is None else hours * price,
         }  # fmt: skip
 
@@ -90,12 +93,13 @@ def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
     if not answer.proposals:
         return Row(gpus=1, way="does not fit", tokens=tokens)
     best = answer.proposals[0]
-    way = ", ".join(effect.what for effect in best.techniques) or "all in VRAM"
-    return Row(gpus=1, way=way, tokens=tokens, step_s=best.step_s, peak_bytes=dict(best.plan.promise.peak_bytes))
+    way, peak = ", ".join(effect.what for effect in best.techniques) or "all in VRAM", best.plan.promise.peak_bytes
+    offload = any(peak.get(tier) for tier in ("ram", "disk"))
+    return Row(gpus=1, way=way, tokens=tokens, step_s=best.step_s, peak_bytes=dict(peak), offload=offload)
 
 
 def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
-    """Several GPUs without offload: the fastest mesh that is proved to fit."""
+    """Several GPUs: the fastest mesh that is proved to fit, with shards in RAM where none does without."""
     from brim.cli.plan_meshes import fastest
 
     asked = {**options, "gpus": count, "gpus_per_node": min(options["gpus_per_node"] or 8, count), "top": 1}
@@ -105,8 +109,9 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
         return Row(gpus=count, way="does not fit", tokens=tokens)
     mesh, proof = rows[0]
     way = f"{mesh.split.describe().partition(': ')[2]}, recompute {mesh.checkpointing}"
-    step_s = proof.step_s or mesh.step_s
-    return Row(gpus=count, way=way, tokens=tokens, step_s=step_s, peak_bytes={"vram": proof.worst.peak_bytes.process})
+    step_s, offload = proof.step_s or mesh.step_s, mesh.split.offload_shards
+    peak = {"vram": proof.worst.peak_bytes.process} | ({"ram": proof.node_ram_bytes} if offload else {})
+    return Row(gpus=count, way=way, tokens=tokens, step_s=step_s, peak_bytes=peak, offload=offload)
 
 
 def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row], price: float | None) -> None:
@@ -137,10 +142,13 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
 def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
     from brim.run.regimes_picture import picture
 
-    points = [(float(row.gpus), row.gpu_hours) for row in rows if row.gpu_hours is not None]
+    lines: dict[str, list[tuple[float, float | None]]] = {}
+    for row in rows:
+        if row.gpu_hours is not None:
+            lines.setdefault("with offload" if row.offload else "all on GPUs", []).append((row.gpus, row.gpu_hours))
     drawn = picture(
         f"{model}: GPU-hours for a billion tokens",
-        {"GPU-hours": points},
+        lines,
         x_label="GPUs",
         y_label="GPU-hours",
         unit="h",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brim.cli.options import print_json
-from brim.errors import UnsupportedError, UsageError
+from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -37,20 +37,60 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
 
 
 def fastest(model: str, options: dict[str, Any]) -> tuple[list[tuple[Mesh, ParallelEstimate]], int]:
-    """The fastest meshes that are proved to fit, and how many were looked at."""
+    """The fastest meshes that are proved to fit, and how many were looked at; where none does on several GPUs, with
+    shards in RAM. Raises BudgetError where neither can be."""
+    from brim.planner import meshes
+
+    proofs: dict[Mesh, ParallelEstimate] = {}
+    looked_at, refused = 0, None
+    try:
+        found = meshes.meshes(global_batch=options["global_batch"] or 0, **_sizes(model, options))
+        looked_at = len(found)
+        chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
+    except BudgetError as error:
+        chosen, refused = [], error
+    if not chosen and options["gpus"] > 1:
+        try:
+            chosen, looked = _in_ram(model, options, proofs)
+            looked_at += looked
+        except BudgetError as error:
+            if refused is not None:
+                both = f"{refused.found}\nNor with its shards in RAM: {error.found}"
+                raise BudgetError(refused.asked, both, f"{refused.todo} {error.todo}") from error
+    elif refused is not None:
+        raise refused
+    return [(mesh, proofs[mesh]) for mesh in chosen], looked_at
+
+
+def _in_ram(model: str, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> tuple[list[Mesh], int]:
+    """The fastest with shards in RAM, and how many were looked at."""
+    from brim.planner import meshes_offload
+    from brim.planner.meshes import SEQUENCES_PER_GPU
+    from brim.run.planning_request import Request, machine_of
+
+    asked = Request(model=model, task="train", gpu=options["gpu"], ram=options["ram"])
+    ram_bytes = machine_of(asked).budget_bytes["ram"]
+    sizes, batch = _sizes(model, options), options["global_batch"] or SEQUENCES_PER_GPU * options["gpus"]
+    found = meshes_offload.offloaded(global_batch=batch, ram_bytes=ram_bytes, **sizes)
+
+    def proof(mesh: Mesh) -> meshes_offload.Proof:
+        fits = _proved(model, mesh, options, proofs) and proofs[mesh].node_ram_bytes <= ram_bytes
+        told = proofs[mesh]
+        return meshes_offload.Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s or mesh.step_s, fits=fits)
+
+    return meshes_offload.best(found, proof, options["top"], sizes["gpu"].capacity_bytes), len(found)
+
+
+def _sizes(model: str, options: dict[str, Any]) -> dict[str, Any]:
     from brim import catalog
     from brim.estimation.models import find_model
     from brim.estimation.parallel_shape import shape_of
-    from brim.planner import meshes
 
-    source, gpu = find_model(model), catalog.gpu(options["gpu"])
-    found = meshes.meshes(
-        shape_of(source), gpus=options["gpus"], gpus_per_node=options["gpus_per_node"] or 8, gpu=gpu,
-        sequence=options["seq"], global_batch=options["global_batch"] or 0,
-    )  # fmt: skip
-    proofs: dict[Mesh, ParallelEstimate] = {}
-    chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
-    return [(mesh, proofs[mesh]) for mesh in chosen], len(found)
+    per_node = options["gpus_per_node"] or 8
+    return {
+        "shape": shape_of(find_model(model)), "gpus": options["gpus"], "gpus_per_node": per_node,
+        "gpu": catalog.gpu(options["gpu"]), "sequence": options["seq"],
+    }  # fmt: skip
 
 
 def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: ParallelEstimate) -> None:
@@ -75,11 +115,17 @@ def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: dict[Mesh, 
     """Whether every rank fits, told rank by rank."""
     from brim.estimation.ranks import estimate_ranks
 
+    engine, precision = _engine(mesh)
     proofs[mesh] = found = estimate_ranks(
-        model, mesh.split, engine="megatron", seq=options["seq"], gpu=options["gpu"],
-        checkpointing=mesh.checkpointing, precision="bf16",
+        model, mesh.split, engine=engine, seq=options["seq"], gpu=options["gpu"], checkpointing=mesh.checkpointing,
+        precision=precision,
     )  # fmt: skip
     return bool(found.fits)
+
+
+def _engine(mesh: Mesh) -> tuple[str, str]:
+    """Which engine a mesh is proved for, and in which precision: shards in RAM are FSDP2's."""
+    return ("torch", "bf16-mixed") if mesh.split.offload_shards else ("megatron", "bf16")
 
 
 def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
@@ -89,8 +135,9 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     for name in ("tp", "pp", "interleave", "zero", "micro_batch", "global_batch"):
         words += [f"--{name.replace('_', '-')}", str(getattr(split, name))]
     words += ["--sp"] if split.sequence_parallel else []
+    words += ["--offload-shards", "--precision", "bf16-mixed"] if split.offload_shards else []
     words += ["--stage-layers", ",".join(map(str, split.stage_layers))] if split.stage_layers else []
-    return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", "megatron"])
+    return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", _engine(mesh)[0]])
 
 
 def _document(
@@ -104,6 +151,7 @@ def _document(
             "interleave": mesh.split.interleave, "zero": mesh.split.zero, "micro_batch": mesh.split.micro_batch,
             "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
             "checkpointing": mesh.checkpointing, "stage_layers": list(mesh.split.stage_layers),
+            "offload_shards": mesh.split.offload_shards,
             "command": _command(model, options, mesh),
         })  # fmt: skip
     return {"model": model, "gpus": options["gpus"], "meshes": looked_at, "proposals": proposals, "took_s": took_s}
@@ -119,7 +167,9 @@ def _print(
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
     table = Table(box=box.SIMPLE, pad_edge=False)
-    columns = ("", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", "s/step", "tokens/s")
+    in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
+    ram = ["RAM of a node"] if in_ram else []
+    columns = ["", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
     for column in columns:
         table.add_column(column, justify="right")
     for number, (mesh, proof) in enumerate(rows, 1):
@@ -129,10 +179,13 @@ def _print(
         table.add_row(
             str(number), str(split.tp), str(split.pp), str(split.interleave), str(split.dp),
             f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
-            format_bytes(proof.worst.peak_bytes.process), format_seconds(step_s), f"{tokens:,.0f}",
+            format_bytes(proof.worst.peak_bytes.process), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
+            format_seconds(step_s), f"{tokens:,.0f}",
         )  # fmt: skip
     if rows:
         console.print(table)
+        if in_ram:
+            console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.", markup=False)
         console.print("v: model chunks a rank; micro: micro-batches a step, and sequences in each", markup=False)
         console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,43 +14,56 @@ if TYPE_CHECKING:
     from brim.estimation.parallel import Split
 
 _FIELDS = (
-    "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "zero", "sp", "interleave", "stage_layers", "micro_batch",
-    "global_batch",
+    "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "zero", "sp", "offload_shards", "interleave",
+    "zero_bubble", "stage_layers", "micro_batch", "global_batch",
 )  # fmt: skip
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+_OPTIONS = [
+    click.option("--gpus", type=click.INT, help="Split over so many GPUs, and tell what every rank takes."),
+    click.option("--gpus-per-node", type=click.INT, help="GPUs of one machine. [default: 8]"),
+    click.option("--tp", type=click.INT, help="Tensor parallelism: ranks that share every layer. [default: 1]"),
+    click.option("--pp", type=click.INT, help="Pipeline stages. [default: 1]"),
+    click.option("--dp", type=click.INT, help="Data parallelism. [default: what is left over]"),
+    click.option("--cp", type=click.INT, help="Context parallelism: ranks that share a sequence. [default: 1]"),
+    click.option("--ep", type=click.INT, help="Ranks that share a layer's experts. [default: 1]"),
+    click.option(
+        "--zero", type=click.INT, help="What data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients "
+        "too, 3 weights too. [default: 0]",
+    ),
+    click.option(
+        "--offload-shards", is_flag=True, default=None, help="Keep what --zero splits in RAM: weights, their "
+        "gradients, optimizer states.",
+    ),
+    click.option("--sp", is_flag=True, default=None, help="Sequence parallelism between tensor-parallel parts."),
+    click.option("--interleave", type=click.INT, help="Model chunks of a pipeline rank. [default: 1]"),
+    click.option(
+        "--zero-bubble", is_flag=True, default=None,
+        help="Pipeline stages work out the gradients of their weights where they would wait.",
+    ),
+    click.option(
+        "--stage-layers", help="Layers of each pipeline stage, as in 9,9,8,6. [default: balanced by their work; "
+        "with --engine megatron even]",
+    ),
+    click.option("--micro-batch", type=click.INT, help="Sequences of one micro-batch. [default: 1]"),
+    click.option(
+        "--global-batch", type=click.INT,
+        help="Sequences of a step on all GPUs. [default: a micro-batch for each data-parallel rank and stage]",
+    ),
+    click.option(
+        "--engine", help="torch (FSDP2, DTensor, pipelining) or megatron (with Transformer Engine). "
+        "[default: torch]",
+    ),
+]  # fmt: skip
 
 
 def split_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--gpus`` and all that goes with it, each given to the command as None where it was not."""
-    whole = click.INT
-    options = [
-        click.option("--gpus", type=whole, help="Split over so many GPUs, and tell what every rank takes."),
-        click.option("--gpus-per-node", type=whole, help="GPUs of one machine. [default: 8]"),
-        click.option("--tp", type=whole, help="Tensor parallelism: ranks that share every layer. [default: 1]"),
-        click.option("--pp", type=whole, help="Pipeline stages. [default: 1]"),
-        click.option("--dp", type=whole, help="Data parallelism. [default: what is left over]"),
-        click.option("--cp", type=whole, help="Context parallelism: ranks that share a sequence. [default: 1]"),
-        click.option("--ep", type=whole, help="Ranks that share a layer's experts. [default: 1]"),
-        click.option(
-            "--zero", type=whole, help="What data-parallel ranks share: 0 nothing, 1 optimizer states, 2 gradients "
-            "too, 3 weights too. [default: 0]",
-        ),
-        click.option("--sp", is_flag=True, default=None, help="Sequence parallelism between tensor-parallel parts."),
-        click.option("--interleave", type=whole, help="Model chunks of a pipeline rank. [default: 1]"),
-        click.option(
-            "--stage-layers", help="Layers of each pipeline stage, as in 9,9,8,6. [default: balanced by their work; "
-            "with --engine megatron even]",
-        ),
-        click.option("--micro-batch", type=whole, help="Sequences of one micro-batch. [default: 1]"),
-        click.option(
-            "--global-batch", type=whole,
-            help="Sequences of a step on all GPUs. [default: a micro-batch for each data-parallel rank and stage]",
-        ),
-        click.option(
-            "--engine", help="torch (FSDP2, DTensor, pipelining) or megatron (with Transformer Engine). "
-            "[default: torch]",
-        ),
-    ]  # fmt: skip
-    for option in reversed(options):
+    for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
@@ -78,6 +92,11 @@ def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
         values["sequence_parallel"] = values.pop("sp")
     if "stage_layers" in values:
         values["stage_layers"] = _numbers(values["stage_layers"])
+    if values.get("offload_shards") and taken["gpus"] == 1:
+        raise UsageError(
+            "--offload-shards was given for one GPU.", "It splits nothing there.",
+            "Give more --gpus; brim plan finds what one GPU can do with its host's RAM.",
+        )  # fmt: skip
     return Split(**values), engine or "torch"
 
 

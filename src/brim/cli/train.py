@@ -105,9 +105,19 @@ def _ranks() -> list[Callable[..., Any]]:
     """How torchrun's ranks share the model."""
     return [
         click.option("--zero", type=click.IntRange(0, 3), help="Under torchrun: stage of ZeRO.  [default: 0]"),
+        click.option(
+            "--offload-shards", is_flag=True, help="With --zero: keep what it splits in RAM, and step there."
+        ),
         click.option("--tp", type=click.IntRange(min=1), help="Under torchrun: ranks that split each matrix."),
         click.option("--pp", type=click.IntRange(min=1), help="Under torchrun: pipeline stages."),
         click.option("--interleave", type=click.IntRange(min=1), help="Pieces of the model on each pipeline rank."),
+        click.option(
+            "--zero-bubble", is_flag=True, help="With --pp: gradients of weights where a pipeline rank would wait."
+        ),
+        click.option(
+            "--ep", type=click.IntRange(min=1), help="Under torchrun: data-parallel ranks that share experts."
+        ),
+        click.option("--cp", type=click.IntRange(min=1), help="Under torchrun: ranks that share a sequence."),
         click.option("--sp", is_flag=True, help="With --tp: split the sequence too, between the matrices."),
         click.option("--timeout", type=click.FloatRange(min=1), help="Seconds to wait for a rank.  [default: 600]"),
     ]

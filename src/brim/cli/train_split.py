@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,20 +9,25 @@ import click
 from rich.console import Console
 
 from brim.cli.options import print_json
+from brim.cli.split_options import under_torchrun
 from brim.errors import UsageError
 from brim.run.training_request import Request
 
 # Option as the command line has it -> its value where it was not given.
-SPLIT = {"zero": None, "tp": None, "pp": None, "interleave": None, "sp": False, "timeout": None}
+SPLIT = {
+    "zero": None, "offload_shards": False, "tp": None, "pp": None, "interleave": None, "zero_bubble": False,
+    "sp": False, "ep": None, "cp": None, "timeout": None,
+}  # fmt: skip
 
 
 def asked_for(options: Mapping[str, Any]) -> bool:
     """Whether this run is one over ranks: torchrun has started it."""
-    under = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+    under = under_torchrun()
     given = [name for name, unset in SPLIT.items() if options[name] != unset]
     if given and not under:
         raise UsageError(
-            f"--{given[0]} was given.", "It splits a training over ranks, and this process is alone.",
+            f"--{given[0].replace('_', '-')} was given.",
+            "It splits a training over ranks, and this process is alone.",
             "Run torchrun --nproc-per-node N -m brim train ..., or leave it out.",
         )  # fmt: skip
     return under
@@ -37,6 +41,8 @@ def run(training: Request, options: Mapping[str, Any], *, as_json: bool) -> None
     request = SplitRequest(
         training=training, zero=options["zero"] or 0, tp=options["tp"] or 1, pp=options["pp"] or 1,
         interleave=options["interleave"] or 1, sequence_parallel=options["sp"],
+        offload_shards=options["offload_shards"], zero_bubble=options["zero_bubble"], ep=options["ep"] or 1,
+        cp=options["cp"] or 1,
         timeout_s=options["timeout"] or TIMEOUT_S,
     )  # fmt: skip
     console = Console(stderr=True)

@@ -14,10 +14,11 @@ from typing import Any
 
 from brim.core import codec
 
-VERSION = 2
+VERSION = 3
 
 
 EMPTY_CACHE = "torch.cuda.empty_cache"  # the name of an Op by which a step gives cached memory back to the device
+TO_RAM, TO_DEVICE = "brim.to_ram", "brim.to_device"  # names of Ops that copy between the device and RAM
 
 
 class Category(StrEnum):
@@ -41,7 +42,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One operation. ``module`` is the path of the innermost module, ``step`` counts from 0 (-1 while building)."""
+    """One operation. ``module`` is the path of the innermost module, ``step`` counts from 0 (-1 while building).
+
+    ``in_ram``: of a program that keeps some tensors in RAM, one that the CPU does there.
+    """
 
     name: str
     module: str
@@ -52,6 +56,7 @@ class Op:
     read_bytes: int = 0
     written_bytes: int = 0
     dtype: str = ""
+    in_ram: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +64,7 @@ class Storage:
     """One allocation and its life: from tick ``born`` to tick ``died`` (None: alive at the end).
 
     ``stream`` numbers the stream that it was made on (0: the default one): the allocator keeps their blocks apart.
+    ``in_ram``: of a program that keeps some tensors in RAM, one of those.
     """
 
     id: int
@@ -69,6 +75,7 @@ class Storage:
     died: int | None = None
     dtype: str = ""
     stream: int = 0
+    in_ram: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from brim.errors import UsageError
+from brim.errors import UnsupportedError, UsageError
 
 ENGINES = ("torch", "megatron")
 _MOST_GPUS = 1 << 20
@@ -21,10 +22,12 @@ class Split:
     """A mesh of ``gpus`` = pp x dp x cp x tp ranks, and how a batch goes through it.
 
     ``dp`` 0: what is left over. ``ep`` spreads experts over ranks of dp x cp. ``zero``: 0 every rank has all states,
-    1 the optimizer's are split over dp x cp, 2 gradients too, 3 weights too. ``sequence_parallel`` splits what lies
-    between tensor-parallel parts along the sequence. ``interleave`` is how many model chunks a pipeline rank has.
-    ``global_batch`` 0: one micro-batch for every data-parallel rank and pipeline stage. ``stage_layers``: of each
-    pipeline stage; empty: PyTorch's engine balances them, Megatron-LM's has as many in each.
+    1 the optimizer's are split over dp x cp, 2 gradients too, 3 weights too. ``offload_shards`` keeps what is split
+    in RAM. ``sequence_parallel`` splits what lies between tensor-parallel parts along the sequence. ``interleave`` is
+    how many model chunks a pipeline rank has. ``zero_bubble``: a pipeline's backward passes in two halves, that for
+    the weights where a rank would wait. ``global_batch`` 0: one micro-batch for every data-parallel rank and pipeline
+    stage. ``stage_layers``: of each pipeline stage; empty: PyTorch's engine balances them, Megatron-LM's has as many
+    in each.
     """
 
     gpus: int
@@ -36,10 +39,12 @@ class Split:
     dp: int = 0
     zero: int = 0
     sequence_parallel: bool = False
+    offload_shards: bool = False
     interleave: int = 1
     micro_batch: int = 1
     global_batch: int = 0
     stage_layers: tuple[int, ...] = ()
+    zero_bubble: bool = False
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -48,6 +53,8 @@ class Split:
                 raise UsageError(f"{_flag(name)} {value} was given.", f"It is a whole number, 1 to {_MOST_GPUS:,}.")
         if self.zero not in range(4):
             raise UsageError(f"--zero {self.zero} was given.", "The stages are 0, 1, 2 and 3.")
+        if self.offload_shards:
+            _check_offload(self)
         _check_mesh(self)
         object.__setattr__(self, "dp", self.gpus // (self.tp * self.pp * self.cp))
         _check_batch(self)
@@ -61,6 +68,8 @@ class Split:
             )
         if self.interleave > 1:
             _check_interleave(self)
+        if self.zero_bubble:
+            _check_zero_bubble(self)
         if self.stage_layers:
             _check_stages(self)
         if (self.dp * self.cp) % self.ep:
@@ -107,8 +116,10 @@ class Split:
         text += f": {' x '.join(parts)}" if parts else ""
         text += f", experts over {self.ep}" if self.ep > 1 else ""
         text += f", ZeRO-{self.zero}" if self.zero else ""
+        text += ", shards in RAM" if self.offload_shards else ""
         text += ", sequence parallel" if self.sequence_parallel else ""
         text += f", {self.interleave} chunks a rank" if self.interleave > 1 else ""
+        text += ", zero-bubble" if self.zero_bubble else ""
         text += f", {'-'.join(map(str, self.stage_layers))} layers" if self.stage_layers else ""
         return f"{text}, {self.micro_batches:,} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
 
@@ -162,6 +173,33 @@ def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> Non
         found = f"The model has {sizes.experts} experts." if sizes.experts else "The model has no experts."
         fits = nearest(split.ep, lambda n: bool(sizes.experts) and sizes.experts % n == 0) if sizes.experts else 1
         raise UsageError(f"--ep {split.ep} was given.", found, f"Nearest: --ep {fits}.")
+
+
+def experts_of(config: Any) -> int:
+    """How many experts a layer has, by transformers' configuration; 0 without any."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return int(next((count for name in names if (count := getattr(config, name, None))), 0))
+
+
+def check_experts(split: Split) -> None:
+    """Raise UnsupportedError for experts over ranks that PyTorch's engine does not spread them over."""
+    if split.ep > 1 and (split.ep != split.shards or split.tp > 1):
+        raise UnsupportedError(
+            f"--ep {split.ep} was asked for with {split.shards} data-parallel ranks and --tp {split.tp}.",
+            "PyTorch's engine spreads experts over all data-parallel ranks of whole tensors.",
+            f"Use --ep {split.shards} --tp 1, or leave --ep out.",
+        )
+
+
+def check_context(split: Split) -> None:
+    """Raise UnsupportedError for sequences over ranks beside what PyTorch's engine does not split them with."""
+    beside = next((name for name in ("pp", "tp", "ep") if getattr(split, name) > 1), None)
+    if split.cp > 1 and beside:
+        raise UnsupportedError(
+            f"--cp {split.cp} was asked for with --{beside}.",
+            "PyTorch's engine splits sequences over ranks beside data parallelism and ZeRO.",
+            f"Leave out --{beside}, or --cp.",
+        )
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
@@ -241,13 +279,43 @@ def _check_stages(split: Split) -> None:
 def _check_interleave(split: Split) -> None:
     if split.pp == 1:
         raise UsageError("--interleave was given with --pp 1.", "It splits pipeline stages.", "Give --pp.")
+    _check_rounds(split, f"--interleave {split.interleave}", "Interleaved stages")
+
+
+def _check_offload(split: Split) -> None:
+    if not split.zero:
+        raise UsageError(
+            "--offload-shards was given without --zero.", "What lies in RAM is what ZeRO splits.",
+            "Give --zero 3, or 1 or 2, beside it.",
+        )  # fmt: skip
+    for other, given, why in (
+        ("--ep", split.ep > 1, "Experts that are spread over ranks are split by no ZeRO, and stay."),
+        ("--zero-bubble", split.zero_bubble, "Its gradients are reduced by hand, on the GPU."),
+    ):
+        if given:
+            raise UnsupportedError(f"--offload-shards was given with {other}.", why, "Leave one of them out.")
+
+
+def _check_zero_bubble(split: Split) -> None:
+    if split.pp == 1:
+        raise UsageError("--zero-bubble was given with --pp 1.", "It fills a pipeline's waits.", "Give --pp.")
+    if split.zero > 1:
+        raise UsageError(
+            f"--zero-bubble was given with --zero {split.zero}.",
+            "A stage's weights and gradients stay whole between the two halves of a backward pass.",
+            "Use --zero 1 or 0.",
+        )
+    _check_rounds(split, "--zero-bubble", "Zero-bubble pipelines")
+
+
+def _check_rounds(split: Split, given: str, what: str) -> None:
     if split.micro_batches % split.pp:
         unit = split.micro_batch * split.dp * split.pp
         low = split.global_batch // unit * unit
         counts = f"{low} or {low + unit}" if low else f"{unit}"
         raise UsageError(
-            f"--interleave {split.interleave} was given with {split.micro_batches} micro-batches.",
-            f"Interleaved stages take their micro-batches {split.pp} (--pp) at a time.",
+            f"{given} was given with {split.micro_batches} micro-batches.",
+            f"{what} take their micro-batches {split.pp} (--pp) at a time.",
             f"Nearest: --global-batch {counts}.",
         )
 
@@ -275,11 +343,14 @@ def in_flight(split: Split, stage: int) -> int:
     """Micro-batches, times model chunks, whose activations pipeline rank ``stage`` holds at most under 1F1B.
 
     Without interleaving ``p - stage``; with it Megatron-LM's warm-up (megatron/core/pipeline_parallel/schedules.py:
-    ``(p - stage - 1) * 2 + (v - 1) * p``) and the one that follows it. Never more than there are.
+    ``(p - stage - 1) * 2 + (v - 1) * p``) and the one that follows it. Zero-bubble:
+    as many on every rank. Never more than there are.
     """
     most = split.micro_batches * split.interleave
     if split.pp == 1:
         return 1
+    if split.zero_bubble:
+        return min(split.pp * split.interleave, most)
     if split.interleave == 1:
         return min(split.pp - stage, most)
     return min((split.pp - stage - 1) * 2 + (split.interleave - 1) * split.pp + 1, most)

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from brim.core import Op, Storage, Trace
-from brim.estimation.parallel_schedule import Turn
+from brim.core import Op, Phase, Storage, Trace
+from brim.estimation.parallel_schedule import Half, Turn
 
 FORWARD, BACKWARD, OPTIMIZER = "brim.forward", "brim.backward", "brim.optimizer"
-_MARKS = (FORWARD, BACKWARD, OPTIMIZER)
+_HALVES = {"input": "brim.backward_input", "weight": "brim.backward_weight"}
+_MARKS = (FORWARD, BACKWARD, OPTIMIZER, *_HALVES.values())
 # Forward and backward passes of one chunk in which a turn of every kind is seen: where each forward is followed by
 # its backward, and where some forwards are ahead.
 _IN_TURN = ((0, True), (0, False), (1, True), (1, False), (2, True), (2, False))
 _AHEAD = ((0, True), (1, True), (0, False), (2, True), (3, True), (1, False), (2, False), (3, False))
+_IN_HALVES: tuple[tuple[int, Half | None], ...] = (  # of a zero-bubble pipeline; None: a forward pass
+    (0, None), (1, None), (0, "input"), (2, None), (1, "input"), (0, "weight"), (3, None), (2, "input"),
+    (1, "weight"), (3, "input"), (2, "weight"), (3, "weight"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,26 @@ def traced_order(order: Sequence[Turn]) -> list[Turn]:
     found = []
     for chunk in sorted({turn.chunk for turn in order}):
         own = [turn for turn in order if turn.chunk == chunk]
+        if any(turn.half for turn in own):
+            found += own if len(own) <= len(_IN_HALVES) else _in_halves(chunk)
+            continue
         ahead = any(one.forward and other.forward for one, other in itertools.pairwise(own))
         few = _AHEAD if ahead else _IN_TURN
         if len(own) > len(few):
             own = [Turn(micro_batch=number, chunk=chunk, forward=forward) for number, forward in few]
         found += own
     return found
+
+
+def _in_halves(chunk: int) -> list[Turn]:
+    return [
+        Turn(micro_batch=number, chunk=chunk, forward=half is None, half=half or "") for number, half in _IN_HALVES
+    ]
+
+
+def mark_of(turn: Turn) -> str:
+    """The name of the mark that a turn begins with."""
+    return FORWARD if turn.forward else _HALVES.get(turn.half, BACKWARD)
 
 
 class Composer:
@@ -72,7 +92,7 @@ class Composer:
         self.trace, self.traced = trace, tuple(traced)
         marks = [op for op in trace.ops if op.name in _MARKS and op.at >= trace.step_starts[-1]]
         names = [op.name for op in marks]
-        expected = [FORWARD if turn.forward else BACKWARD for turn in traced]
+        expected = [mark_of(turn) for turn in traced]
         assert names == [*expected, OPTIMIZER], f"the last step's marks are {names}"
         end = 1 + max(op.at for op in trace.ops)
         end = max([end, *(1 + s.born for s in trace.storages), *(1 + (s.died or 0) for s in trace.storages)])
@@ -91,7 +111,7 @@ class Composer:
 
     def like(self, turn: Turn, kind: _Situation) -> _Stretch:
         """The traced turn of the same chunk that stands most like it."""
-        alike = [at for at, one in enumerate(self.traced) if (one.chunk, one.forward) == (turn.chunk, turn.forward)]
+        alike = [at for at, one in enumerate(self.traced) if one.kind == turn.kind]
         return self.stretches[1 + max(alike, key=lambda at: self._kinds[at].likeness(kind))]
 
     def ops_at(self, stretch: _Stretch) -> list[Op]:
@@ -100,10 +120,19 @@ class Composer:
     def usual_ops(self) -> tuple[Op, ...]:
         """Operations of one micro-batch through all chunks, like most: neither a first nor a last turn, where there
         is one."""
+        return self._usual(lambda turn: True)
+
+    def weight_ops(self) -> tuple[Op, ...]:
+        """Those of them that work out the gradients of weights, where backward passes are in two halves."""
+        return self._usual(lambda turn: turn.half == "weight")
+
+    def _usual(self, wanted: Callable[[Turn], bool]) -> tuple[Op, ...]:
         found: list[Op] = []
-        for chunk, forward in dict.fromkeys((turn.chunk, turn.forward) for turn in self.traced):
-            kind = _Situation(forward=forward, first=False, last=False, after=not forward)
-            found += self.ops_at(self.like(Turn(micro_batch=-1, chunk=chunk, forward=forward), kind))
+        for turn in {turn.kind: turn for turn in self.traced if wanted(turn)}.values():
+            kind = _Situation(forward=turn.forward, first=False, last=False, after=not turn.forward)
+            ops = self.ops_at(self.like(turn, kind))
+            # Gradients of halves are added up outside of autograd.
+            found += [replace(op, phase=Phase.BACKWARD) for op in ops] if turn.half else ops
         return tuple(found)
 
     def end_ops(self) -> tuple[Op, ...]:
@@ -155,12 +184,10 @@ class Composer:
 def _situations(order: Sequence[Turn]) -> list[_Situation]:
     found = []
     before: dict[int, bool] = {}
-    count: dict[tuple[int, bool], int] = {}
-    total: dict[tuple[int, bool], int] = {}
+    count: dict[tuple[int, bool, str], int] = {}
+    total = Counter(turn.kind for turn in order)
     for turn in order:
-        total[turn.chunk, turn.forward] = total.get((turn.chunk, turn.forward), 0) + 1
-    for turn in order:
-        key = (turn.chunk, turn.forward)
+        key = turn.kind
         count[key] = number = count.get(key, 0) + 1
         found.append(_Situation(
             forward=turn.forward, first=number == 1, last=number == total[key], after=before.get(turn.chunk)
@@ -216,14 +243,13 @@ class _Composition:
 
     def _turn_like(self, end: _Stretch, ends: Turn, part: _Stretch, index: int) -> int:
         """Where in this order what was born at ``index`` dies, when in the trace it is in the turn ``end``: in its
-        own backward, in the last one, or so many turns of that kind later."""
+        own backward (or its other half), in the last one, or so many turns of that kind later."""
         made = part.turn
-        if made is not None and made.forward and not ends.forward:
+        if made is not None and not ends.forward and (made.micro_batch, made.chunk) == (ends.micro_batch, ends.chunk):
             own = self.turns[index]
             assert own is not None
-            if (made.micro_batch, made.chunk) == (ends.micro_batch, ends.chunk):
-                return self.turns.index(replace(own, forward=False))
-        kind = (ends.chunk, ends.forward)
+            return self.turns.index(replace(own, forward=False, half=ends.half))
+        kind = ends.kind
         traced = self.source.stretches
         between = [stretch for stretch in traced[traced.index(part) + 1 :] if _kind(stretch.turn) == kind]
         number = between.index(end)
@@ -235,5 +261,5 @@ class _Composition:
         return later[min(number, len(later) - 1)]
 
 
-def _kind(turn: Turn | None) -> tuple[int, bool] | None:
-    return None if turn is None else (turn.chunk, turn.forward)
+def _kind(turn: Turn | None) -> tuple[int, bool, str] | None:
+    return None if turn is None else turn.kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from brim.core import Op, Trace
+from brim.core import Op, Storage, Trace
 from brim.estimation.models import Source
 from brim.estimation.parallel import Split
 from brim.estimation.parallel_script import Sent
@@ -31,10 +31,15 @@ class StageFacts:
     """A pipeline rank's step: its memory, its kernels and what it sends.
 
     ``ops`` and ``sent`` are those of one micro-batch, and the optimizer's kernels; ``once`` is sent once a step.
+    Where shards are in RAM, ``ram`` is what lies there, and ``in_ram`` are the CPU's operations beside ``ops``.
+    ``weight_ops``: of ``ops``, the second halves of a zero-bubble pipeline's backward passes.
     """
 
     trace: Trace
     ops: tuple[Op, ...]
     sent: tuple[Sent, ...]
     once: tuple[Sent, ...]
+    weight_ops: tuple[Op, ...] = ()
     not_modelled: tuple[str, ...] = ()
+    ram: tuple[Storage, ...] = ()
+    in_ram: tuple[Op, ...] = ()

@@ -10,9 +10,9 @@ from brim.core import Category, Op, Phase, Storage, Trace
 @dataclass(frozen=True, kw_only=True)
 class Sent:
     """One collective: ``bytes`` is the whole tensor (gathered, scattered or reduced) on one rank, ``axis`` its
-    group."""
+    group. Or a shard's copy between RAM and the GPU, which goes before its gathering or after its scattering."""
 
-    kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send
+    kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, send, to_device or to_ram
     axis: str
     bytes: int
     phase: Phase

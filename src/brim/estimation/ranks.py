@@ -17,6 +17,7 @@ from brim.estimation.models import Source, find_model
 from brim.estimation.parallel import ENGINES, Split
 from brim.estimation.parallel_job import ParallelJob, StageFacts
 from brim.estimation.parallel_time import StageTime, StepTime, stage_time, step_time, training_hardware
+from brim.estimation.ranks_ram import RamPeak, ram_peak
 from brim.estimation.simulation import Place, place_of, simulate
 from brim.estimation.workload import Workload
 
@@ -28,19 +29,20 @@ class Rank:
     """One rank: ``coordinates`` in the mesh, peaks as in ``PeakBytes``, and what lies there at the peak.
 
     ``breakdown`` sums to ``peak_bytes.process`` with the allocator's slack left out: tensors by category, the CUDA
-    context and NCCL's buffers.
+    context and NCCL's buffers. ``ram``: what its shards take in RAM where they are offloaded.
     """
 
     rank: int
     coordinates: dict[str, int]
     peak_bytes: PeakBytes
     breakdown: dict[str, int]
+    ram: RamPeak | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "rank": self.rank, "coordinates": dict(self.coordinates), "peak_bytes": peaks_json(self.peak_bytes),
             "breakdown": dict(self.breakdown),
-        }  # fmt: skip
+        } | ({} if self.ram is None else {"ram_bytes": ram_json(self.ram)})  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,12 @@ class ParallelEstimate:
         return self.ranks[self.worst_rank]
 
     @property
+    def node_ram_bytes(self) -> int:
+        """What the shards of one node's ranks take in RAM, of the node with the most; 0 where none are there."""
+        each, split = [rank.ram.reserved if rank.ram else 0 for rank in self.ranks], self.split
+        return max(sum(each[at : at + split.gpus_per_node]) for at in range(0, split.gpus, split.gpus_per_node))
+
+    @property
     def step_s(self) -> float | None:
         return None if self.time is None else self.time.step_s
 
@@ -84,11 +92,15 @@ class ParallelEstimate:
             "not_modelled": list(self.not_modelled),
             "fits": self.fits,
             "ranks": [rank.to_json() for rank in self.ranks],
-        }
+        } | ({} if not split.offload_shards else {"node_ram_bytes": self.node_ram_bytes})
 
 
 def peaks_json(peak: PeakBytes) -> dict[str, int]:
     return {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process}
+
+
+def ram_json(ram: RamPeak) -> dict[str, Any]:
+    return {"allocated": ram.allocated, "reserved": ram.reserved, "breakdown": dict(ram.breakdown)}
 
 
 def estimate_ranks(
@@ -141,10 +153,32 @@ def cpu_bytes(
     model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
     checkpointing: str | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """The most that tensors take at once on each rank of a training step on CPUs, by PyTorch's own engine.
+    """The most that tensors take at once on each rank of a training step on CPUs, by PyTorch's own engine; beside
+    shards in RAM, all the rest (``cpu_ram_bytes``).
 
     Raises what ``estimate_ranks`` does.
     """
+    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
+    of_stage = [simulate(facts.trace).peak_bytes.allocated for facts in stages]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
+
+
+def cpu_ram_bytes(
+    model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
+    checkpointing: str | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The most that the shards of each rank take at once in RAM on CPUs, where they are offloaded.
+
+    A CPU then plays the GPU too: what a GPU would have is ``cpu_bytes``. Raises what ``estimate_ranks`` does.
+    """
+    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
+    of_stage = [ram_peak(facts.ram, page_locked=False).allocated for facts in stages]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
+
+
+def _cpu_stages(
+    model: str | Path, split: Split, seq: int, precision: str, optimizer: str, checkpointing: str | None
+) -> Sequence[StageFacts]:
     workload = Workload(
         task="train", batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
         checkpointing=checkpointing,
@@ -153,9 +187,7 @@ def cpu_bytes(
         source=find_model(model), workload=workload, split=split, sequence=seq,
         capability=capability_of(place_of(None)), target="cpu",
     )  # fmt: skip
-    stages, _ = ranks_torch.stages(job)
-    of_stage = [simulate(facts.trace).peak_bytes.allocated for facts in stages]
-    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
+    return ranks_torch.stages(job)[0]
 
 
 def _assembled(
@@ -164,15 +196,16 @@ def _assembled(
     split = job.split
     nccl = sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp"))
     nccl += catalog.nccl_bytes(split.cp)
-    of_stage: dict[int, tuple[PeakBytes, dict[str, int]]] = {}
+    of_stage: dict[int, tuple[PeakBytes, dict[str, int], RamPeak | None]] = {}
     for facts in stages:
         if id(facts) not in of_stage:
-            of_stage[id(facts)] = _memory(facts.trace, place, alloc_conf, nccl)
+            ram = ram_peak(facts.ram, page_locked=True) if split.offload_shards else None
+            of_stage[id(facts)] = (*_memory(facts.trace, place, alloc_conf, nccl), ram)
     ranks = []
     for number in range(split.gpus):
         coordinates = split.coordinates(number)
-        peak, breakdown = of_stage[id(stages[coordinates["pp"]])]
-        ranks.append(Rank(rank=number, coordinates=coordinates, peak_bytes=peak, breakdown=breakdown))
+        peak, breakdown, ram = of_stage[id(stages[coordinates["pp"]])]
+        ranks.append(Rank(rank=number, coordinates=coordinates, peak_bytes=peak, breakdown=breakdown, ram=ram))
     worst = max(ranks, key=lambda rank: (rank.peak_bytes.process, -rank.rank))
     time, told = _time(stages, split, place)
     flops = sum(op.flops for facts in stages for op in facts.ops if op.flops)
@@ -215,8 +248,14 @@ def _time(stages: Sequence[StageFacts], split: Split, place: Place) -> tuple[Ste
     times: dict[int, StageTime] = {}
     for facts in stages:
         if id(facts) not in times:
-            times[id(facts)] = stage_time(facts.ops, facts.sent, facts.once, split, gpu, hardware)
-    return step_time([times[id(facts)] for facts in stages], split), (f"step seconds: {source}",)
+            times[id(facts)] = stage_time(
+                facts.ops, facts.sent, facts.once, split, gpu, hardware,
+                weight_ops=facts.weight_ops, in_ram=facts.in_ram,
+            )  # fmt: skip
+    told = [f"step seconds: {source}"]
+    if split.offload_shards:
+        told.append(f"the RAM of a node moves {catalog.HOST_BYTES_PER_S / 1e9:.0f} GB/s, shared by its ranks")
+    return step_time([times[id(facts)] for facts in stages], split), tuple(told)
 
 
 def _tokens(source: Source) -> int:

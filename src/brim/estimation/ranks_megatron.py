@@ -45,6 +45,15 @@ def _check(job: ParallelJob) -> None:
             "bfloat16 weights under Adam are modelled.",
             "Use --precision bf16 --optimizer adamw, or --engine torch.",
         )
+    if split.offload_shards:
+        raise UnsupportedError(
+            "--offload-shards was asked of Megatron-LM.", "Shards in RAM are FSDP2's.", "Use --engine torch."
+        )
+    if split.zero_bubble:
+        raise UnsupportedError(
+            "--zero-bubble was asked of Megatron-LM.", "Its pipelines are 1F1B and interleaved 1F1B.",
+            "Use --engine torch.",
+        )  # fmt: skip
     if split.zero > 1:
         raise UnsupportedError(
             f"--zero {split.zero} was asked of Megatron-LM.",

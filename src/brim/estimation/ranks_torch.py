@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from brim.core import Category, Op, Phase, Storage, Trace
+from brim.core.trace import TO_DEVICE, TO_RAM
 from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
-from brim.estimation.parallel import Sizes, Split, check_sizes
+from brim.estimation.parallel import Sizes, Split, check_context, check_experts, check_sizes, experts_of
 from brim.estimation.parallel_balance import stages_of
-from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER, Composer, traced_order
+from brim.estimation.parallel_chunk import TracedChunk
+from brim.estimation.parallel_compose import OPTIMIZER, Composer, mark_of, traced_order
 from brim.estimation.parallel_depth import UNIT, deepened_in_pairs
 from brim.estimation.parallel_job import ParallelJob, StageFacts
 from brim.estimation.parallel_schedule import Turn, brief, turns
@@ -32,7 +34,7 @@ from brim.estimation.steps import Job
 from brim.predict.cost import base_name
 from brim.predict.dispatch import mark
 from brim.predict.tracer import trace
-from brim.techniques import checkpointing, pipeline, sharding
+from brim.techniques import checkpointing, context_parallel, pipeline, sharding
 
 _TELLING = 3  # micro-batches from which on some are neither a step's first nor its last
 _STEPS = 2  # the first makes the optimizer's state
@@ -52,10 +54,12 @@ _COLLECTIVES = {
     "all_reduce": ("all_reduce", True),
     "all_to_all_single": ("all_to_all", True),
 }
+_CROSSINGS = {TO_DEVICE: "to_device", TO_RAM: "to_ram"}
 _BUFFERS = (
     "pipelining: every stage has room for what it receives of all micro-batches at once, as "
     "torch.distributed.pipelining makes it (stage.py, _RecvInfo)"
 )
+_IN_RAM = "shards in RAM: page-locked, each in a power of two of bytes (PyTorch's CachingHostAllocator.h)"
 _TOLD = "engine: PyTorch's FSDP2, DTensor and pipelining, traced on one rank of a fake process group"
 
 
@@ -82,19 +86,17 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
         if key not in composers:
             composers[key] = Composer(_traced(job, own, traced), traced)
         found.append(_facts(composers[key], job, own, order, stage))
-    if split.pp == 1:
-        return found, (_TOLD,)
-    return found, (_TOLD, _BUFFERS, f"stages of {', '.join(map(str, layers))} layers")
+    told = [_TOLD, _IN_RAM] if split.offload_shards else [_TOLD]
+    told += [_BUFFERS, f"stages of {', '.join(map(str, layers))} layers"] if split.pp > 1 else []
+    return found, tuple(told)
 
 
 def _check(job: ParallelJob) -> None:
     split, workload = job.split, job.workload
-    for name, value in (("--cp", split.cp), ("--ep", split.ep)):
-        if value > 1:
-            raise UnsupportedError(
-                f"{name} {value} was asked of PyTorch's engine.", "It is not modelled there.",
-                "Use --engine megatron, or leave it out.",
-            )  # fmt: skip
+    check_experts(split)
+    check_context(split)
+    if split.zero_bubble:
+        pipeline.check_halves(workload.checkpointing)
     if workload.precision not in (None, *_TYPES):
         raise UnsupportedError(
             f"--precision {workload.precision} was asked for on several GPUs.", f"Known are {', '.join(_TYPES)}."
@@ -122,6 +124,7 @@ def _sizes(job: ParallelJob) -> Sizes:
         hidden=int(config.hidden_size),
         ffn=int(ffn or 4 * config.hidden_size),
         sequence=job.sequence,
+        experts=experts_of(config),
     )
 
 
@@ -148,6 +151,7 @@ def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
+            program.context = context_parallel.mesh_of(split.cp, "cpu")
             made = trace(
                 program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability
             )
@@ -183,6 +187,7 @@ class _Program:
     """One rank's program: ``build`` gives its step of ``order``. Nothing names a device: all is traced."""
 
     mesh: DeviceMesh
+    context: DeviceMesh | None = None
 
     def __init__(self, job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn]) -> None:
         self.job, self.parts, self.order = job, parts, order
@@ -199,13 +204,16 @@ class _Program:
                 checkpointing.apply(model, dict.fromkeys(names, str(job.workload.checkpointing)))
             handle = sharding.apply(
                 model, self.mesh,
-                sharding.Sharding(zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes),
+                sharding.Sharding(
+                    zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes,
+                    offload=split.offload_shards, experts=split.ep > 1, context=self.context,
+                ),
             )  # fmt: skip
-            chunks.append(_Chunk(model, handle, part, job, computes or weights))
+            chunks.append(TracedChunk(model, handle, part, job, computes or weights))
             twins += [pipeline.Twin(p) for name, p in model.named_parameters() if name == table]
         trained = [p for chunk in chunks for p in chunk.model.parameters() if p.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
-        sharding.group_by_kind(optimizer)
+        sharding.group_by_kind(optimizer, offload=split.offload_shards)
         return self._step(chunks, twins, optimizer)
 
     def _model(self, part: pipeline.Part, weights: torch.dtype) -> tuple[nn.Module, str | None]:
@@ -222,75 +230,29 @@ class _Program:
         return stage, next((name for name, parameter in stage.named_parameters() if parameter is table), None)
 
     def _step(
-        self, chunks: Sequence[_Chunk], twins: Sequence[pipeline.Twin], optimizer: torch.optim.Optimizer
+        self, chunks: Sequence[TracedChunk], twins: Sequence[pipeline.Twin], optimizer: torch.optim.Optimizer
     ) -> Callable[[], None]:
-        last = {(turn.chunk, turn.forward): turn for turn in self.order}
-        sent: list[torch.Tensor] = []  # let go at the step's end by interleaved stages (schedules.py, send_ops)
-        keeps = sent if self.job.split.interleave > 1 else None
+        last = set({turn.kind: turn for turn in self.order}.values())
+        sent: list[torch.Tensor] = []  # let go at the step's end by torch's runtime of schedules (send_ops)
+        keeps = sent if _keeps_sent(self.job.split) else None
 
         def step() -> None:
+            for chunk in chunks:
+                chunk.begin()
             for turn in self.order:
-                mark(FORWARD if turn.forward else BACKWARD)
-                chunk = chunks[turn.chunk]
-                if turn.forward:
-                    chunk.forward(turn.micro_batch, keeps)
-                else:
-                    chunk.backward(turn.micro_batch, keeps, last=turn == last[turn.chunk, False])
+                mark(mark_of(turn))
+                chunks[turn.chunk].take(turn, keeps, last=turn in last)
             mark(OPTIMIZER)
             sent.clear()
             for chunk in chunks:
-                chunk.last_sent.clear()
+                chunk.finish()
             for twin in twins:
                 twin.add()
-            optimizer.step()
+            with chunks[0].handle.stepping():
+                optimizer.step()
             optimizer.zero_grad()
 
         return step
-
-
-class _Chunk:
-    """A stage in a traced step, and what comes in to it and is kept for its backward passes."""
-
-    def __init__(
-        self, model: nn.Module, handle: sharding.Sharded, part: pipeline.Part, job: ParallelJob, dtype: torch.dtype
-    ) -> None:
-        self.model, self._handle, self._part = model, handle, part
-        many = job.split.micro_batches  # pipelining makes room for all of them (stage.py, _RecvInfo)
-        self._tokens = torch.zeros(job.split.micro_batch, job.sequence, dtype=torch.long)
-        self._received = None if part.embeds else torch.zeros(many, *_hidden(job), dtype=dtype)
-        self._returned = None if part.has_head else torch.zeros(many, *_hidden(job), dtype=dtype)
-        self._flying: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # What was sent forward last, and what backward: 1F1B's loop has them in its hands until there are others
-        # (schedules.py, fwd_sends and bwd_sends).
-        self.last_sent: dict[str, torch.Tensor] = {}
-
-    def forward(self, number: int, sent: list[torch.Tensor] | None) -> None:
-        received = self._received
-        given = self._tokens if received is None else received[number].detach().requires_grad_()
-        with self._handle.losses():
-            output = self.model(given, self._tokens.clone() if self._part.has_head else None)
-        self._flying[number] = (given, output)
-        if not self._part.has_head:
-            self.last_sent["forward"] = output.detach()
-            if sent is not None:
-                sent.append(output.detach())
-
-    def backward(self, number: int, sent: list[torch.Tensor] | None, *, last: bool) -> None:
-        given, output = self._flying.pop(number)
-        self._handle.put_off(last=last)
-        with self._handle.losses():
-            output.backward(None if self._returned is None else self._returned[number])
-        if given.grad is not None:
-            self.last_sent["backward"] = given.grad
-            if sent is not None:
-                sent.append(given.grad)
-
-
-def _hidden(job: ParallelJob) -> tuple[int, int, int]:
-    split = job.split
-    config: Any = transformers_config(job.source)
-    tokens = job.sequence // (split.tp if split.sequence_parallel else 1)
-    return split.micro_batch, tokens, int(config.hidden_size)
 
 
 def _precision(job: ParallelJob) -> str:
@@ -318,21 +280,37 @@ def _facts(
         for phase, does in ((Phase.FORWARD, not part.has_head), (Phase.BACKWARD, not part.embeds)):
             if does:
                 per_micro_batch.append(Sent(kind="send", axis="pp", bytes=hidden, phase=phase))
-    kernels = [op for op in (*ops, *composer.optimizer_ops()) if not _is_collective(op)]
+    kernels = [op for op in (*ops, *composer.optimizer_ops()) if not _is_collective(op) and op.name not in _CROSSINGS]
     told = 1 + max(turn.micro_batch for turn in order)
     held = (split.micro_batches - told) * sum(sent.bytes for sent in per_micro_batch if sent.axis == "pp")
+    held *= _keeps_sent(split)
     trace = composer.composed(order)
+    trace = _with_sent(trace, held) if held else trace
     return StageFacts(
-        trace=_with_sent(trace, held) if split.interleave > 1 and held else trace,
-        ops=tuple(kernels),
+        trace=replace(trace, storages=tuple(storage for storage in trace.storages if not storage.in_ram)),
+        ram=tuple(storage for storage in trace.storages if storage.in_ram),
+        ops=tuple(op for op in kernels if not op.in_ram),
+        in_ram=tuple(op for op in (*kernels, *_once_in_ram(composer, split)) if op.in_ram),
         sent=tuple(per_micro_batch),
         once=_put_off(composer, per_micro_batch, split),
+        weight_ops=composer.weight_ops(),
         not_modelled=tuple(name for name in composer.trace.not_modelled if not name.endswith("NCCL's buffers")),
     )
 
 
+def _once_in_ram(composer: Composer, split: Split) -> list[Op]:
+    """Of two micro-batches the second's gradients are added, which the first, that stands for both, does not tell."""
+    adds = (op for op in composer.end_ops() if op.name not in _CROSSINGS)
+    return [replace(op, phase=Phase.OPTIMIZER) for op in adds] if split.micro_batches == 2 else []
+
+
+def _keeps_sent(split: Split) -> bool:
+    """Whether torch's runtime of schedules runs them, and not the loop of 1F1B."""
+    return split.interleave > 1 or split.zero_bubble
+
+
 def _with_sent(trace: Trace, held_bytes: int) -> Trace:
-    """With what the micro-batches that are not told of have sent: interleaved stages keep it until the step ends."""
+    """With what the micro-batches that are not told of have sent, which is kept until the step ends."""
     ends = next(op.at for op in reversed(trace.ops) if op.name == OPTIMIZER)
     sent = Storage(
         id=len(trace.storages), bytes=held_bytes, category=Category.TEMPORARY, module="what was sent",
@@ -343,7 +321,7 @@ def _with_sent(trace: Trace, held_bytes: int) -> Trace:
 
 def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[Sent, ...]:
     """What the first and the last micro-batch send over data-parallel ranks beyond what all do."""
-    if split.micro_batches < _TELLING:
+    if split.micro_batches == 1:
         return ()
     ends = Counter(_sent(composer.end_ops(), split))
     for sent in usual:
@@ -366,14 +344,18 @@ def _is_collective(op: Op) -> bool:
 
 def _sent(ops: Iterable[Op], split: Split) -> list[Sent]:
     """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor by ``_c10d_functional``, over tensor-parallel
-    ones."""
+    ones, and experts and attention to all ranks' tokens, which are of whole tensors. And shards that come from RAM
+    and go there."""
     found = []
     for op in ops:
+        if op.name in _CROSSINGS:
+            found.append(Sent(kind=_CROSSINGS[op.name], axis="shard", bytes=op.written_bytes, phase=op.phase))
+            continue
         known = _COLLECTIVES.get(base_name(op.name)) if _is_collective(op) else None
         if known is None:
             continue
         kind, reads_whole = known
-        axis = "shard" if op.name.startswith("c10d.") else "tp"
+        axis = "shard" if op.name.startswith("c10d.") else next((a for a in ("ep", "cp") if split.size(a) > 1), "tp")
         size = op.read_bytes if reads_whole else op.written_bytes
         found.append(Sent(kind=kind, axis=axis, bytes=size, phase=op.phase))
     return found

@@ -25,7 +25,7 @@ from brim.predict.formulas import megatron_states
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 RECOMPUTE = ("none", "selective", "full")
-_SEQUENCES_PER_GPU = 8  # of a step where no batch was given
+SEQUENCES_PER_GPU = 8  # of a step where no batch was given
 _MOST_PROOFS = 64
 
 
@@ -86,17 +86,17 @@ def meshes(
             f"The fastest mesh for {shape.name} was asked for.", "Experts are not searched over.",
             "Look at single ones: brim estimate --gpus, with --ep.",
         )  # fmt: skip
-    batch = global_batch or _SEQUENCES_PER_GPU * gpus
-    pieces = _Pieces(shape, gpu, sequence)
+    batch = global_batch or SEQUENCES_PER_GPU * gpus
+    pieces = Pieces(shape, gpu, sequence)
     found = [mesh for split in _splits(shape, gpus, gpus_per_node, sequence, batch) for mesh in pieces.meshes(split)]
     if not found:
         raise UsageError(
             f"{shape.name} was to be split over {gpus} GPUs with {batch} sequences a step.",
             "No mesh divides its layers, its heads and the batch.",
-            f"Try --global-batch {_SEQUENCES_PER_GPU * gpus}.",
+            f"Try --global-batch {SEQUENCES_PER_GPU * gpus}.",
         )
     room = gpu.capacity_bytes - gpu.context().bytes
-    fitting = [mesh for mesh in found if mesh.peak_bytes + _nccl_bytes(mesh.split) <= room]
+    fitting = [mesh for mesh in found if mesh.peak_bytes + nccl_bytes(mesh.split) <= room]
     if not fitting:
         raise _too_small(shape, gpus, gpu, min(mesh.peak_bytes for mesh in found), pieces.parameters())
     return sorted(fitting, key=lambda mesh: mesh.step_s)
@@ -124,7 +124,7 @@ def _which(split: Split, stage: int) -> tuple[int, int]:
     return (1, 0) if split.pp == 1 else (2, 0 if stage == 0 else 1)
 
 
-def _nccl_bytes(split: Split) -> int:
+def nccl_bytes(split: Split) -> int:
     return sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp"))
 
 
@@ -152,7 +152,7 @@ def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: i
         yield split
 
 
-class _Pieces:
+class Pieces:
     """The model's pieces on one GPU, each worked out once for every way to split tensors."""
 
     def __init__(self, shape: Shape, gpu: catalog.Gpu, sequence: int) -> None:
@@ -165,7 +165,7 @@ class _Pieces:
     def meshes(self, split: Split) -> Iterator[Mesh]:
         """One for each kind of recomputation, its stages balanced within the GPU's room where they fit."""
         for recompute in RECOMPUTE:
-            ends = self._ends(split, recompute)
+            ends = self.ends(split, recompute)
             layers = self._balanced(split, recompute, ends)
             even = stage_layers(self.shape.layers, split.pp * split.interleave)
             own = split if layers == even and len(set(even)) == 1 else replace(split, stage_layers=layers)
@@ -178,8 +178,8 @@ class _Pieces:
         many = split.pp * split.interleave
         if many == 1 or split.interleave > 1:
             return stage_layers(self.shape.layers, many)
-        room = self.gpu.capacity_bytes - self.gpu.context().bytes - _nccl_bytes(split)
-        layer, embedding, head = (cost.forward_s + cost.backward_s for cost in self._costs(split, recompute))
+        room = self.gpu.capacity_bytes - self.gpu.context().bytes - nccl_bytes(split)
+        layer, embedding, head = (cost.forward_s + cost.backward_s for cost in self.costs(split, recompute))
         beside = {0: embedding, split.pp - 1: head}
 
         def seconds(stage: int, count: int) -> float:
@@ -193,7 +193,7 @@ class _Pieces:
 
     def parameters(self) -> int:
         """Of the whole model."""
-        ends = self._ends(Split(gpus=1), "none")
+        ends = self.ends(Split(gpus=1), "none")
         return self.shape.layers * ends.layer_parameters + ends.beside_parameters[1, 0]
 
     def _stage_bytes(self, split: Split, stage: int, ends: _Ends, layers: int) -> int:
@@ -206,7 +206,7 @@ class _Pieces:
         kept = in_flight(split, stage) * layers * ends.layer_bytes
         return states + kept + ends.beside_bytes[(2, 0) if inner else _which(split, stage)]
 
-    def _ends(self, split: Split, recompute: str) -> _Ends:
+    def ends(self, split: Split, recompute: str) -> _Ends:
         key = (split.tp, split.micro_batch, recompute)
         if key not in self._all_ends:
             self._all_ends[key] = self._of_few_layers(split, recompute)
@@ -241,7 +241,7 @@ class _Pieces:
         )  # fmt: skip
 
     def _step(self, split: Split, recompute: str, ends: _Ends, layers: tuple[int, ...]) -> StepTime:
-        layer, embedding, head = self._costs(split, recompute)
+        layer, embedding, head = self.costs(split, recompute)
         own = [layers[stage] * split.interleave for stage in range(split.pp)]
         once = self._once_s(split, max(own) * ends.layer_parameters + max(ends.beside_parameters.values()))
         stages = []
@@ -265,7 +265,7 @@ class _Pieces:
         moved = 4 * count + 34 * count / split.shards
         return sum(sent_s(each, split, self.network) for each in sent) + moved / rate
 
-    def _costs(self, split: Split, recompute: str) -> tuple[_Costs, _Costs, _Costs]:
+    def costs(self, split: Split, recompute: str) -> tuple[_Costs, _Costs, _Costs]:
         """One layer, the embedding, the head."""
         key = (split.tp, split.gpus_per_node, split.micro_batch, recompute)
         if key not in self._known:

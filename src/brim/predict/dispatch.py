@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
+from brim.predict.resting import Resting
 from brim.predict.shapes import result_of
 from brim.predict.values import KnownValues
 
@@ -54,6 +55,7 @@ class RecordingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.modules, self.values = recorder, modules, values
         self._rule_for = rule_for
+        self.resting = Resting()
         self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
         self.on_device = True  # whether factories make their tensors on the device that is traced
         self._placed: bool | None = None
@@ -132,9 +134,10 @@ class RecordingMode(TorchDispatchMode):
         outputs = list(_tensors(result))
         fresh = self._fresh(outputs)
         resized = self._resized(func, args, kwargs)
-        rule = self._rule_for(func)
+        in_ram = self.resting.used and self.resting.made_of(life.in_ram for life in self._lives_of(args, kwargs))
+        rule = None if in_ram else self._rule_for(func)
         if fresh or resized or rule is not None or not is_view(func):
-            index = recorder.begin_op(str(func), phase, module)
+            index = recorder.begin_op(self.resting.named(str(func)), phase, module)
             read_bytes, written_bytes = op_bytes(func, args, kwargs, result)
             recorder.describe_op(
                 index,
@@ -142,6 +145,7 @@ class RecordingMode(TorchDispatchMode):
                 read_bytes=read_bytes,
                 written_bytes=written_bytes,
                 dtype=op_dtype(args, result),
+                in_ram=in_ram,
             )
             kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result)
             if rule is not None:
@@ -151,6 +155,8 @@ class RecordingMode(TorchDispatchMode):
             for life, bytes in resized:
                 self._resize(life, bytes, phase)
             self._play(kernel, fresh, phase, module, self._place(func, args, kwargs))
+            for tensor, _ in fresh if in_ram else ():
+                self.rest_in_ram(tensor)
         return result
 
     def _notice_backward(self) -> None:
@@ -204,6 +210,22 @@ class RecordingMode(TorchDispatchMode):
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor is this rank's share of it
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return entry[0] if entry else None
+
+    def _lives_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Life]:
+        return [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
+
+    def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
+        """While open, what is made is a copy in RAM, or on the device (``techniques.sharding_offload``)."""
+        return self.resting.crossing(to_ram=to_ram)
+
+    def making_in_ram(self) -> AbstractContextManager[None]:
+        """While open, what is made of no tensor lies in RAM."""
+        return self.resting.making()
+
+    def rest_in_ram(self, tensor: torch.Tensor) -> None:
+        """The tensor's storage is in RAM, all its life."""
+        if (life := self.life_of(tensor)) is not None:
+            life.in_ram = self.resting.used = True
 
     def lives(self) -> Iterator[Life]:
         return (life for life, _ in self._live.values())
@@ -318,10 +340,8 @@ class RecordingMode(TorchDispatchMode):
         """An operation's results lie where its inputs lie; without inputs, where the caller's context says."""
         if self._placed is not None:
             return self._placed
-        lives = [life for t in (*_tensors(args), *_tensors(list(kwargs.values()))) if (life := self.life_of(t))]
-        sized = [life for life in lives if life.on_device]
-        if lives:
-            return bool(sized)
+        if lives := self._lives_of(args, kwargs):
+            return any(life.on_device for life in lives)
         return self.on_device or (torch._C._current_graph_task_id() != -1 and self.recorder.uses_device)
 
 

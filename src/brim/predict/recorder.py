@@ -26,6 +26,7 @@ class Life:
     category: Category | None = None
     library: str = ""  # whose workspace this is
     stream: int = 0
+    in_ram: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class Run:
     read_bytes: int = 0
     written_bytes: int = 0
     dtype: str = ""
+    in_ram: bool = False
 
     def op(self, module: str) -> Op:
         return Op(
@@ -53,6 +55,7 @@ class Run:
             read_bytes=self.read_bytes,
             written_bytes=self.written_bytes,
             dtype=self.dtype,
+            in_ram=self.in_ram,
         )
 
 
@@ -85,9 +88,12 @@ class Recorder:
         self.runs.append(Run(name=name, phase=phase, step=self.step, at=self.tick(), module=module))
         return len(self.runs) - 1
 
-    def describe_op(self, index: int, *, flops: int, read_bytes: int, written_bytes: int, dtype: str) -> None:
+    def describe_op(
+        self, index: int, *, flops: int, read_bytes: int, written_bytes: int, dtype: str, in_ram: bool = False
+    ) -> None:
         run = self.runs[index]
         run.flops, run.read_bytes, run.written_bytes, run.dtype = flops, read_bytes, written_bytes, dtype
+        run.in_ram = in_ram
 
     def alloc(
         self,
@@ -100,6 +106,7 @@ class Recorder:
         from_factory: bool = False,
         category: Category | None = None,
         library: str = "",
+        in_ram: bool = False,
     ) -> Life:
         life = Life(
             id=len(self.lives),
@@ -114,6 +121,7 @@ class Recorder:
             category=category,
             library=library,
             stream=self.stream(),
+            in_ram=in_ram,
         )
         self.lives.append(life)
         return life
@@ -141,6 +149,7 @@ class Recorder:
                 died=life.died,
                 dtype=life.dtype,
                 stream=life.stream,
+                in_ram=life.in_ram,
             )
             for index, life in enumerate(kept)
         )

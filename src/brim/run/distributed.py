@@ -7,6 +7,7 @@ log; whatever ends one rank ends all of them.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import statistics
 import time
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from brim.run.training_setup import make_writable, open_batches
 T = TypeVar("T")
 
 _AXES = ("pp", "shard", "tp")
+_BOTH = "cpu:gloo,cuda:nccl"
 _ENGINE_WORDS = ("gloo", "NCCL", "Connection", "Timed out", "timed out", "Broken pipe")
 
 
@@ -122,9 +124,9 @@ class _Run:
         split = opened.split
         self._on_stage(f"splitting it over {split.describe()}")
         device = ranks.device
-        mesh = init_device_mesh(device.type, (split.pp, split.shards, split.tp), mesh_dim_names=_AXES)
-        if split.shards > 1 and split.tp > 1:
-            mesh["shard", "tp"]._flatten("all_shards")  # norms over both are summed at once
+        mesh = _mesh(split, device)
+        if split.offload_shards:
+            _take_processors(ranks.per_node, device)
         part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.trainee))
         meter = Watched(part, device, ranks.rank)
         saver = SplitSaver(ranks, part, opened.recipe, opened.output, request.model)
@@ -137,12 +139,13 @@ class _Run:
         saver.export(self._steps(opened), opened.batches, keep=request.save_every is not None)
         meter.write(opened.output)
         allocated = ranks.gathered(meter.peak_bytes)
+        in_ram = ranks.gathered(meter.ram_bytes) if split.offload_shards else []
         if not ranks.is_first:
             return None
         step_s = statistics.median(self._times_s) if self._times_s else 0.0
         return SplitTraining(
-            losses=self._losses, split=split, allocated_bytes=allocated, step_s=step_s, output=opened.output,
-            notes=self._notes,
+            losses=self._losses, split=split, allocated_bytes=allocated, ram_bytes=in_ram, step_s=step_s,
+            output=opened.output, notes=self._notes,
         )  # fmt: skip
 
     def _writable(self) -> None:
@@ -183,18 +186,18 @@ class _Run:
     ) -> None:  # fmt: skip
         request, ranks, split = self._request.training, self._ranks, opened.split
         stepper = Stepper(part, split, mesh, ranks.device, request.seq)
-        dp, pp = mesh["shard"].get_local_rank(), mesh["pp"].get_local_rank()
+        shard, pp = mesh["shard"].get_local_rank(), mesh["pp"].get_local_rank()
         steps = self._steps(opened)
         metrics = Metrics(opened.output, resumed_at=first) if ranks.is_first else None
         for number in range(first, steps):
             ranks.reach(number + 1)
             # Whoever takes the step, at whatever time: what is drawn is a matter of its number and the place alone.
-            torch.manual_seed(hash((request.seed, number, dp, pp)))
+            torch.manual_seed(hash((request.seed, number, shard, pp)))
             begin_s = time.perf_counter()
             batch = next(opened.batches)
             lr = request.lr_at(number, steps)
             with meter.step(number - first):
-                loss = stepper.step(share_of(batch, split, dp, ranks.device), lr=lr, clip_norm=request.clip_norm)
+                loss = stepper.step(share_of(batch, split, shard, ranks.device), lr=lr, clip_norm=request.clip_norm)
             report = StepReport(
                 step=number + 1, steps=steps, loss=loss, lr=lr, tokens=batch["input_ids"].numel(),
                 step_s=time.perf_counter() - begin_s, peak_bytes={}, moved_bytes={}, gpu_use=None,
@@ -214,6 +217,23 @@ class _Run:
     def _note(self, text: str) -> None:
         self._notes.append(text)
         self._on_note(text)
+
+
+def _mesh(split: Split, device: torch.device) -> DeviceMesh:
+    """Axes ``pp``, ``shard`` and ``tp``. What is in RAM beside a GPU is sent over gloo: norms, a tied gradient."""
+    shape, both = (split.pp, split.shards, split.tp), split.offload_shards and device.type == "cuda"
+    override: Any = dict.fromkeys(_AXES, _BOTH) if both else None
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=_AXES, backend_override=override)
+    if split.shards > 1 and split.tp > 1:  # norms over both are summed at once
+        mesh["shard", "tp"]._flatten("all_shards", backend_override=_BOTH if both else None)
+    return mesh
+
+
+def _take_processors(per_node: int, device: torch.device) -> None:
+    """The CPU takes the optimizer's steps: this rank's share of the node's processors, where torchrun has left it one
+    because nothing else was said (torch/distributed/run.py, ``OMP_NUM_THREADS``)."""
+    if device.type == "cuda" and os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(max((os.cpu_count() or 1) // per_node, 1))
 
 
 def _resumes(request: SplitRequest, ranks: Ranks) -> bool:

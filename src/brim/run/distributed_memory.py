@@ -2,6 +2,9 @@
 
 A dispatch mode sees what operations make; what was there before counts from the beginning. What lies in no tensor
 (buffers of gloo or NCCL, scratch memory of kernels) is not seen.
+
+Shards in RAM are counted apart from the rest. On CPUs both lie in RAM: there the rest counts as the GPU's, which the
+CPU plays (``techniques.sharding_offload``).
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,32 +26,58 @@ from torch.utils._pytree import tree_iter
 from brim.core import Category, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import EventKind
+from brim.predict.resting import Resting
 from brim.run.distributed_model import Part
 
 _WATCHED = 4
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """A storage that is there."""
+
+    number: int
+    bytes: int
+    tier: str
+    storage: weakref.ref[torch.UntypedStorage]
+
+
 class TensorMeter(TorchDispatchMode):
-    """Counts storages while it is entered. ``timeline`` has the events, ``peak_bytes`` the most that there was.
+    """Counts the storages in this machine's RAM while it is entered. ``timeline`` has the events, ``peak_bytes`` the
+    most that there was of each tier: all of it is RAM, unless ``offloads``: then RAM has what rests there, and where
+    the ``device`` is the CPU, VRAM has what a GPU would."""
 
-    ``held``: tensors that are there already, with the category of each.
-    """
-
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, offloads: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.timeline = Timeline(name, measured=True)
-        self.live_bytes = self.peak_bytes = 0
-        self._tier = VRAM if device.type == "cuda" else RAM
-        self._device = device.type
-        self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # number, bytes
+        self._live_bytes = {RAM: 0, VRAM: 0}
+        self.peak_bytes = {RAM: 0, VRAM: 0}
+        self._plays_gpu = offloads and device.type == "cpu"
+        self._live: dict[int, _Held] = {}
+        self._resting = Resting()
         self._count = 0
         self._begin_s = time.perf_counter()
 
-    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+    def hold(self, tensors: Iterable[torch.Tensor], category: str, *, in_ram: bool = False) -> None:
         """Count what was made before."""
         for tensor in tensors:
             for plain in _plain(tensor):
-                self._notice(plain, "", category)
+                self._notice(plain, "", category, in_ram)
+
+    def restart(self) -> None:
+        """Forget the peaks so far."""
+        self.peak_bytes = dict(self._live_bytes)
+
+    def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
+        """While open, what is made is a copy in RAM, or on the device."""
+        return self._resting.crossing(to_ram=to_ram)
+
+    def making_in_ram(self) -> AbstractContextManager[None]:
+        """While open, what is made of no tensor lies in RAM."""
+        return self._resting.making()
+
+    def rest_in_ram(self, tensor: torch.Tensor) -> None:
+        """Nothing is made while this is entered that would rest elsewhere than its inputs do."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,45 +85,52 @@ class TensorMeter(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):  # it runs on this rank's share, which comes back here
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
-                for plain in _plain(tensor):
-                    self._notice(plain, str(func), "")
+        made = [plain for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor) for plain in _plain(tensor)]
+        if made:
+            in_ram = self._plays_gpu and self._rests((args, kwargs))
+            for plain in made:
+                self._notice(plain, str(func), "", in_ram)
         return result
 
-    def _notice(self, tensor: torch.Tensor, label: str, category: str) -> None:
+    def _rests(self, given: Any) -> bool:
+        """Whether what is made of these rests in RAM: where all of them do."""
+        inputs = [plain for one in tree_iter(given) if isinstance(one, torch.Tensor) for plain in _plain(one)]
+        known = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
+        return self._resting.made_of(held is not None and held.tier == RAM for held in known)
+
+    def _notice(self, tensor: torch.Tensor, label: str, category: str, in_ram: bool) -> None:
         storage = tensor.untyped_storage()
-        if storage.device.type != self._device:  # DTensor tries out shapes on fake tensors, which have no memory
+        if storage.device.type != "cpu":  # DTensor tries out shapes on fake tensors, which have no memory
             return
         key, size = storage._cdata, storage.nbytes()
-        known = self._live.get(key)
-        if known is not None:
-            if known[1] != size:
-                self.resized(storage)
+        if key in self._live:
+            self.resized(storage)
             return
         self._count += 1
-        self._live[key] = (self._count, size, weakref.ref(storage, lambda _: self._died(key)))
-        self._change(EventKind.ALLOC, self._count, size, label, category)
+        tier = VRAM if self._plays_gpu and not in_ram else RAM
+        reference = weakref.ref(storage, lambda _: self._died(key))
+        self._live[key] = held = _Held(number=self._count, bytes=size, tier=tier, storage=reference)
+        self._change(EventKind.ALLOC, held, label, category)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP2 lets whole weights go, and makes room for them, by resizing their storages."""
         known = self._live.get(storage._cdata)
-        if known is None or known[1] == storage.nbytes():
+        if known is None or known.bytes == storage.nbytes():
             return
-        self._change(EventKind.FREE, known[0], known[1], "resize_", "")
+        self._change(EventKind.FREE, known, "resize_", "")
         self._count += 1
-        self._live[storage._cdata] = (self._count, storage.nbytes(), known[2])
-        self._change(EventKind.ALLOC, self._count, storage.nbytes(), "resize_", "")
+        self._live[storage._cdata] = held = replace(known, number=self._count, bytes=storage.nbytes())
+        self._change(EventKind.ALLOC, held, "resize_", "")
 
     def _died(self, key: int) -> None:
-        number, size, _ = self._live.pop(key)
-        self._change(EventKind.FREE, number, size, "", "")
+        self._change(EventKind.FREE, self._live.pop(key), "", "")
 
-    def _change(self, kind: EventKind, number: int, size: int, label: str, category: str) -> None:
-        self.live_bytes += size if kind is EventKind.ALLOC else -size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+    def _change(self, kind: EventKind, held: _Held, label: str, category: str) -> None:
+        tier, size = held.tier, held.bytes
+        self._live_bytes[tier] += size if kind is EventKind.ALLOC else -size
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], self._live_bytes[tier])
         now_s = time.perf_counter() - self._begin_s
-        self.timeline.add(kind, self._tier, size, storage=number, label=label, category=category, time_s=now_s)
+        self.timeline.add(kind, tier, size, storage=held.number, label=label, category=category, time_s=now_s)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -107,13 +144,15 @@ class Watched:
 
     Those others do the same, and the least of their peaks is told: gloo's threads let go of a buffer some time after
     they have told that it is sent, and what is late in one step is not in all. On a GPU the caching allocator counts,
-    for the whole run, and there is no timeline.
+    for the whole run, and a timeline has only what rests in RAM.
     """
 
     def __init__(self, part: Part, device: torch.device, rank: int) -> None:
         self._part, self._device, self._rank = part, device, rank
-        self._meter = TensorMeter(f"rank {rank}", device) if device.type == "cpu" else None
-        self._peaks: list[int] = []
+        self._offloads = any(chunk.handle.offloads for chunk in part.chunks)
+        counts = device.type == "cpu" or self._offloads
+        self._meter = TensorMeter(f"rank {rank}", device, offloads=self._offloads) if counts else None
+        self._peaks: list[dict[str, int]] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -123,21 +162,31 @@ class Watched:
             return
         if number == 0:
             for chunk in self._part.chunks:
-                self._meter.hold(chunk.module.parameters(), Category.PARAMETER)
+                self._meter.hold(chunk.module.parameters(), Category.PARAMETER, in_ram=self._offloads)
                 self._meter.hold(chunk.module.buffers(), Category.BUFFER)
         for state in self._part.optimizer.state.values():
             held = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            self._meter.hold(held, Category.OPTIMIZER_STATE)
-        self._meter.peak_bytes = self._meter.live_bytes
+            self._meter.hold(held, Category.OPTIMIZER_STATE, in_ram=self._offloads)
+        self._meter.restart()
         with self._meter.watching():
             yield
         self._peaks.append(self._meter.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        if self._meter is None:
+        """Of the device; of the CPU all, or what it has in the place of a GPU."""
+        if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        return max([*self._peaks[:1], min(self._peaks[1:], default=0)], default=0)
+        return self._most(VRAM if self._offloads else RAM)
+
+    @property
+    def ram_bytes(self) -> int:
+        """Of what rests in RAM; 0 where nothing does."""
+        return self._most(RAM) if self._offloads else 0
+
+    def _most(self, tier: str) -> int:
+        peaks = [peak[tier] for peak in self._peaks]
+        return max([*peaks[:1], min(peaks[1:], default=0)], default=0)
 
     def write(self, output: Path) -> None:
         """``timeline-RANK.json`` for ``brim explain``."""

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from brim.errors import ModelError, UnsupportedError
-from brim.estimation.parallel import Sizes, Split, check_sizes
+from brim.estimation.parallel import Sizes, Split, check_context, check_experts, check_sizes, experts_of
 from brim.estimation.parallel_balance import stages_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 from brim.run.trainee import Method, Trainee, open_trainee
-from brim.techniques import checkpointing, optimizers, pipeline, sharding
+from brim.techniques import checkpointing, context_parallel, optimizers, pipeline, sharding
 from brim.techniques.weight_streaming import Weights
 
 COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
@@ -85,6 +85,8 @@ def check(trainee: Trainee, recipe: Recipe) -> None:
     """Raise UsageError for sizes that do not divide, UnsupportedError for what cannot be split."""
     split, config = recipe.split, trainee.module.config
     check_sizes(split, sizes_of(config, recipe.sequence))
+    check_experts(split)
+    check_context(split)
     if split.tp > 1 and any(type(module).__name__ == "Conv1D" for module in trainee.module.modules()):
         raise UnsupportedError(
             f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",
@@ -114,7 +116,7 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
         chunks.append(_chunk(trainee, parts[index], recipe, mesh, device, index=index, of=len(parts)))
     trained = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
     optimizer = optimizers.make(recipe.optimizer, trained, recipe.lr)
-    sharding.group_by_kind(optimizer)
+    sharding.group_by_kind(optimizer, offload=split.offload_shards)
     weights = next(parameter.dtype for parameter in trained)
     config: Any = first.module.config
     return Part(
@@ -151,8 +153,10 @@ def _chunk(
         checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), str(recipe.checkpointing)))
     split = recipe.split
     decision = sharding.Sharding(
-        zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision)
-    )
+        zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision),
+        offload=split.offload_shards, experts=split.ep > 1,
+        context=context_parallel.mesh_of(split.cp, device.type),
+    )  # fmt: skip
     filler = Filler(trainee.weights, names, device)
     handle = sharding.apply(stage, mesh, decision, filler)
     own_shares(stage)
@@ -215,4 +219,5 @@ def sizes_of(config: Any, sequence: int) -> Sizes:
     return Sizes(
         layers=_layers(config), heads=heads, kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         hidden=int(config.hidden_size), ffn=int(ffn or 4 * config.hidden_size), sequence=sequence,
+        experts=experts_of(config),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from brim.errors import FormatError, UsageError
 from brim.estimation.parallel import Split
 from brim.run.distributed_request import SplitRequest
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
         )  # fmt: skip
     if replace(request, training=training, timeout_s=0.0) != SplitRequest(training=training, timeout_s=0.0):
         raise UsageError(
-            f"{training.plan} was given with --zero, --tp, --pp, --interleave or --sp.", "The plan decides these.",
-            "Leave them out, or leave out --plan.",
+            f"{training.plan} was given with options that split the work, as --zero and --tp do.",
+            "The plan decides these.", "Leave them out, or leave out --plan.",
         )  # fmt: skip
     followed = replace(
         training, plan=None, batch=split.global_batch, micro_batch=split.micro_batch, seq=plan.sequence,
@@ -86,5 +86,6 @@ def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
     )  # fmt: skip
     return SplitRequest(
         training=followed, zero=split.zero, tp=split.tp, pp=split.pp, interleave=split.interleave,
-        sequence_parallel=split.sequence_parallel, stage_layers=split.stage_layers, timeout_s=request.timeout_s,
+        sequence_parallel=split.sequence_parallel, zero_bubble=split.zero_bubble, ep=split.ep, cp=split.cp,
+        stage_layers=split.stage_layers, offload_shards=split.offload_shards, timeout_s=request.timeout_s,
     )  # fmt: skip

@@ -13,13 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor
 
 from brim.estimation.parallel import Split
 from brim.run.data import IGNORED
 from brim.run.distributed_model import Chunk, Part
-from brim.techniques import sharding
+from brim.techniques import context_parallel, sharding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +36,20 @@ class Share:
     weights: torch.Tensor
 
 
-def share_of(batch: dict[str, torch.Tensor], split: Split, dp: int, device: torch.device) -> Share:
-    """What data-parallel rank ``dp`` takes of the batch that all ranks have read.
+def share_of(batch: dict[str, torch.Tensor], split: Split, shard: int, device: torch.device) -> Share:
+    """What rank ``shard`` of those with the same weights takes of the batch that all ranks have read: some rows, of
+    which those that share a context count their stretch each.
 
     FSDP2 gives the mean of all ranks' gradients, so that weights are as many times larger as there are ranks.
     """
     rows = split.micro_batch * split.micro_batches
     labels = batch["labels"]
-    counts = (labels[:, 1:] != IGNORED).sum(1)
+    counted = torch.nn.functional.pad(labels[:, 1:] != IGNORED, (0, 1))
+    dp, cp = divmod(shard, split.cp)
     mine = slice(dp * rows, (dp + 1) * rows)
-    of_micro = counts[mine].reshape(split.micro_batches, split.micro_batch).sum(1)
-    weights = of_micro * split.dp / counts.sum()
+    counts = counted[mine, context_parallel.stretch(labels.shape[1], cp, split.cp)].sum(1)
+    of_micro = counts.reshape(split.micro_batches, split.micro_batch).sum(1)
+    weights = of_micro * split.shards / counted.sum()
     labels = labels[mine].clone()
     for index in (of_micro == 0).nonzero().flatten().tolist():  # a mean of nothing is no number, even times 0
         labels[index * split.micro_batch : (index + 1) * split.micro_batch] = 0
@@ -65,10 +73,13 @@ class Stepper:
         own = self._backward(share) if self._schedule is None else self._pipelined(share)
         if self._part.twin is not None:
             self._part.twin.add()
+        for chunk in self._part.chunks:
+            chunk.handle.settle()
         loss = self._of_all(own)
         if clip_norm is not None:
             self._clip(clip_norm)
-        self._part.optimizer.step()
+        with self._part.chunks[0].handle.stepping():
+            self._part.optimizer.step()
         self._part.optimizer.zero_grad()
         return loss
 
@@ -98,10 +109,10 @@ class Stepper:
         return sum((_local(loss.detach()) for loss in losses), torch.zeros((), device=self._device))
 
     def _of_all(self, own: torch.Tensor) -> float:
-        """Every data-parallel rank's part of the loss, from one member of its tensor-parallel group."""
+        """The loss of all ranks that have the same weights, from one member of its tensor-parallel group."""
         mine = own.to(torch.float64) * (self._mesh["tp"].get_local_rank() == 0)
         dist.all_reduce(mine)
-        return float(mine) / self._split.dp
+        return float(mine) / self._split.shards
 
     def _clip(self, most: float) -> None:
         """Scale all gradients so that their norm, over all ranks together, is ``most`` where it is larger.
@@ -135,8 +146,18 @@ class _Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        self._handle.put_off(last=last_backward)
+        if full_backward:
+            self._handle.put_off(last=last_backward)
+        else:
+            self._handle.hold()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The second half of a backward pass, whose gradients are reduced by hand after the last."""
+        self._handle.hold()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if last_backward:
+            self._handle.reduce()
 
 
 class _Wrapped(torch.nn.Module):
@@ -152,7 +173,7 @@ class _Wrapped(torch.nn.Module):
 
 
 def _schedule(part: Part, split: Split, mesh: DeviceMesh, device: torch.device, sequence: int) -> Any:
-    """1F1B, or interleaved 1F1B where a rank has several chunks."""
+    """1F1B, interleaved 1F1B where a rank has several chunks, or zero-bubble."""
     group = mesh.get_group("pp")
     tokens = sequence // (split.tp if split.sequence_parallel else 1)
     hidden = torch.empty(split.micro_batch, tokens, part.hidden, dtype=part.dtype, device="meta")
@@ -161,6 +182,8 @@ def _schedule(part: Part, split: Split, mesh: DeviceMesh, device: torch.device, 
         for chunk in part.chunks
     ]
     settings: dict[str, Any] = {"n_microbatches": split.micro_batches, "loss_fn": _weighed, "scale_grads": False}
+    if split.zero_bubble:
+        return ScheduleInterleavedZeroBubble(_as_base(stages), **settings)
     if split.interleave == 1:
         return Schedule1F1B(stages[0], **settings)
     return ScheduleInterleaved1F1B(_as_base(stages), **settings)

@@ -28,11 +28,13 @@ NAME = "inplace_activations"
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)  # their in-place kernels may draw other numbers
 
 
-def apply(model: nn.Module, example: Any) -> InplaceActivations:
+def apply(model: nn.Module, example: Any, names: Sequence[str] | None = None) -> InplaceActivations:
     """Set ``inplace`` on every module of ``model`` that has it, where results stay bit for bit the same.
 
     ``example`` is what the model is called with in training: a dictionary, a tuple or a tensor. It must stand for all
-    calls to come: the same branches are taken. Raises UnsupportedError where the model cannot run on fake tensors.
+    calls to come: the same branches are taken. ``names`` are those of an earlier handle, of the same model with the
+    same techniques in force: then nothing is tried out. Raises UnsupportedError where the model cannot run on fake
+    tensors.
     """
     if any(isinstance(part, InplaceActivations) for part in vars(model).values()):
         raise UsageError(
@@ -40,7 +42,7 @@ def apply(model: nn.Module, example: Any) -> InplaceActivations:
             "They are already.",
             "Remove the first handle before.",
         )
-    return InplaceActivations(model, list(_found(model, example)))
+    return InplaceActivations(model, list(_found(model, example)) if names is None else names)
 
 
 class InplaceActivations:

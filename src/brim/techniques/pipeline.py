@@ -3,6 +3,9 @@
 Huang et al., arXiv 1811.06965; Narayanan et al., arXiv 2104.04473. A stage is the model itself with the other layers
 left out: the first has the embedding, the last the head and the loss. ``torch.distributed.pipelining`` runs them; a
 prediction runs one stage's forward and backward on fake tensors, in the same way.
+
+A zero-bubble pipeline (Qi et al., arXiv 2401.10241) works out the gradients of a stage's weights later than those of
+what came in, where a rank would wait: the same graph is gone through twice, and kept until the second time.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Shard
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.checkpointing import blocks
+from brim.techniques.context_parallel import Context
 
 NAME = "pipeline"
 
@@ -62,13 +67,15 @@ def cut(model: Any, part: Part) -> Stage:
 
 class Stage(nn.Module):
     """One stage. The first takes ``input_ids``, the others hidden states; the last gives the loss, the others hidden
-    states. ``tokens_over``: a mesh that the tokens of hidden states are split over."""
+    states. ``tokens_over``: a mesh that the tokens of hidden states are split over. ``context``: what cuts this
+    rank's part out of each sequence."""
 
     def __init__(self, model: nn.Module, inner: nn.Module, part: Part) -> None:
         super().__init__()
         self.model, self.part = model, part
         self._inner = [inner]  # a part of ``model``: not a second child
         self.tokens_over: DeviceMesh | None = None
+        self.context: Context | None = None
 
     @property
     def inner(self) -> nn.Module:
@@ -79,11 +86,49 @@ class Stage(nn.Module):
         if self.tokens_over is not None and not self.part.embeds:
             given = DTensor.from_local(given, self.tokens_over, [Shard(1)], run_check=False)
         named = {"input_ids" if self.part.embeds else "inputs_embeds": given}
+        if self.context is not None:
+            assert labels is not None, "a whole model has its labels"
+            own: torch.Tensor = self.model(**self.context.cut(given, labels), use_cache=False).loss
+            return own
         if self.part.has_head:
             loss: torch.Tensor = self.model(**named, labels=labels, use_cache=False).loss
             return loss
         hidden: torch.Tensor = self._inner[0](**named, use_cache=False)[0]
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden
+
+
+class InputHalf:
+    """A backward pass up to what came in, as PyTorch's stages take it (torch/distributed/pipelining/stage.py,
+    backward_one_chunk and backward_weight_one_chunk). ``finish`` works out the gradients of weights.
+
+    A stage to which nothing comes in that has a gradient does all of it there. ``gradient``: of the output; None of
+    a loss.
+    """
+
+    def __init__(
+        self, stage: nn.Module, given: torch.Tensor, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> None:
+        self._stage, self._given, self._output, self._gradient = stage, given, output, gradient
+        self._groups: list[dict[str, Any]] | None = None
+        if given.requires_grad:
+            gradients = None if gradient is None else [gradient]
+            _, self._groups = stage_backward_input([output], gradients, [given], stage.parameters())
+
+    def finish(self) -> None:
+        if self._groups is None:
+            stage_backward((self._output,), (self._gradient,), (self._given,))
+        else:
+            stage_backward_weight(self._stage.parameters(), self._groups)
+
+
+def check_halves(checkpointing: str | None) -> None:
+    """Raise UnsupportedError for what would be computed again for each half, and each weight, of a backward pass."""
+    if checkpointing not in (None, "none"):
+        raise UnsupportedError(
+            f"--zero-bubble was asked for with --checkpointing {checkpointing}.",
+            "Its two backward passes would each compute the forward pass again.",
+            "Leave one of them out.",
+        )
 
 
 def tied_table(model: Any) -> nn.Parameter | None:

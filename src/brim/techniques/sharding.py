@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,12 +27,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.errors import UnsupportedError, UsageError
+from brim.techniques import context_parallel, expert_parallel, sharding_offload
 from brim.techniques.checkpointing import blocks
 from brim.techniques.pipeline import Stage
 from brim.techniques.sharding_plan import split_block, split_outside, tied_weights
@@ -43,12 +46,17 @@ AXES = ("shard", "tp")
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
     """How a model is split. ``dtype``: what weights compute in, their own type where it is None (gradients are
-    reduced in float32 where it is not). ``offload`` keeps shards in RAM."""
+    reduced in float32 where it is not). ``offload`` keeps shards in RAM, with their gradients and optimizer states
+    (``sharding_offload``); it needs a stage of ZeRO, and works on one data-parallel rank too. ``experts``: each rank
+    of ``shard`` has some of every layer's experts, which no ZeRO splits any more. ``context``: those of ``shard``
+    that share sequences with this rank."""
 
     zero: int = 3
     sequence_parallel: bool = False
     dtype: torch.dtype | None = None
     offload: bool = False
+    experts: bool = False
+    context: DeviceMesh | None = None
 
 
 def mesh_of(shards: int, tensor_parallel: int, device: str) -> DeviceMesh:
@@ -76,31 +84,44 @@ def apply(
     Raises UsageError where sizes do not divide, UnsupportedError for blocks of unknown names.
     """
     layers, tensors = blocks(model), mesh["tp"].size() > 1
-    splits = mesh["shard"].size() > 1 or decision.dtype is not None
+    splits = mesh["shard"].size() > 1 or decision.dtype is not None or decision.offload
     tied = tied_weights(model)
     parts = [model.get_submodule(path) for path in layers]
+    if decision.context is not None:
+        assert isinstance(model, Stage), "only stages cut their own part of a sequence"
+        model.context = context_parallel.apply(model.model, decision.context)
+    spread: list[expert_parallel.Spread] = []
     for path, block in zip(layers, parts, strict=True):
         fill(block, ())
+        if decision.experts:
+            spread.append(expert_parallel.apply(block, mesh["shard"], decision.dtype))
         if tensors:
             split_block(path, block, mesh["tp"], sequence_parallel=decision.sequence_parallel)
         if splits:
-            _shard(block, mesh["shard"], decision, outermost=False)
+            _shard(block, mesh["shard"], decision, spread, outermost=False)
     fill(model, parts)
     if tensors:
         split_outside(model, layers, tied, mesh["tp"], sequence_parallel=decision.sequence_parallel)
         if decision.sequence_parallel and isinstance(model, Stage):
             model.tokens_over = mesh["tp"]
     if splits:
-        _shard(model, mesh["shard"], decision, outermost=True)
-    return Sharded(model if splits else None, decision, tensors=tensors)
+        _shard(model, mesh["shard"], decision, spread, outermost=True)
+    if decision.offload:
+        sharding_offload.rest_in_ram(model.parameters())
+    rehearses = decision.offload and mesh.device_type == "cpu"
+    return Sharded(model if splits else None, decision, spread, tensors=tensors, rehearses=rehearses)
 
 
 class Sharded:
     """The handle. ``micro_batch`` is to be entered for every micro-batch of a step; in a pipeline, where backward
     passes come in an order of their own, ``losses`` for all of it and ``put_off`` before each of them."""
 
-    def __init__(self, model: nn.Module | None, decision: Sharding, *, tensors: bool) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, model: nn.Module | None, decision: Sharding, spread: Sequence[expert_parallel.Spread] = (), *,
+        tensors: bool, rehearses: bool,
+    ) -> None:  # fmt: skip
+        self._tensors, self._rehearses, self.offloads = tensors, rehearses, decision.offload
+        self._spread = spread
         self._model, self._decision = model, decision  # None: there is one data-parallel rank, and nothing to put off
 
     def put_off(self, *, last: bool) -> None:
@@ -113,9 +134,33 @@ class Sharded:
                 model.set_reshard_after_backward(last)
             model.set_is_last_backward(last)
 
-    def losses(self) -> AbstractContextManager[Any]:
-        """To be entered for forward and backward: logits stay split over the vocabulary."""
-        return loss_parallel() if self._tensors else nullcontext()
+    def hold(self) -> None:
+        """To be called before each half of a backward pass: nothing is reduced, and the second half needs the same
+        weights as the first one, until ``reduce``."""
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(False)
+            self._model.set_reshard_after_backward(False)
+            self._model.set_is_last_backward(False)
+
+    def reduce(self) -> None:
+        """To be called after the last backward pass of a step whose passes were in halves: those run no hooks of
+        FSDP2 for weights, so that PyTorch's stages reduce by hand."""
+        if isinstance(self._model, FSDPModule):
+            holder: Any = SimpleNamespace(submod=self._model)
+            _PipelineStageBase.perform_reduce_grad(holder, 1)
+
+    def settle(self) -> None:
+        """To be called once all gradients of a step are there: those of experts on one rank are sums until then."""
+        for spread in self._spread:
+            spread.settle()
+
+    @contextmanager
+    def losses(self) -> Iterator[None]:
+        """To be entered for forward and backward: logits stay split over the vocabulary, and a CPU plays the GPU
+        that shards are copied to."""
+        rehearsal = sharding_offload.rehearsing() if self._rehearses else nullcontext()
+        with loss_parallel() if self._tensors else nullcontext(), rehearsal:
+            yield
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -123,6 +168,10 @@ class Sharded:
         self.put_off(last=last)
         with self.losses():
             yield
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """To be entered for the optimizer's step."""
+        return sharding_offload.stepping() if self.offloads else nullcontext()
 
     def remove(self) -> None:
         raise UnsupportedError(
@@ -132,13 +181,17 @@ class Sharded:
         )
 
 
-def group_by_kind(optimizer: torch.optim.Optimizer) -> None:
+def group_by_kind(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> None:
     """Parameters on one mesh in a group of their own, by ``foreach`` as PyTorch steps on a GPU: one call takes
-    DTensors of one mesh, or plain tensors."""
+    DTensors of one mesh, or plain tensors. Shards in RAM are stepped on by the CPU's fused kernel, which goes
+    through them once and makes nothing beside them (DTensor has Adam's; others go one by one)."""
+    way: dict[str, Any] = {"foreach": True}
+    if offload:
+        way = {"foreach": False, "fused": isinstance(optimizer, torch.optim.Adam)}
     apart = []
     for group in optimizer.param_groups:
         for own in of_one_kind(group["params"]):
-            apart.append({**group, "params": own} | ({"foreach": True} if "foreach" in group else {}))
+            apart.append({**group, "params": own} | {key: value for key, value in way.items() if key in group})
     optimizer.param_groups = apart
 
 
@@ -150,16 +203,20 @@ def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(kinds.values())
 
 
-def _shard(unit: nn.Module, mesh: DeviceMesh, decision: Sharding, *, outermost: bool) -> None:
+def _shard(
+    unit: nn.Module, mesh: DeviceMesh, decision: Sharding, spread: Iterable[expert_parallel.Spread], *,
+    outermost: bool,
+) -> None:  # fmt: skip
     settings: dict[str, Any] = {"mesh": mesh}
+    if spread:
+        settings["ignored_params"] = {parameter for part in spread for parameter in part.parameters()}
     if decision.dtype is not None:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=decision.dtype, reduce_dtype=torch.float32)
     if decision.zero == 0:
         replicate(unit, **settings)
         return
     if decision.offload:
-        policy: OffloadPolicy = CPUOffloadPolicy()
-        settings["offload_policy"] = policy
+        settings["offload_policy"] = sharding_offload.policy(mesh.device_type)
     fully_shard(unit, reshard_after_forward=decision.zero == 3 and not outermost, **settings)
 
 

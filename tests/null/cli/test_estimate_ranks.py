@@ -46,6 +46,27 @@ def test_the_table_names_the_worst_rank_and_where_its_bytes_and_seconds_go(model
         assert told in text
 
 
+OFFLOAD = ["--gpus", "4", "--zero", "3", "--offload-shards", "--seq", "64", "--precision", "bf16-mixed"]
+
+
+def test_shards_in_ram_are_told_of_every_rank_and_of_the_node(model, capsys):
+    assert main(["estimate", model, *OFFLOAD, "--gpus-per-node", "2", "--gpu", "RTX 3090", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rank = document["ranks"][0]
+    assert rank["ram_bytes"]["allocated"] <= rank["ram_bytes"]["reserved"]
+    assert sum(rank["ram_bytes"]["breakdown"].values()) == rank["ram_bytes"]["reserved"]
+    assert document["node_ram_bytes"] == 2 * rank["ram_bytes"]["reserved"]
+    assert rank["breakdown"]["optimizer_state"] == 0
+    assert document["step_s"] > 0
+
+
+def test_the_table_has_what_lies_in_ram(model, capsys):
+    assert main(["estimate", model, *OFFLOAD, "--gpu", "RTX 3090"]) == 0
+    text = capsys.readouterr().out
+    for told in ("shards in RAM", "in RAM:", "of a node", "page-locked", "shared by its ranks"):
+        assert told in text
+
+
 def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
     assert main(["estimate", model, *SPLIT, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -56,6 +77,12 @@ def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
     ("arguments", "told"),
     [
         (["--tp", "2"], "--gpus"),
+        (["--offload-shards", "--zero", "3"], "--gpus"),
+        (["--gpus", "2", "--offload-shards"], "--offload-shards was given without --zero"),
+        (["--gpus", "1", "--zero", "3", "--offload-shards"], "given for one GPU"),
+        (["--gpus", "2", "--zero", "1", "--offload-shards", "--engine", "megatron"], "--engine torch"),
+        (["--gpus", "2", "--zero", "1", "--offload-shards", "--ep", "2"], "spread over ranks"),
+        (["--gpus", "2", "--zero", "1", "--offload-shards", "--pp", "2", "--zero-bubble"], "reduced by hand"),
         (["--engine", "megatron"], "--gpus"),
         (["--gpus", "8", "--batch", "4"], "--micro-batch"),
         (["--gpus", "8", "--tp", "3"], "--gpus 6 or 9"),

@@ -69,3 +69,42 @@ def test_numbers_of_gpus_are_compared_for_the_same_batch(capsys, tmp_path):
 def test_a_comparison_that_cannot_be_is_one_clear_error(capsys, arguments, told):
     assert main(["plan", "llama-3-8b", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+SMALL = ["plan", "llama-3.2-1b", "--task", "train", "--gpu", "RTX 3060 12GB", "--seq", "128", "--global-batch", "4"]
+
+
+def test_too_few_gpus_train_with_their_shards_in_ram(capsys):
+    assert main([*SMALL, "--compare-gpus", "2", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["fits"] and row["offload"]
+    assert "shards in RAM" in row["way"]
+    assert row["peak_bytes"]["ram"] > 16 * 1.2e9 > row["peak_bytes"]["vram"]
+
+
+@pytest.mark.slow
+def test_the_three_ways_are_compared_and_drawn(capsys, tmp_path):
+    plot = tmp_path / "plot.svg"
+    assert main([*SMALL, "--compare-gpus", "1,2,4", "--output", str(plot), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["gpus"], row["offload"]) for row in rows] == [(1, True), (2, True), (4, False)]
+    assert rows[2]["step_s"] < rows[1]["step_s"]
+    assert "with offload" in plot.read_text() and "all on GPUs" in plot.read_text()
+
+
+@pytest.mark.slow
+def test_a_plan_with_shards_in_ram_is_written_and_its_command_tells_the_same(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert main([*SMALL, "--gpus", "2", "--top", "1", "--output", str(path), "--json"]) == 0
+    (proposal,) = json.loads(capsys.readouterr().out)["proposals"]
+    assert proposal["offload_shards"] and proposal["zero"] == 3
+    assert json.loads(path.read_text())["split"]["offload_shards"]
+    assert main([*shlex.split(proposal["command"])[1:], "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["peak_bytes"], again["node_ram_bytes"]) == (proposal["peak_bytes"], proposal["node_ram_bytes"])
+
+
+def test_ram_that_is_too_small_for_shards_is_told(capsys):
+    assert main([*SMALL, "--gpus", "2", "--ram", "8GiB"]) == 2
+    error = capsys.readouterr().err
+    assert "Nor with its shards in RAM" in error and "--ram" in error

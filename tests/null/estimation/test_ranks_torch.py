@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from brim import catalog
 from brim.errors import UnsupportedError
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import estimate_ranks
@@ -34,6 +35,38 @@ def test_states_are_a_ranks_share(model):
     found = estimated(model, gpus=4, zero=3, precision="fp32", micro_batch=8).worst.breakdown
     assert found["optimizer_state"] == 2 * 4 * PARAMETERS // 4
     assert found["parameters"] == pytest.approx(4 * PARAMETERS // 4, rel=0.01)  # angles of rotation beside them
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_shards_in_ram_are_what_a_gpu_has_no_more(model, zero):
+    split = {"gpus": 4, "zero": zero, "precision": "fp32", "micro_batch": 8, "gpu": "RTX 3090"}
+    held, apart = estimated(model, **split), estimated(model, **split, offload_shards=True)
+    of_gpu, in_ram = apart.worst.breakdown, apart.worst.ram
+    share = 4 * PARAMETERS // 4
+    assert of_gpu["optimizer_state"] == 0
+    assert in_ram.allocated == 4 * share
+    assert in_ram.breakdown["optimizer_state"] == 2 * share
+    for locked in ("parameters", "gradients"):
+        assert share <= in_ram.breakdown[locked] <= 2 * share
+    assert apart.worst.peak_bytes.allocated < held.worst.peak_bytes.allocated - 3 * share
+    assert apart.node_ram_bytes == 4 * in_ram.reserved
+    assert held.worst.ram is None and held.node_ram_bytes == 0
+    assert apart.step_s > held.step_s
+
+
+def test_the_cpu_steps_and_the_last_micro_batch_takes_gradients_away(model):
+    """AdamW goes through weight, gradient and moments of this rank's share, there and back. Under ZeRO-1 gradients
+    leave the GPU once a step, under ZeRO-3 with every micro-batch, and a second one is added to the first."""
+
+    def once_s(zero, many):
+        split = {"gpus": 2, "zero": zero, "precision": "fp32", "global_batch": 2 * many, "gpu": "RTX 3090"}
+        return estimated(model, **split, offload_shards=True).time.once_s
+
+    stepped = 32 * PARAMETERS / 2 / (catalog.HOST_BYTES_PER_S / 2)
+    assert once_s(3, 1) == pytest.approx(stepped, rel=0.01)
+    assert once_s(3, 2) > 1.3 * stepped
+    crossed = 2 * 4 * PARAMETERS / 2 / catalog.gpu("RTX 3090").pcie_bytes_per_s  # weights there, gradients back
+    assert once_s(1, 2) > stepped + crossed
 
 
 def test_memory_falls_from_stage_to_stage(model):
@@ -109,12 +142,67 @@ def test_interleaved_stages_keep_what_every_micro_batch_sent(model):
     assert peak(16) - peak(12) == peak(12) - peak(8) == 4 * (received + 3 * hidden)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"gpus": 2, "cp": 2}, {"gpus": 4, "pp": 2, "interleave": 1, "ep": 2, "global_batch": 4}]
-)
-def test_what_is_not_modelled_is_refused(model, settings):
-    with pytest.raises(UnsupportedError, match="--engine megatron"):
-        estimated(model, **settings)
+def test_a_zero_bubble_pipeline_holds_more_and_waits_less(model):
+    split = {"gpus": 2, "pp": 2, "precision": "fp32", "gpu": "A100 80GB"}
+    plain, halved = (estimated(model, **split, global_batch=16, zero_bubble=flag) for flag in (False, True))
+    assert 0 < halved.time.bubble_s < plain.time.bubble_s
+    assert halved.time.compute_s == pytest.approx(plain.time.compute_s, rel=0.02)
+    more = [one.peak_bytes.allocated - other.peak_bytes.allocated
+            for one, other in zip(halved.ranks, plain.ranks, strict=True)]  # fmt: skip
+    assert more[1] > 0
+    hidden = 64 * 128 * 4
+    longer = estimated(model, **split, global_batch=20, zero_bubble=True)
+    for one, other in zip(longer.ranks, halved.ranks, strict=True):  # what each micro-batch receives, and has sent
+        assert one.peak_bytes.allocated - other.peak_bytes.allocated == 4 * 2 * hidden
+
+
+def test_recomputing_for_each_half_of_a_backward_pass_is_refused(model):
+    with pytest.raises(UnsupportedError, match="compute the forward pass again"):
+        estimated(model, gpus=2, pp=2, zero_bubble=True, global_batch=4, checkpointing="full")
+
+
+EXPERTS = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    (folder / "config.json").write_text(json.dumps(CONFIG | EXPERTS))
+    return folder
+
+
+def test_ranks_share_a_layers_experts(mixture):
+    """Weights, gradients and both moments of half of them go; the rest is on both ranks."""
+    split = {"gpus": 2, "precision": "fp32", "gpu": "A100 80GB"}
+    whole, shared = (estimated(mixture, **split, ep=ep) for ep in (1, 2))
+    of_experts = 2 * 4 * 3 * 128 * 256 * 4
+    for kind, times in (("parameters", 1), ("optimizer_state", 2)):
+        gone = whole.worst.breakdown[kind] - shared.worst.breakdown[kind]
+        assert gone == pytest.approx(times * of_experts // 2, rel=0.01)
+    assert shared.time.communication_s > whole.time.communication_s
+
+
+@pytest.mark.parametrize("settings", [{"gpus": 4, "ep": 2}, {"gpus": 4, "tp": 2, "ep": 2}])
+def test_experts_go_over_all_data_parallel_ranks_of_whole_tensors(mixture, settings):
+    with pytest.raises(UnsupportedError, match="or leave --ep out"):
+        estimated(mixture, **settings)
+
+
+def test_ranks_share_a_sequence(model):
+    """Activations are a share, and attention's queries times all keys."""
+    alone, shared = (estimated(model, gpus=4, zero=1, cp=cp, precision="fp32", micro_batch=4) for cp in (1, 4))
+    assert shared.worst.breakdown["optimizer_state"] == alone.worst.breakdown["optimizer_state"]
+    assert shared.worst.breakdown["activations"] < 0.5 * alone.worst.breakdown["activations"]
+    assert shared.split.dp == 1
+
+
+@pytest.mark.parametrize(("beside", "size"), [("pp", 2), ("tp", 2)])
+def test_sequences_over_ranks_go_with_data_parallelism_only(model, beside, size):
+    with pytest.raises(UnsupportedError, match=f"Leave out --{beside}"):
+        estimated(model, gpus=4, cp=2, **{beside: size})
 
 
 @pytest.mark.parametrize("name", ["resnet50", "t5-small", "sd-unet"])

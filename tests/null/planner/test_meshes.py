@@ -55,11 +55,11 @@ def test_the_best_are_those_that_are_proved(found):
     assert len({mesh.split for mesh in chosen}) == 3
 
 
-def test_thousands_of_gpus_are_searched_within_a_minute(llama):
+def test_thousands_of_gpus_are_searched_in_seconds(llama):
     """By CPU time, as the machine may be busy."""
     started = time.process_time()
     assert meshes(llama, gpus=4096, gpus_per_node=8, gpu=H100, sequence=4096)
-    assert time.process_time() - started < 60
+    assert time.process_time() - started < 20
 
 
 def test_recomputation_is_taken_where_nothing_else_fits(llama):

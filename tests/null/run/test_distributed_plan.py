@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,23 @@ def test_a_plan_decides_the_split_the_batch_and_the_sequence(plan: Path) -> None
     assert followed.split(8, 8) == SPLIT
     training = followed.training
     assert (training.batch, training.micro_batch, training.seq, training.checkpointing) == (16, 2, 256, "full")
+
+
+def test_a_plan_says_where_shards_lie(plan: Path, tmp_path: Path) -> None:
+    split = replace(SPLIT, zero=3, offload_shards=True)
+    made = replace(distributed_plan.read(plan), split=split)
+    distributed_plan.write(tmp_path / "offloaded.json", made)
+    followed = distributed_plan.with_plan(request(tmp_path / "offloaded.json"), 8)
+    assert followed.offload_shards
+    assert followed.split(8, 8) == split
+
+
+@pytest.mark.parametrize(
+    ("split", "ranks", "told"), [({"zero": 3}, 1, "given on one rank"), ({}, 2, "given without --zero")]
+)
+def test_shards_in_ram_need_shards(split: dict[str, int], ranks: int, told: str) -> None:
+    with pytest.raises(UsageError, match=f"--offload-shards was {told}"):
+        request(offload_shards=True, **split).split(ranks, ranks)
 
 
 def test_without_a_plan_nothing_changes() -> None:

@@ -7,6 +7,8 @@ from math import prod
 
 import torch
 
+from brim.predict.lowering.kernel import is_channels_last
+
 # What oneDNN's AVX2 code does (jit_avx2_conv_kernel_f32.cpp); wider is left to columns.
 WIDEST_KERNEL = 13  # for the gradient of a weight (kw < 14)
 _WIDEST_PADDING = 3  # forward: the points of a row that it computes at once (l_pad <= ur_w)
@@ -134,13 +136,3 @@ class Convolution:
         unfolded = self.outputs if self.transposed else self.inputs
         small = self.source.shape[2:] if self.transposed else self.sides
         return threads * unfolded // self.groups * self.window * prod(small[-2:]) * 4
-
-
-def is_channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.dim() == 4:
-        return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    return (
-        tensor.dim() == 5
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last_3d)
-    )

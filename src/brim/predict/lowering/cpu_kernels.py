@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from brim.predict.lowering import cpu_recurrent
-from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, nbytes
+from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, is_channels_last, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -60,20 +60,10 @@ def _layer_norm_backward(kernel: Kernel) -> None:
         kernel.temp(2 * torch.get_num_threads() * width * source.element_size())
 
 
-def _channels_last(tensor: torch.Tensor) -> bool:
-    if tensor.dim() == 4:
-        return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-    return (
-        tensor.dim() == 5
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last_3d)
-    )
-
-
 def _group_norm(kernel: Kernel) -> None:
     """group_norm.cpp and cpu/group_norm_kernel.cpp: channels-last keeps two rows of sums per sample."""
     source, weight = kernel.arg("input"), kernel.arg("weight")
-    last = _channels_last(source)
+    last = is_channels_last(source)
     if not last:
         _contiguous_first("input", "weight", "bias")(kernel)
     mixed = weight is not None and weight.dtype != source.dtype
@@ -87,7 +77,7 @@ def _group_norm(kernel: Kernel) -> None:
 def _group_norm_backward(kernel: Kernel) -> None:
     """cpu/group_norm_kernel.cpp: the sums ds and db, one each per sample and channel, in the accumulation type."""
     source = kernel.arg("input")
-    if not _channels_last(source):
+    if not is_channels_last(source):
         _contiguous_first("grad_out", "input")(kernel)
     kernel.emit()
     size = 4 if source.dtype in _HALF else source.element_size()
@@ -116,7 +106,7 @@ def _batch_norm(kernel: Kernel) -> None:
         for index in range(1, len(kernel.outputs)):
             kernel.emit(index, bytes=row)
         sums = [kernel.temp(row), kernel.temp(row)]
-        if _channels_last(source):
+        if is_channels_last(source):
             sums.append(kernel.temp(torch.get_num_threads() * row))
         for handle in reversed(sums):
             kernel.free(handle)
@@ -135,7 +125,7 @@ def _batch_norm_backward(kernel: Kernel) -> None:
     for index in range(1, len(kernel.outputs)):
         kernel.emit(index)
     kernel.free(kernel.temp(nbytes(source) if dense_or_channels_last(source) else row))
-    if _channels_last(source):
+    if is_channels_last(source):
         kernel.temp(2 * torch.get_num_threads() * row)
 
 

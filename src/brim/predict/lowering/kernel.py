@@ -77,6 +77,10 @@ def dense_or_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (layout is not None and tensor.is_contiguous(memory_format=layout))
 
 
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    return dense_or_channels_last(tensor) and not tensor.is_contiguous()
+
+
 def nbytes(tensor: torch.Tensor) -> int:
     """What a dense copy of the tensor takes."""
     return tensor.numel() * tensor.element_size()

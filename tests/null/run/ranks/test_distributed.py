@@ -10,35 +10,29 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model_state_dict
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
 import splitting
 from brim.core import Timeline
-from brim.estimation.parallel import Split
-from brim.estimation.ranks import cpu_bytes
-from brim.run.data import Batches, open_data
-from brim.run.trainee import add_lora
+from rank_checks import (
+    OFFLOADED,
+    SP,
+    TABLE,
+    adapted,
+    check,
+    check_adapter,
+    check_losses,
+    check_memory,
+    check_trained,
+)
 from splitting import BATCH, LR, SEQ, STEPS, brim_train, command, environment, signal_rank, torchrun, trained
-from tiny_model import save_llama, save_tokenizer
-from trainings import course, plain, weights, write_text
+from tiny_model import save_llama
+from trainings import course, plain, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
-
-SP = {"sequence_parallel": True}
-TABLE = "transformer.wte.weight"
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=64, positions=128)
 
 
 @pytest.fixture(scope="module")
@@ -51,77 +45,42 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its output layer is its embedding."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    torch.manual_seed(1)
-    config = GPT2Config(
-        n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=300, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
-
-
-@pytest.fixture(scope="module")
-def alone(llama: Path, text: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and weights of plain PyTorch in one process."""
-    return plain(llama, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
-
-
-def split_of(ranks: int, given: dict[str, Any]) -> Split:
-    names = ("zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers")
-    shape = {name: given[name] for name in names if name in given}
-    return Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, micro_batch=given["micro_batch"], **shape)
-
-
-def check(made: list[Any], output: Path, alone: Any, *splits: dict[str, Any]) -> None:
-    """Every split, the first of ``made``, has the losses and the weights of one process."""
-    losses, last = alone
-    assert len(made) >= len(splits)
-    for number, (split, found) in enumerate(zip(splits, made, strict=False)):
-        assert found["losses"] == pytest.approx(losses, abs=1e-5), split
-        for name, value in weights(output / str(number)).items():
-            assert torch.allclose(value, last[name], atol=1e-5), (split, name)
-
-
-def check_memory(ranks: int, llama: Path, made: list[Any], *splits: dict[str, Any]) -> None:
-    """Measured bytes of every rank are the predicted ones within 2 %."""
-    for split, found in zip(splits, made, strict=True):
-        measured = [rank["allocated_bytes"] for rank in found["ranks"]]
-        recompute = split.get("checkpointing")
-        predicted = cpu_bytes(llama, split_of(ranks, split), seq=SEQ, checkpointing=recompute)
-        assert measured == pytest.approx(predicted, rel=0.02), split
-
-
 def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
-    llama: Path, gpt2: Path, text: Path, tmp_path: Path, alone: Any
+    llama: Path, gpt2: Path, mixtral: Path, text: Path, tmp_path: Path, alone: Any
 ) -> None:
-    """Of each kind one, in one group of processes; GPT-2's output layer is its embedding, on both stages."""
+    """Of each kind one, in one group of processes; GPT-2's output layer is its embedding, on both stages. Shards in
+    RAM are on their way to a GPU that the CPU plays."""
     splits = [
-        {"zero": 3, "micro_batch": 6}, {"tp": 2, "micro_batch": 12, **SP},
-        {"pp": 2, "micro_batch": 6, "stage_layers": (3, 1)}, {"pp": 2, "interleave": 2, "micro_batch": 3},
+        {"zero": 3, "micro_batch": 6}, OFFLOADED, {"pp": 2, "interleave": 2, "micro_batch": 3},
+        {"pp": 2, "zero_bubble": True, "micro_batch": 3}, {"cp": 2, "zero": 1, "micro_batch": 6},
+        {"tp": 2, "micro_batch": 12, **SP}, {"pp": 2, "micro_batch": 6, "stage_layers": (3, 1)},
     ]  # fmt: skip
-    tied = {"pp": 2, "micro_batch": 6}
+    tied = {"pp": 2, "micro_batch": 6, "model": str(gpt2)}
+    experts = {"ep": 2, "zero": 1, "micro_batch": 3, "model": str(mixtral)}
     lora = {"method": "lora", "zero": 3, "micro_batch": 3}
-    made = trained(2, llama, text, tmp_path, *splits, {**tied, "model": str(gpt2)}, lora)
+    made = trained(2, llama, text, tmp_path, *splits, tied, experts, lora)
     check(made, tmp_path, alone, *splits)
-    check_memory(2, llama, made[:4:3], *splits[::3])
-    whole = Timeline.read(tmp_path / "0" / "timeline-1.json")
+    check_memory(2, llama, made[:5], *splits[:5])
+    _check_timelines(made[:2], tmp_path)
+    of_gpt2, of_mixtral, of_lora = made[len(splits) :]
+    losses, last = plain(gpt2, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
+    assert of_gpt2["losses"] == pytest.approx(losses, abs=1e-5)
+    assert torch.allclose(weights(tmp_path / "7")[TABLE], last[TABLE], atol=1e-5)
+    check_memory(2, gpt2, [of_gpt2], tied)
+    check_losses(of_mixtral, tmp_path / "8", plain(mixtral, text, STEPS, seq=SEQ, batch=BATCH, lr=LR))
+    check_adapter(of_lora["losses"], tmp_path / "9", adapted(llama, text))
+
+
+def _check_timelines(made: list[Any], output: Path) -> None:
+    """What ``brim explain`` reads of ZeRO-3, all in memory and with its shards in RAM."""
+    whole = Timeline.read(output / "0" / "timeline-1.json")
     assert whole.measured
-    assert whole.peak_bytes("ram") >= made[0]["ranks"][1]["allocated_bytes"] > 1 << 20
-    of_gpt2 = plain(gpt2, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
-    assert made[4]["losses"] == pytest.approx(of_gpt2[0], abs=1e-5)
-    assert torch.allclose(weights(tmp_path / "4")[TABLE], of_gpt2[1][TABLE], atol=1e-5)
-    check_memory(2, gpt2, made[4:5], tied)
-    check_adapter(made[5]["losses"], tmp_path / "5", adapted(llama, text))
+    together, apart = (found["ranks"][1] for found in made)
+    assert whole.peak_bytes("ram") >= together["allocated_bytes"] > 1 << 20
+    split = Timeline.read(output / "1" / "timeline-1.json")
+    assert split.peak_bytes("ram") >= apart["ram_bytes"] > 1 << 20
+    assert split.peak_bytes("vram") >= apart["allocated_bytes"]
+    assert apart["allocated_bytes"] < together["allocated_bytes"]
 
 
 @pytest.mark.slow
@@ -134,9 +93,7 @@ def test_other_splits_of_two_ranks(llama: Path, text: Path, tmp_path: Path, alon
         {"tp": 2, "micro_batch": 4, "checkpointing": "full"},
         {"pp": 2, "micro_batch": 1, "checkpointing": "selective"},
     ]  # fmt: skip
-    made = trained(2, llama, text, tmp_path, *splits)
-    check(made, tmp_path, alone, *splits)
-    check_memory(2, llama, made, *splits)
+    check_trained(2, llama, text, tmp_path, alone, *splits)
 
 
 @pytest.mark.slow
@@ -148,9 +105,7 @@ def test_splits_of_four_ranks(llama: Path, text: Path, tmp_path: Path, alone: An
         {"pp": 2, "tp": 2, "micro_batch": 2, **SP}, {"pp": 4, "micro_batch": 1, "checkpointing": "full"},
         {"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1}, {"pp": 2, "zero": 3, "micro_batch": 3},
     ]  # fmt: skip
-    made = trained(4, llama, text, tmp_path, *splits)
-    check(made, tmp_path, alone, *splits)
-    check_memory(4, llama, made, *splits)
+    check_trained(4, llama, text, tmp_path, alone, *splits)
 
 
 @pytest.mark.slow
@@ -215,30 +170,6 @@ def test_adapters_go_on_from_a_checkpoint_of_two_ranks(llama: Path, text: Path, 
     check_adapter(made[1]["losses"] + made[2]["losses"], tmp_path / "half", one)
 
 
-def check_adapter(losses: list[float], output: Path, one: tuple[list[float], dict[str, torch.Tensor]]) -> None:
-    """The course of one process, and its adapter in peft's own file."""
-    assert losses == pytest.approx(one[0], abs=1e-5)
-    found = weights(output)
-    assert found.keys() == one[1].keys()
-    assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in one[1].items())
-    assert json.loads((output / "adapter_config.json").read_text())["r"] == 8
-
-
-def adapted(model: Path, data: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and adapters of plain PyTorch and peft in one process."""
-    batches = Batches(open_data(data, AutoTokenizer.from_pretrained(model), SEQ), BATCH, seed=0, pad_to=SEQ)
-    module = add_lora(AutoModelForCausalLM.from_pretrained(model), 0).train()
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LR)
-    losses = []
-    for _ in range(STEPS):
-        loss = module(**next(batches)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, {name: value.detach() for name, value in get_peft_model_state_dict(module).items()}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_checkpoint_of_four_ranks_goes_on_with_one_two_and_three(llama: Path, text: Path, tmp_path: Path) -> None:
@@ -280,6 +211,7 @@ BAD = {
     "heads": (["--tp", "2", "--batch", "5", "--pp", "2"], "2 GPUs were to be split into tp 2 x pp 2"),
     "batch": (["--zero", "3", "--batch", "5"], "--global-batch 5 was given"),
     "file": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "offload": (["--offload-shards"], "--offload-shards was given without --zero"),
     "option": (["--zero", "3", "--stream-weights", "off"], "--stream-weights was given for several ranks"),
 }
 

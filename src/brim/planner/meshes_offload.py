@@ -1,0 +1,179 @@
+"""Meshes whose shards lie in RAM: ZeRO-3 with FSDP2's CPU offload, tensors split beside it.
+
+For what does not fit on so many GPUs otherwise. Seconds by closed forms order the ways: of a layer the longer of its
+kernels, and of bringing its weights and taking its gradients away; the CPU's step over what a node's ranks have.
+Bytes are estimates, which say what to prove next; what fits is told by the proof alone (``estimation.ranks``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from brim import catalog
+from brim.core import Op, Phase
+from brim.errors import BudgetError, UsageError
+from brim.estimation.parallel import Split, check_sizes
+from brim.estimation.parallel_script import Sent
+from brim.estimation.parallel_shape import Shape
+from brim.estimation.parallel_time import StepTime, crossed_s, host_s, sent_s
+from brim.planner.meshes import RECOMPUTE, Mesh, Pieces, nccl_bytes
+
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MOST_PROOFS = 8
+_DOUBT = 1.1  # times the room: what may fit after all
+_STATES = 16  # bytes of a parameter in RAM: weight, gradient and two moments in float32
+_STEPPED = 32  # bytes that AdamW goes through: all of them, there and back
+_ADDED = 12  # and a further micro-batch's gradient: two read, one written
+_WIDTH = 2  # bytes of a weight that computes
+_LOGIT = 12  # and of a logit: in bfloat16, in float32, and both gradients of that
+
+
+def offloaded(
+    shape: Shape, *, gpus: int, gpus_per_node: int, gpu: catalog.Gpu, sequence: int, global_batch: int, ram_bytes: int
+) -> list[Mesh]:
+    """The meshes that divide, the fastest first, with an estimate of their bytes. ``ram_bytes``: of a node.
+
+    Raises BudgetError where a node's RAM does not hold the states of its ranks, UsageError where nothing divides.
+    """
+    pieces = Pieces(shape, gpu, sequence)
+    states = _STATES * pieces.parameters() * min(gpus_per_node, gpus) // gpus
+    if states > ram_bytes:
+        raise BudgetError(
+            f"{shape.name} was to be trained on {gpus} {gpu.name} with its shards in RAM.",
+            f"The states of one node's ranks take {states:,} B there, and it has {ram_bytes:,} B.",
+            "Give a larger --ram, or more nodes.", smallest_bytes={"ram": states},
+        )  # fmt: skip
+    found = [
+        Mesh(
+            split=split, checkpointing=recompute, time=_step(pieces, split, recompute),
+            peak_bytes=_bytes(pieces, split, recompute),
+        )
+        for split in _splits(shape, gpus, gpus_per_node, sequence, global_batch)
+        for recompute in RECOMPUTE
+    ]  # fmt: skip
+    return sorted(found, key=lambda mesh: mesh.step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was found of a mesh: bytes of the worst rank, seconds of a step, and whether all of it fits."""
+
+    bytes: int
+    step_s: float
+    fits: bool
+
+
+def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int) -> list[Mesh]:
+    """The ``top`` fastest that fit, one of each split, with few proofs: each tells how far estimates are off.
+
+    ``room`` is what a GPU has. What may fit is proved in the order in which it is expected to be fast, until none is
+    left that might be faster than what was found.
+    """
+    proved: dict[Mesh, Proof] = {}
+    fitting: list[Mesh] = []
+    while len(proved) < _MOST_PROOFS:
+        failed = [mesh for mesh, told in proved.items() if not told.fits]
+        left = [
+            mesh for mesh in found
+            if not any(mesh.split == one.split for one in fitting)
+            and not any(_takes_more(mesh, one) for one in failed)
+        ]  # fmt: skip
+        likely = [mesh for mesh in left if _expected(mesh, proved)[0] <= _DOUBT * room]
+        if not left or (fitting and not likely):
+            break
+        if likely:
+            mesh = min(likely, key=lambda one: _expected(one, proved)[1])
+        else:
+            mesh = min(left, key=lambda one: one.peak_bytes)
+        if len(fitting) >= top and proved[fitting[top - 1]].step_s <= _expected(mesh, proved)[1]:
+            break
+        proved[mesh] = proof(mesh)
+        fitting = sorted((one for one in proved if proved[one].fits), key=lambda one: proved[one].step_s)
+    return fitting[:top]
+
+
+def _expected(mesh: Mesh, proved: Mapping[Mesh, Proof]) -> tuple[float, float]:
+    """Bytes and seconds as estimated, and as far off as those of what was proved and is most like it."""
+    alike = [one for one in proved if one.split.tp == mesh.split.tp]
+    if not alike:
+        return mesh.peak_bytes, mesh.step_s
+    one = min(alike, key=lambda one: (one.checkpointing != mesh.checkpointing, abs(one.peak_bytes - mesh.peak_bytes)))
+    told = proved[one]
+    return told.bytes + mesh.peak_bytes - one.peak_bytes, mesh.step_s * told.step_s / one.step_s
+
+
+def _takes_more(mesh: Mesh, other: Mesh) -> bool:
+    """At least as much as ``other`` on every GPU."""
+    one, two = mesh.split, other.split
+    less = RECOMPUTE.index(mesh.checkpointing) <= RECOMPUTE.index(other.checkpointing)
+    return one.tp == two.tp and one.micro_batch >= two.micro_batch and less
+
+
+def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
+    tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus % n == 0]
+    divides = False
+    for tp, micro in itertools.product(tensors, _MICRO_BATCHES):
+        try:
+            split = Split(
+                gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, micro_batch=micro, global_batch=batch,
+                sequence_parallel=tp > 1, zero=3, offload_shards=True,
+            )  # fmt: skip
+            check_sizes(split, shape.sizes(sequence))
+        except UsageError:
+            continue  # what does not divide is no candidate
+        divides = True
+        yield split
+    if not divides:
+        raise UsageError(
+            f"{shape.name} was to be split over {gpus} GPUs with {batch} sequences a step.",
+            "No mesh divides its heads and the batch.", f"Try --global-batch {8 * gpus}.",
+        )  # fmt: skip
+
+
+def _bytes(pieces: Pieces, split: Split, recompute: str) -> int:
+    """What is kept for backward, two layers whole, logits with their gradients, and what is outside of layers: whole
+    from a micro-batch's first product to its last, with gradients that are reduced in float32."""
+    ends, shape = pieces.ends(split, recompute), pieces.shape
+    whole = _WIDTH * 2 * ends.layer_parameters + (2 * _WIDTH + 4) * ends.beside_parameters[1, 0]
+    logits = _LOGIT * split.micro_batch * pieces.sequence * shape.vocabulary // split.tp
+    return shape.layers * ends.layer_bytes + whole + logits + nccl_bytes(split) + pieces.gpu.context().bytes
+
+
+def _step(pieces: Pieces, split: Split, recompute: str) -> StepTime:
+    layer, embedding, head = pieces.costs(split, recompute)
+    ends, layers = pieces.ends(split, recompute), pieces.shape.layers
+    outside = embedding.plus(head)
+    compute = waits = adds = 0.0
+    for cost, count, times in ((layer, ends.layer_parameters, layers), (outside, ends.beside_parameters[1, 0], 1)):
+        brought, taken = _brought_s(pieces, split, count), _taken_s(pieces, split, count)
+        forward, backward = max(brought - cost.forward_s, 0.0), max(brought + taken - cost.backward_s, 0.0)
+        compute += times * (cost.forward_s + cost.backward_s)
+        waits += times * (forward + backward)
+        adds += times * _host_s(_ADDED * count / split.shards, split)
+    return StepTime(
+        compute_s=compute * split.micro_batches,
+        communication_s=waits * split.micro_batches + adds * (split.micro_batches - 1),
+        bubble_s=0.0,
+        once_s=_host_s(_STEPPED * pieces.parameters() / split.gpus, split),
+    )
+
+
+def _brought_s(pieces: Pieces, split: Split, count: int) -> float:
+    """A unit's weights: this rank's shard from RAM, then all of them from the others."""
+    shard = Sent(kind="to_device", axis="shard", bytes=4 * count // split.shards, phase=Phase.FORWARD)
+    whole = Sent(kind="all_gather", axis="shard", bytes=_WIDTH * count, phase=Phase.FORWARD)
+    return crossed_s(shard, pieces.gpu) + sent_s(whole, split, pieces.network)
+
+
+def _taken_s(pieces: Pieces, split: Split, count: int) -> float:
+    """A unit's gradients, reduced in float32, and this rank's shard to RAM."""
+    whole = Sent(kind="reduce_scatter", axis="shard", bytes=4 * count, phase=Phase.BACKWARD)
+    shard = Sent(kind="to_ram", axis="shard", bytes=4 * count // split.shards, phase=Phase.BACKWARD)
+    return crossed_s(shard, pieces.gpu) + sent_s(whole, split, pieces.network)
+
+
+def _host_s(moved_bytes: float, split: Split) -> float:
+    op = Op(name="", module="", phase=Phase.OPTIMIZER, step=0, at=0, read_bytes=int(moved_bytes))
+    return host_s([op], split)

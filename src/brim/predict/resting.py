@@ -1,0 +1,51 @@
+"""What of a traced program rests in RAM, where PyTorch's device names cannot tell: shards that FSDP2 offloads.
+
+A rank is traced on fake tensors of one kind. The program says what rests in RAM and when a tensor crosses; from there
+on an operation all of whose inputs rest there is the CPU's, and so is what it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from brim.core.trace import TO_DEVICE, TO_RAM
+
+
+class Resting:
+    """Of one trace. ``used``: whether anything has rested in RAM so far."""
+
+    def __init__(self) -> None:
+        self.used = False
+        self._crossing: str | None = None
+        self._makes = False  # whether what is made of nothing rests in RAM
+
+    @contextmanager
+    def crossing(self, *, to_ram: bool) -> Iterator[None]:
+        """While open, every operation is a copy to RAM, or to the device."""
+        before, self._crossing = self._crossing, TO_RAM if to_ram else TO_DEVICE
+        self.used = True
+        try:
+            yield
+        finally:
+            self._crossing = before
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """While open, what is made of no tensor rests in RAM."""
+        before, self._makes = self._makes, True
+        self.used = True
+        try:
+            yield
+        finally:
+            self._makes = before
+
+    def made_of(self, inputs: Iterable[bool]) -> bool:
+        """Whether the result of an operation on these rests in RAM. ``inputs``: of each tensor, whether it does."""
+        if self._crossing is not None:
+            return self._crossing == TO_RAM
+        known = list(inputs)
+        return all(known) if known else self._makes
+
+    def named(self, operation: str) -> str:
+        return self._crossing or operation

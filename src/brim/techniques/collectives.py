@@ -1,0 +1,59 @@
+"""Collectives that autograd goes back through: rows of all ranks gathered, and their sums scattered.
+
+Each is the other's backward pass. PyTorch sends (``_c10d_functional``), over whatever process group there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows (the first dimension) of all ranks, one rank's after the other's."""
+    made: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return made
+
+
+def scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks of this rank's part of the rows."""
+    made: torch.Tensor = _Scatter.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _reduce_scatter(gradient, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _reduce_scatter(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _all_gather(gradient, ctx.group), None
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    sent = ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
+    made: torch.Tensor = ops.wait_tensor(sent)
+    return made
+
+
+def _reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    sent = ops.reduce_scatter_tensor(tensor.contiguous(), "sum", group.size(), group.group_name)
+    made: torch.Tensor = ops.wait_tensor(sent)
+    return made

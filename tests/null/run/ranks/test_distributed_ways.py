@@ -1,0 +1,121 @@
+"""Longer trainings over ranks: shards in RAM, zero-bubble pipelines, experts and sequences over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rank_checks import (
+    SP,
+    adapted,
+    check,
+    check_adapter,
+    check_losses,
+    check_memory,
+    check_trained,
+    save_mixtral,
+)
+from splitting import BATCH, LR, SEQ, STEPS, trained
+from trainings import plain
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_shards_in_ram_go_with_every_split_of_two_ranks(
+    llama: Path, gpt2: Path, text: Path, tmp_path: Path, alone: Any
+) -> None:
+    offload = {"offload_shards": True}
+    splits = [
+        {"zero": 3, "micro_batch": 6, **offload}, {"zero": 2, "micro_batch": 3, **offload},
+        {"zero": 1, "micro_batch": 3, **offload}, {"zero": 3, "tp": 2, "micro_batch": 6, **SP, **offload},
+        {"zero": 3, "pp": 2, "micro_batch": 6, **offload},
+        {"zero": 3, "pp": 2, "interleave": 2, "micro_batch": 3, **offload},
+        {"zero": 3, "micro_batch": 3, "checkpointing": "full", **offload},
+        {"zero": 3, "cp": 2, "micro_batch": 6, **offload},
+    ]  # fmt: skip
+    tied = {"zero": 3, "pp": 2, "micro_batch": 6, **offload}
+    lora = {"method": "lora", "zero": 3, "micro_batch": 3, **offload}
+    sgd = {"optimizer": "sgd", "micro_batch": 3, "zero": 3}
+    others = [{**tied, "model": str(gpt2)}, lora, sgd, {**sgd, **offload}]
+    made = trained(2, llama, text, tmp_path, *splits, *others)
+    check(made, tmp_path, alone, *splits)
+    check_memory(2, llama, made[: len(splits)], *splits)
+    of_gpt2, adapter, stepped, in_ram = made[len(splits) :]
+    assert of_gpt2["losses"] == pytest.approx(plain(gpt2, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)[0], abs=1e-5)
+    check_adapter(adapter["losses"], tmp_path / str(len(splits) + 1), adapted(llama, text))
+    assert in_ram["losses"] == pytest.approx(stepped["losses"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_shards_in_ram_are_clipped_and_go_on_from_checkpoints_of_other_ranks(
+    llama: Path, text: Path, tmp_path: Path, alone: Any
+) -> None:
+    """Four ranks in two dimensions begin, three in RAM go on, and two at last without it."""
+    whole = plain(llama, text, 6, seq=SEQ, batch=BATCH, lr=LR)[0]
+    split = {"output": str(tmp_path / "course"), "save_every": 2, "zero": 3}
+    offload = {"offload_shards": True}
+    first = trained(4, llama, text, tmp_path, {**split, **offload, "tp": 2, "steps": 2})
+    second = trained(3, llama, text, tmp_path, {**split, **offload, "steps": 4, "resume": True})
+    third = trained(2, llama, text, tmp_path, {**split, "steps": 6, "resume": True})
+    losses = [loss for (made,) in (first, second, third) for loss in made["losses"]]
+    assert losses == pytest.approx(whole, abs=1e-5)
+    clipped = {"clip_norm": 0.1, "zero": 3, "micro_batch": 3}
+    apart, together = trained(2, llama, text, tmp_path / "clipped", {**clipped, **offload}, clipped)
+    assert apart["losses"] == pytest.approx(together["losses"], abs=1e-5)
+    assert apart["losses"] != pytest.approx(alone[0], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_zero_bubble_pipelines_and_sequences_of_four_ranks(
+    llama: Path, text: Path, tmp_path: Path, alone: Any
+) -> None:
+    halved = {"pp": 2, "zero_bubble": True}
+    splits = [
+        {**halved, "zero": 1, "micro_batch": 1}, {**halved, "zero": 0, "micro_batch": 3},
+        {**halved, "tp": 2, "micro_batch": 2, **SP}, {**halved, "pp": 4, "micro_batch": 1},
+        {**halved, "interleave": 2, "zero": 1, "micro_batch": 1}, {"cp": 2, "zero": 3, "micro_batch": 3},
+        {"cp": 4, "zero": 0, "micro_batch": 3}, {"cp": 2, "zero": 2, "micro_batch": 3, "checkpointing": "full"},
+    ]  # fmt: skip
+    check_trained(4, llama, text, tmp_path, alone, *splits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_experts_of_four_ranks(text: Path, tmp_path: Path) -> None:
+    """Every token goes to every expert, so that all ranks have as many rows, as predicted; or to half of them."""
+    splits = [
+        {"ep": 4, "zero": 1, "micro_batch": 3}, {"ep": 4, "zero": 0, "micro_batch": 1},
+        {"ep": 2, "pp": 2, "zero": 1, "micro_batch": 3},
+        {"ep": 4, "zero": 3, "micro_batch": 3, "checkpointing": "full"},
+        {"ep": 2, "pp": 2, "zero": 1, "zero_bubble": True, "micro_batch": 3},
+    ]  # fmt: skip
+    for chosen in (4, 2):
+        folder = save_mixtral(tmp_path / f"of {chosen}", chosen)
+        reference = plain(folder, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
+        made = trained(4, folder, text, tmp_path / str(chosen), *splits)
+        for number, found in enumerate(made):
+            check_losses(found, tmp_path / str(chosen) / str(number), reference)
+        if chosen == 4:
+            check_memory(4, folder, made, *splits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_experts_are_clipped_and_go_on_from_a_checkpoint_without_them(
+    mixtral: Path, text: Path, tmp_path: Path
+) -> None:
+    spread = {"ep": 2, "zero": 1, "micro_batch": 3}
+    half = {"output": str(tmp_path / "half")}
+    steps = [{**half, **spread, "steps": 2, "save_every": 2}, {**half, "zero": 3, "micro_batch": 3, "resume": True}]
+    made = trained(2, mixtral, text, tmp_path, {**spread, "clip_norm": 0.1}, *steps)
+    one = trained(1, mixtral, text, tmp_path / "one", {"clip_norm": 0.1, "micro_batch": 12})[0]["losses"]
+    free = plain(mixtral, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)[0]
+    assert one != pytest.approx(free, abs=1e-5)
+    assert made[0]["losses"] == pytest.approx(one, abs=1e-5)
+    assert made[1]["losses"] + made[2]["losses"] == pytest.approx(free, abs=1e-5)

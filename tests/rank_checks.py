@@ -1,0 +1,111 @@
+"""Small models to be trained over ranks, and what must be the same as on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from brim.estimation.parallel import Split
+from brim.estimation.ranks import cpu_bytes, cpu_ram_bytes
+from brim.run.data import Batches, open_data
+from brim.run.trainee import add_lora
+from splitting import BATCH, LR, SEQ, STEPS, trained
+from tiny_model import save_tokenizer
+from trainings import weights
+
+SP = {"sequence_parallel": True}
+OFFLOADED = {"zero": 3, "offload_shards": True, "micro_batch": 3}
+TABLE = "transformer.wte.weight"
+
+
+def save_mixtral(folder: Path, chosen: int) -> Path:
+    """Four experts, ``chosen`` of which each token goes to."""
+    torch.manual_seed(5)
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300, max_position_embeddings=128, num_local_experts=4, num_experts_per_tok=chosen,
+        bos_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def split_of(ranks: int, given: dict[str, Any]) -> Split:
+    names = ("zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers")
+    names += ("offload_shards", "zero_bubble", "ep", "cp")
+    shape = {name: given[name] for name in names if name in given}
+    return Split(gpus=ranks, gpus_per_node=ranks, global_batch=BATCH, micro_batch=given["micro_batch"], **shape)
+
+
+def check(made: list[Any], output: Path, alone: Any, *splits: dict[str, Any]) -> None:
+    """Every split, the first of ``made``, has the losses and the weights of one process."""
+    losses, last = alone
+    assert len(made) >= len(splits)
+    for number, (split, found) in enumerate(zip(splits, made, strict=False)):
+        assert found["losses"] == pytest.approx(losses, abs=1e-5), split
+        for name, value in weights(output / str(number)).items():
+            assert torch.allclose(value, last[name], atol=1e-5), (split, name)
+
+
+def check_losses(found: dict[str, Any], output: Path, alone: Any) -> None:
+    """A course is that of one process, and so are the weights that it ends with."""
+    losses, last = alone
+    assert found["losses"] == pytest.approx(losses, abs=1e-5)
+    for name, value in weights(output).items():
+        assert torch.allclose(value, last[name], atol=1e-5), name
+
+
+def check_memory(ranks: int, llama: Path, made: list[Any], *splits: dict[str, Any]) -> None:
+    """Measured bytes of every rank are the predicted ones within 2 %."""
+    for split, found in zip(splits, made, strict=True):
+        measured = [rank["allocated_bytes"] for rank in found["ranks"]]
+        recompute = split.get("checkpointing")
+        predicted = cpu_bytes(llama, split_of(ranks, split), seq=SEQ, checkpointing=recompute)
+        assert measured == pytest.approx(predicted, rel=0.02), split
+        if split.get("offload_shards"):
+            in_ram = [rank["ram_bytes"] for rank in found["ranks"]]
+            expected = cpu_ram_bytes(llama, split_of(ranks, split), seq=SEQ, checkpointing=recompute)
+            assert in_ram == pytest.approx(expected, rel=0.02), split
+
+
+def check_trained(ranks: int, llama: Path, text: Path, output: Path, alone: Any, *splits: dict[str, Any]) -> None:
+    """Every split has the losses and the weights of one process, in the bytes that are predicted."""
+    made = trained(ranks, llama, text, output, *splits)
+    check(made, output, alone, *splits)
+    check_memory(ranks, llama, made, *splits)
+
+
+def check_adapter(losses: list[float], output: Path, one: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    """The course of one process, and its adapter in peft's own file."""
+    assert losses == pytest.approx(one[0], abs=1e-5)
+    found = weights(output)
+    assert found.keys() == one[1].keys()
+    assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in one[1].items())
+    assert json.loads((output / "adapter_config.json").read_text())["r"] == 8
+
+
+def adapted(model: Path, data: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and adapters of plain PyTorch and peft in one process."""
+    batches = Batches(open_data(data, AutoTokenizer.from_pretrained(model), SEQ), BATCH, seed=0, pad_to=SEQ)
+    module = add_lora(AutoModelForCausalLM.from_pretrained(model), 0).train()
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LR)
+    losses = []
+    for _ in range(STEPS):
+        loss = module(**next(batches)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.detach() for name, value in get_peft_model_state_dict(module).items()}
