@@ -22,10 +22,20 @@ PROGRAM = Path(__file__).parents[1] / "resident_set.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
-@pytest.mark.parametrize("name", ["plain_loop", "evaluated_first"])
-def test_the_resident_set_of_a_program_keeps_to_the_budget(name: str, tmp_path: Path) -> None:
-    ram_mib = 64
-    text = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").replace("368", "1024")
+@pytest.mark.parametrize(
+    ("name", "narrow", "wide", "ram_mib"),
+    [
+        ("plain_loop", "368", "1024", 64),
+        ("evaluated_first", "368", "1024", 64),
+        pytest.param("word_language_model", "160, 4, 512,", "512, 4, 2048,", 100, marks=pytest.mark.slow),
+    ],
+)
+def test_the_resident_set_of_a_program_keeps_to_the_budget(
+    name: str, narrow: str, wide: str, ram_mib: int, tmp_path: Path
+) -> None:
+    text = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8")
+    assert narrow in text
+    text = text.replace(narrow, wide)
     script, told = tmp_path / "script.py", tmp_path / "told.json"
     script.write_text(text, encoding="utf-8")
     scratch = "/dev/shm" if Path("/dev/shm").is_dir() else str(tmp_path)

@@ -121,7 +121,7 @@ def test_a_training_is_killed_by_ctrl_c_as_python_is(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=hear_interrupts) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=250)
     assert process.returncode == -signal.SIGINT
     assert out == "the end\n"
     assert "fitted for train" in err and "/brim/" not in err

@@ -19,6 +19,7 @@ from brim.core.hardware import DISK
 from brim.memory.checkpoint_writing import Layout
 from brim.memory.tiers import Memory
 from brim.run import training_state
+from brim.run.stand_in_loss import loss_of
 from brim.run.training_choice import Choice
 from brim.techniques import (
     activation_offload,
@@ -47,16 +48,18 @@ def apply_choice(
     example: Any = None,
     *,
     update_bytes: int | None = None,
+    in_place: Sequence[str] | None = None,
 ) -> Fitted:
     """Put ``plan`` into force. On any failure the model and the optimizer are left as they were.
 
     ``partition`` is that which the plan's weight streaming decisions speak of; a block without one is resident.
     ``example`` is an input as the model takes it, for plans with in-place activations. ``update_bytes`` are updated
-    at once (None: as the model is large).
+    at once (None: as the model is large). ``in_place``: the activations that such a plan was found to have before
+    (None: it is tried out).
     """
     fitted = Fitted(model, optimizer, _complete(plan, partition), memory)
     try:
-        fitted._apply(partition, weights, example, update_bytes)
+        fitted._apply(partition, weights, example, update_bytes, in_place)
     except BaseException:
         fitted.remove()
         raise
@@ -82,6 +85,7 @@ class Fitted:
         self._stepping = False
         self.streaming: WeightStreaming | None = None
         self.offload: optimizer_offload.OptimizerOffload | None = None
+        self.in_place: tuple[str, ...] = ()
         self._handles: list[Handle] = []
 
     @property
@@ -89,7 +93,14 @@ class Fitted:
         """Whether the step under way has begun to change weights, so that it cannot be repeated as it is."""
         return self._stepping or (self.offload is not None and self.offload.partly_updated)
 
-    def _apply(self, partition: Partition, weights: Weights, example: Any, update_bytes: int | None) -> None:
+    def _apply(
+        self,
+        partition: Partition,
+        weights: Weights,
+        example: Any,
+        update_bytes: int | None,
+        in_place: Sequence[str] | None,
+    ) -> None:
         choice, model, memory = self.choice, self.model, self.memory
         self.precision = self.hold(precision.apply(model, self.optimizer, choice.precision))
         self.precision.keeps_casts = not (choice.checkpointing or choice.streams)
@@ -98,7 +109,7 @@ class Fitted:
         if choice.chunk_tokens:
             self.hold(chunked_loss.apply(model, choice.chunk_tokens))
         if choice.in_place:
-            self.hold(inplace_activations.apply(model, example))
+            self.in_place = self.hold(inplace_activations.apply(model, example, in_place)).names
         self.streaming = weight_streaming.apply(model, partition, self.plan, memory, weights, training=True)
         self.hold(self.streaming)
         if weights.sources and not memory.fake:  # until now parameters held nothing
@@ -232,12 +243,3 @@ def bytes_at_once(model: nn.Module) -> int:
     """How much is updated at once: a sixteenth of what is trained, as what passes through RAM is thrice that."""
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return min(optimizer_offload.BLOCK_BYTES, max(_LEAST_UPDATE_BYTES, trained // 16))
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss in a model's output; of a model that gives none, a stand-in with gradients for all of it."""
-    found: torch.Tensor | None = getattr(output, "loss", None)
-    if found is not None:
-        return found
-    first: torch.Tensor = output if isinstance(output, torch.Tensor) else next(iter(output))
-    return first if first.dim() == 0 else first.float().mean()

@@ -20,19 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brim.core.hardware import RAM, VRAM
 from brim.measure.capacity import free_bytes, ram_capacity_bytes
+from brim.run import launch_bound
 from brim.run.example_shapes import as_shapes
 from brim.run.launch import Settings
+from brim.run.launch_bound import META, hollow
 from brim.run.launch_hooks import Call, parameter_bytes
-from brim.run.launch_needs import NOT_TAKEN_APART, optimizers_of, plain
+from brim.run.launch_needs import living_optimizers, moves_itself, optimizers_of, plain
 from brim.run.launch_outcome import UNTOUCHED, Outcome
-from brim.run.launch_unseen import example_of, unseen
+from brim.run.launch_unseen import example_of, unseen, without_dynamo
 from brim.units import parse_bytes
 
 _ROOM = 8
 _FREE_SHARE = 0.9
 _DEVICE_BYTES = 256 << 20  # PyTorch's smallest segments on a GPU, and workspaces of libraries
 _STATES = 3  # of a parameter in any of PyTorch's optimizers but L-BFGS (Adam with ``amsgrad`` has three)
-_META = torch.device("meta")
 
 
 class Ample:
@@ -43,40 +44,73 @@ class Ample:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._limit_bytes: int | None = None
+        self._limit_bytes, self._tier = -1, RAM  # not known yet
         self.outcomes: list[Outcome] = []
 
     def outcome(self, call: Call) -> Outcome | None:
         """None: it is not known without a prediction whether the model fits."""
         model = plain(call.model)
-        optimizers = optimizers_of(model)
-        if plain(call.called) is not model or not _is_plain(model, optimizers):
+        optimizers = optimizers_of(model, living_optimizers(call))
+        if not self._begin(call, optimizers):
             return None
-        self.outcomes = [one for one in self.outcomes if one.model is not None and one.model() not in (None, model)]
-        if self._limit_bytes is None:
-            self._limit_bytes, self._tier = _limit(self._settings)
         room = self._limit_bytes // _ROOM - sum(one.untouched_bytes[self._tier] for one in self.outcomes)
-        trains = bool(optimizers) or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()))
-        most = _held_bytes(model, len(optimizers)) if trains else _held_bytes(model, 0)
+        most = _held_bytes(model, len(optimizers) if _trains(model, optimizers) else 0)
         if most > room:
             return None  # as most that will be planned: nothing of it has been run
         example = example_of(model, call.args, call.kwargs)
         moved = None if example is None else _moved_bytes(model, example)
         if moved is None or most + moved > room:
             return None
+        return self._made(model, optimizers, example, most + moved)
+
+    def closely(self, call: Call) -> Outcome | None:
+        """As ``outcome``, for the first model of a program and a budget that is not ample, where RAM computes."""
+        model = plain(call.model)
+        alive = living_optimizers(call)
+        optimizers = optimizers_of(model, alive)
+        if not self._begin(call, optimizers) or self._tier != RAM or self.outcomes or len(optimizers) > 1:
+            return None
+        optimizer, trains = next(iter(optimizers), None), _trains(model, optimizers)
+        others = [(plain(other), len(optimizers_of(plain(other), alive))) for other in call.others]
+        rest = sum(_held_bytes(one, count) if count else _bytes(_tensors(one)) for one, count in others)
+        room = self._limit_bytes - rest
+        least = launch_bound.least_bytes(model, optimizer)
+        example = example_of(model, call.args, call.kwargs)
+        if least is None or least > room or example is None:
+            return None
+        most = launch_bound.most_bytes(model, optimizer, example, trains=trains)
+        return None if most is None or most > room else self._made(model, optimizers, example, most)
+
+    def _begin(self, call: Call, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether the needs of what is called can be bounded."""
+        model = plain(call.model)
+        if plain(call.called) is not model or not _is_plain(model, optimizers):
+            return False
+        self.outcomes = [one for one in self.outcomes if one.model is not None and one.model() not in (None, model)]
+        if self._limit_bytes < 0:
+            self._limit_bytes, self._tier = _limit(self._settings)
+        return True
+
+    def _made(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], example: Any, most_bytes: int
+    ) -> Outcome:
         made = Outcome(
             name=type(model).__name__,
-            task="train" if trains else "forward",
+            task="train" if _trains(model, optimizers) else "forward",
             choice=UNTOUCHED,
             parameter_bytes=parameter_bytes(model),
             budget_bytes={self._tier: self._limit_bytes},
-            untouched_bytes={self._tier: most + moved},
+            untouched_bytes={self._tier: most_bytes},
             model=weakref.ref(model),
             has_optimizer=bool(optimizers),
             example=as_shapes(example, torch.empty, device="meta"),
         )
         self.outcomes.append(made)
         return made
+
+
+def _trains(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    return bool(optimizers) or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()))
 
 
 def _limit(settings: Settings) -> tuple[int, str]:
@@ -100,7 +134,7 @@ def _limit(settings: Settings) -> tuple[int, str]:
 
 def _is_plain(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether the needs of model and optimizers can be bounded, and the model can be copied for nothing."""
-    if type(model).__module__.startswith(NOT_TAKEN_APART):
+    if moves_itself(model):
         return False
     known = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -128,19 +162,14 @@ def _moved_bytes(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -
     """Bytes that the operations of a forward pass read and write. None where it cannot be run without values."""
     counting = _Counting()  # type: ignore[no-untyped-call]
     try:
-        with unseen(model), _META:
-            twin = copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in _tensors(model)})
-            inputs = tree_map_only(torch.Tensor, _hollow, example)
+        with unseen(model), without_dynamo(), META:
+            twin = copy.deepcopy(model, {id(tensor): hollow(tensor) for tensor in _tensors(model)})
+            inputs = tree_map_only(torch.Tensor, hollow, example)
             with counting:
                 twin(**inputs) if isinstance(inputs, Mapping) else twin(*inputs)
     except Exception:  # whatever the model's own code raises for tensors without values
         return None
     return counting.bytes
-
-
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_like(tensor, device=_META)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -152,10 +181,15 @@ class _Counting(TorchDispatchMode):
 
     bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What PyTorch wraps every call in for that imports Dynamo: a second, where only forward passes are run."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": _META}
+            kwargs = {**kwargs, "device": META}
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if not all(tensor.is_meta for tensor in read):
             raise RuntimeError("A tensor of the program's own, which must not be written to.")

@@ -22,7 +22,15 @@ from brim.run.fitting import Device, Need, budgets, forward_need, machine, make_
 from brim.run.launch import Settings
 from brim.run.launch_copies import allow_copies, has_other_hooks
 from brim.run.launch_hooks import Call, living, parameter_bytes, roots
-from brim.run.launch_needs import NOT_TAKEN_APART, STAND_IN, held_bytes, optimizers_of, plain, within_fraction
+from brim.run.launch_needs import (
+    STAND_IN,
+    held_bytes,
+    living_optimizers,
+    moves_itself,
+    optimizers_of,
+    plain,
+    within_fraction,
+)
 from brim.run.launch_outcome import FITTED, UNTOUCHED, Outcome
 from brim.run.launch_retry import repeat_no_more, repeat_when_out_of_memory
 from brim.run.launch_unseen import example_of, quiet, same_random_numbers, unseen
@@ -118,7 +126,8 @@ class Decisions:
     # -- shares of the budget
 
     def _case(self, model: nn.Module, call: Call) -> _Case:
-        optimizers = optimizers_of(model)
+        alive = living_optimizers(call)
+        optimizers = optimizers_of(model, alive)
         gradients = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         example = example_of(model, call.args, call.kwargs) if plain(call.called) is model else None
         case = _Case(
@@ -129,7 +138,7 @@ class Decisions:
             trains=bool(optimizers) or gradients,
         )
         self._hold_together(case)
-        case.share = self._share(case, [plain(other) for other in call.others])
+        case.share = self._share(case, [plain(other) for other in call.others], alive)
         return case
 
     def _hold_together(self, case: _Case) -> None:
@@ -144,7 +153,9 @@ class Decisions:
         case.example = None
         case.name = " and ".join(type(m).__name__ for m in case.holder)
 
-    def _share(self, case: _Case, others: Sequence[nn.Module]) -> dict[str, int]:
+    def _share(
+        self, case: _Case, others: Sequence[nn.Module], alive: Sequence[torch.optim.Optimizer]
+    ) -> dict[str, int]:
         """What of the budget this model may take: others have their promises, and those to come what they hold.
 
         Where that is too little for all, it is shared in proportion.
@@ -160,7 +171,7 @@ class Decisions:
         others = [other for other in others if id(other) not in mine]
         if not others:
             return left
-        rest = sum(held_bytes(other, optimizers_of(other)) for other in others)
+        rest = sum(held_bytes(other, optimizers_of(other, alive)) for other in others)
         own = held_bytes(case.whole, case.optimizers)
         assert self.hardware is not None
         compute = self.hardware.compute
@@ -236,7 +247,7 @@ class Decisions:
             self._cannot(case, outcome, " ".join((error.asked, error.found)), error)
 
     def _refuse_strangers(self, case: _Case) -> None:
-        if type(case.model).__module__.startswith(NOT_TAKEN_APART):
+        if moves_itself(case.model):
             raise UnsupportedError(f"{case.name} moves its model's weights itself.")
         known = {id(p) for p in case.whole.parameters()}
         if any(id(p) not in known for o in case.optimizers for g in o.param_groups for p in g["params"]):
@@ -327,7 +338,7 @@ class Decisions:
             heap.give_back()
         allow_copies(case.whole)
         outcome.example = as_shapes(case.example, torch.empty, device="meta")
-        repeat_when_out_of_memory(case.model, lambda: self.smaller(outcome))
+        repeat_when_out_of_memory(case.model, lambda: self.smaller(outcome), case.example)
         compute = self.hardware.compute
         takes, share = handle.plan.promise.peak_bytes[compute], outcome.untouched_bytes.get(compute)
         instead = "" if share is None else f" instead of {format_bytes(share)}"

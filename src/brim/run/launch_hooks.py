@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import UninitializedParameter, is_lazy
+from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +32,7 @@ class Call:
     """A module is about to be called from outside of any module. ``model`` is what it is a part of, mostly itself.
 
     ``kwargs`` is None where they are not known. ``others`` are further models that have not been called yet.
+    ``optimizers`` are all that there are, where they were looked for.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] | None
     others: tuple[nn.Module, ...] = ()
+    optimizers: Sequence[torch.optim.Optimizer] | None = None
 
 
 @dataclass(eq=False)
@@ -129,16 +132,17 @@ class Watcher:
         if os.getpid() != self._pid:  # a worker that was forked off: the models are its parent's
             self.end()
             return None
-        self._find()
-        return self._first_call(module, args, kwargs)
+        return self._first_call(module, args, kwargs, self._find())
 
-    def _find(self) -> None:
-        """Let every model that is there and not known yet wait for its first call."""
-        for model in roots(living(nn.Module)):
+    def _find(self) -> list[torch.optim.Optimizer]:
+        """Let every model that is there and not known yet wait for its first call. Returns all optimizers."""
+        modules, optimizers = living_of(nn.Module, torch.optim.Optimizer)
+        for model in roots(modules):
             if model in self._known or parameter_bytes(model) < self._small_bytes or _is_fake(model):
                 continue
             self._known.add(model)
             self._wait(model)
+        return optimizers
 
     def _wait(self, model: nn.Module) -> None:
         waiting = _Waiting(weakref.ref(model))
@@ -162,7 +166,13 @@ class Watcher:
         waiting.hooks = [model.register_forward_pre_hook(_plain(hook), with_kwargs=True)]
         self._waiting.append(waiting)
 
-    def _first_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    def _first_call(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    ) -> Any:
         waiting = next((one for one in self._waiting if _has(one.model(), module)), None)
         if waiting is None:
             return None
@@ -176,7 +186,8 @@ class Watcher:
         before = {*module._forward_pre_hooks, *module._forward_hooks}  # their numbers are of one series
         self.busy = True
         try:
-            self._decide(Call(model=model, called=module, args=args, kwargs=kwargs, others=others))
+            call = Call(model=model, called=module, args=args, kwargs=kwargs, others=others, optimizers=optimizers)
+            self._decide(call)
         finally:
             self.busy = False
         return _run_new_hooks(module, args, kwargs, before)
@@ -236,28 +247,55 @@ def _is_fake(model: nn.Module) -> bool:
 
 
 def _is_no_time() -> bool:
-    """Whether this is no call of its own: within another module's, in a backward pass, traced or being compiled."""
+    """Whether this is no call of its own: within another module's, in a backward pass, traced or being compiled.
+
+    Nor is one by ``torch.func`` with what stands in for the module's parameters, or of many samples at once.
+    """
     if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return True
-    if _get_current_dispatch_mode_stack():
+    if _get_current_dispatch_mode_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     frame: FrameType | None = sys._getframe(1)
     calls = 0
     while frame is not None:
+        if frame.f_code is _CALL_WITH_OTHERS:
+            return True
         calls += frame.f_code is _CALL
         frame = frame.f_back
     return calls > 1
 
 
 _CALL = nn.Module._call_impl.__code__
+_CALL_WITH_OTHERS = stateless._functional_call.__code__
 
 
-def living(kind: type[Any]) -> Iterator[Any]:
+def living(kind: type[Any]) -> list[Any]:
     """Every object of ``kind`` that is alive. By its true type: a proxy may do anything when it is asked for its."""
-    return (one for one in gc.get_objects() if issubclass(type(one), kind))
+    return living_of(kind)[0]
 
 
-def roots(modules: Iterator[nn.Module]) -> list[nn.Module]:
+def living_of(*kinds: type[Any]) -> list[list[Any]]:
+    """As ``living``, of each of ``kinds``, none of them part of another: a look at all objects takes a while."""
+    found: list[list[Any]] = [[] for _ in kinds]
+    lists = {one: found[number] for number, kind in enumerate(kinds) for one in _with_subclasses(kind)}
+    if gc.get_freeze_count():  # what the program has frozen is not told of
+        gc.unfreeze()
+    for one in gc.get_objects():
+        if type(one) in lists:
+            lists[type(one)].append(one)
+    return found
+
+
+def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
+    kinds, more = {kind}, [kind]
+    while more:
+        new = [one for one in type.__subclasses__(more.pop()) if one not in kinds]
+        kinds.update(new)
+        more += new
+    return kinds
+
+
+def roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that lie in no other one."""
     found = {id(module): module for module in modules if "_modules" in vars(module)}
     below = {id(child) for module in found.values() for child in module._modules.values() if child is not None}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError
-from brim.run.launch_hooks import living
+from brim.run.launch_hooks import Call, living
 
 NOT_TAKEN_APART = ("torch.nn.parallel", "torch.distributed", "deepspeed")  # they move their weights themselves
 STAND_IN = "brim_stand_in"  # an optimizer that only predictions are made with
+
+
+def moves_itself(model: nn.Module) -> bool:
+    """Whether it moves its weights by itself. ``DataParallel`` without a GPU only calls what is in it."""
+    if isinstance(model, nn.DataParallel) and not model.device_ids:
+        return False
+    return type(model).__module__.startswith(NOT_TAKEN_APART)
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -27,10 +34,18 @@ def within_fraction(budget_bytes: Mapping[str, int], fraction: float, total_byte
     return {tier: min(count, most) if tier == VRAM else count for tier, count in budget_bytes.items()}
 
 
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """The optimizers that train parameters of ``model``; what wraps another one (accelerate's) is not counted."""
+def living_optimizers(call: Call | None = None) -> list[torch.optim.Optimizer]:
+    """Every optimizer of the program; what wraps another one (accelerate's) is not counted."""
+    found = living(torch.optim.Optimizer) if call is None or call.optimizers is None else call.optimizers
+    return [o for o in found if "param_groups" in vars(o) and STAND_IN not in vars(o)]
+
+
+def optimizers_of(
+    model: nn.Module, among: Sequence[torch.optim.Optimizer] | None = None
+) -> list[torch.optim.Optimizer]:
+    """The optimizers that train parameters of ``model``. ``among``: all that there are, where that is known."""
     mine = {id(p) for p in model.parameters()}
-    found = [o for o in living(torch.optim.Optimizer) if "param_groups" in vars(o) and STAND_IN not in vars(o)]
+    found = living_optimizers() if among is None else among
     return [o for o in found if any(id(p) in mine for group in o.param_groups for p in group["params"])]
 
 

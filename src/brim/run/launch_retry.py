@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from brim.errors import BrimError, BudgetError, FormatError
 from brim.run.launch_copies import has_other_hooks
@@ -43,11 +44,19 @@ def explanation(error: BaseException) -> list[str]:
     return [f"{found.family} on {found.device}: {found.cause.replace('_', ' ')}", found.why, *advice]
 
 
-def repeat_when_out_of_memory(model: nn.Module, smaller: Callable[[], bool]) -> None:
-    """Let a call of ``model``, which is fitted, be repeated once ``smaller`` has put a smaller plan into force."""
+def repeat_when_out_of_memory(model: nn.Module, smaller: Callable[[], bool], example: Any) -> None:
+    """Let a call of ``model``, which is fitted, be repeated once ``smaller`` has put a smaller plan into force.
+
+    ``example`` are the inputs that it was planned for; the first call with more is told of on stderr.
+    """
     mine = vars(model)
     inner: Callable[..., Any] = mine.get("_call_impl") or types.MethodType(type(model)._call_impl, model)
-    mine["_call_impl"] = _Repeating(model, inner, smaller)
+    mine["_call_impl"] = _Repeating(model, inner, smaller, _numbers(example))
+
+
+def _numbers(given: Any) -> int:
+    """Elements of all tensors in it."""
+    return sum(value.numel() for value in tree_leaves(given) if isinstance(value, torch.Tensor))
 
 
 def repeat_no_more(model: nn.Module) -> None:
@@ -62,8 +71,11 @@ def repeat_no_more(model: nn.Module) -> None:
 class _Repeating:
     """In place of a fitted model's call. It goes with the fit: ``smaller`` fits anew and puts another here."""
 
-    def __init__(self, model: nn.Module, inner: Callable[..., Any], smaller: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: nn.Module, inner: Callable[..., Any], smaller: Callable[[], bool], foreseen: int
+    ) -> None:
         self._model, self.inner, self._smaller = weakref.ref(model), inner, smaller
+        self._foreseen = foreseen  # elements of the inputs that it was planned for; 0: they were not known
         self._torchdynamo_disable = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +83,12 @@ class _Repeating:
         assert model is not None, "it is being called"
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
+        if self._foreseen and (given := _numbers((args, kwargs))) > self._foreseen:
+            sys.stderr.write(
+                f"brim: {type(model).__name__} is called with {given:,} numbers and was planned for "
+                f"{self._foreseen:,}: activations may go beyond the budget\n"
+            )
+            self._foreseen = 0  # it is told once
         versions = [buffer._version for buffer in model.buffers()]
         random_state = torch.get_rng_state()
         try:

@@ -7,6 +7,7 @@ import inspect
 import io
 import random
 import sys
+import threading
 import types
 import warnings
 from collections import OrderedDict
@@ -84,6 +85,34 @@ def _no_transformers() -> Iterator[None]:
         yield
     finally:
         del sys.modules[_ASKED]
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Within, functions that PyTorch hides from Dynamo are called without importing it, which takes a second.
+
+    Their wrappers (torch/_compile.py) import it at their first call; as long as nobody has, nothing is compiled. What
+    a wrapper keeps of it is taken back in the end. Nothing is done while another thread could see it.
+    """
+    if "torch._dynamo" in sys.modules or threading.active_count() > 1:
+        yield
+        return
+    called: list[Any] = []
+
+    def disable(function: Any, recursive: bool = True, *, wrapping: bool = True) -> Any:
+        called.append(function)
+        return function
+
+    stand_in: Any = types.ModuleType("torch._dynamo")
+    stand_in.disable = disable
+    sys.modules["torch._dynamo"] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["torch._dynamo"]
+        vars(torch).pop("_dynamo", None)
+        for function in called:
+            vars(function).pop("__dynamo_disable", None)
 
 
 def _is_part_of_model(hook: Any) -> bool:

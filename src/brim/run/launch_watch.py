@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,10 +117,12 @@ class Launched:
         if self.settings.report is not None or self._decisions is not None:
             return None
         from brim.run.launch_ample import Ample
+        from brim.run.launch_needs import living_optimizers
 
         if self._ample is None:
             self._ample = Ample(self.settings)
-        return self._ample.outcome(call)
+        call = replace(call, optimizers=living_optimizers(call))
+        return self._ample.outcome(call) or self._ample.closely(call)
 
     def _planned(self, call: Call) -> Outcome | None:
         from brim.run.launch_decisions import Decisions

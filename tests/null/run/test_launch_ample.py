@@ -210,3 +210,12 @@ def test_a_later_model_gets_what_the_first_ones_really_leave() -> None:
     assert later is not None and later.choice == UNTOUCHED
     taken = (64 << 20) - later.budget_bytes["ram"]
     assert 256 * 256 * 4 <= taken == bound.untouched_bytes["ram"] < most
+
+
+def test_data_parallel_without_a_gpu_is_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = nn.DataParallel(nn.Linear(256, 256))
+    with torch.no_grad():
+        found = Decisions(Settings(device="cpu"), lambda *_: None).decide(call(model, x(4, 256)))
+    assert found is not None and found.why == "" and found.untouched_bytes["ram"] >= 256 * 257 * 4

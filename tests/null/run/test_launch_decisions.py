@@ -258,6 +258,20 @@ def test_a_call_that_runs_out_of_memory_is_repeated_with_a_smaller_plan(both: Ru
     assert model["promised_bytes"]["ram"] <= 12 * MIB * 0.8
 
 
+def test_a_call_with_more_than_was_planned_for_is_told_of_once(both: Run) -> None:
+    plain, ended = both("""
+        model = net()
+        train(model, torch.optim.AdamW(model.parameters()))
+        with torch.no_grad():
+            for rows in (3, 5, 6):
+                print(model(torch.randn(rows, 384)).sum().item())
+    """, ram=9 * MIB)  # fmt: skip
+    (model,) = same(plain, ended)
+    assert model["choice"] == "fitted"
+    (told,) = [line for line in ended.err.splitlines() if "was planned for" in line]
+    assert told.startswith("brim: Sequential is called with 1,920 numbers and was planned for 1,536")
+
+
 def test_a_call_that_has_left_traces_is_not_repeated_and_explained(both: Run) -> None:
     _, ended = both("""
         model = nn.Sequential(net(), nn.BatchNorm1d(384))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from brim.run.launch_hooks import Call, Watcher
+from brim.run.launch_hooks import Call, Watcher, living
 
 KIB = 1 << 10
 
@@ -199,3 +200,21 @@ def test_end_takes_every_hook_off(watcher: Watcher, calls: list[Call]) -> None:
     assert hooks_of(first) == hooks_of(second) == 0
     second(torch.randn(2, 64))
     assert len(calls) == 1
+
+
+def test_calls_with_what_stands_in_for_parameters_are_not_for_the_model_to_be_known_by(
+    watcher: Watcher, calls: list[Call]
+) -> None:
+    model = make()
+    values = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    torch.func.functional_call(model, values, (torch.ones(2, 64),))
+    torch.func.vmap(model)(torch.ones(3, 2, 64))
+    assert calls == []
+    model(torch.ones(2, 64))
+    assert [call.model for call in calls] == [model]
+
+
+def test_what_the_program_has_frozen_is_found() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    gc.freeze()
+    assert any(one is optimizer for one in living(torch.optim.Optimizer))
