@@ -1,4 +1,4 @@
-"""Shards in page-locked RAM beside real GPUs: what a CPU plays elsewhere (tests/null/run/ranks/test_distributed.py)."""
+"""Shards in page-locked RAM beside real GPUs: what a CPU plays in tests/null/run/ranks/test_distributed.py."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_a_scratch_file_has_no_name_not_even_for_a_moment(tmp_path: Path, monkey
 
     def watched(path: Any, *args: Any, **kwargs: Any) -> int:
         descriptor = open_file(path, *args, **kwargs)
-        seen.append(os.listdir(tmp_path))
+        seen.append(list(tmp_path.iterdir()))
         return descriptor
 
     monkeypatch.setattr(os, "open", watched)
