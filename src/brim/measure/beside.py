@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from brim.errors import TransferError, UsageError
-from brim.measure.disk import RING_BYTES, UncachedFile, touched_ring, uncached_file
+from brim.measure.disk import RING_BYTES, RUN_CHUNK_BYTES, UncachedFile, touched_ring, uncached_file
 from brim.units import MIB
 
 READ, WRITE = "read", "write"
 _SIDE, _MATRICES = 2048, 8  # 128 MiB in turn: several times the last-level cache of most processors
-_CHUNK_BYTES = 4 * MIB
 _ROUNDS, _ROUND_S = 3, 0.12
 _LEAST = 0.05  # of a speed: less is a machine that was doing something else
 
@@ -124,9 +123,9 @@ class _Mover:
         descriptor, offset, at = self._file.descriptor, 0, 0
         try:
             while not self._stop.is_set():
-                count = move(descriptor, [self._ring[at : at + _CHUNK_BYTES]], offset)
-                self._bytes, at = self._bytes + count, (at + _CHUNK_BYTES) % RING_BYTES
-                offset = (offset + count) % (self._file.size_bytes - _CHUNK_BYTES + 1) // MIB * MIB
+                count = move(descriptor, [self._ring[at : at + RUN_CHUNK_BYTES]], offset)
+                self._bytes, at = self._bytes + count, (at + RUN_CHUNK_BYTES) % RING_BYTES
+                offset = (offset + count) % (self._file.size_bytes - RUN_CHUNK_BYTES + 1) // MIB * MIB
                 if not self._file.direct and self._way == READ:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:

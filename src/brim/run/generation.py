@@ -18,6 +18,7 @@ from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor, Usage
 from brim.memory import heap
 from brim.run import foreseen, plan_file
+from brim.run.drives import reading_from
 from brim.run.fitting import Device, budgets, machine
 from brim.run.generation_inputs import Batch, batches, check, encode
 from brim.run.generation_loop import Clock, Printer, check_batch, must_compare, pad_token, run_batch
@@ -272,6 +273,7 @@ def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], 
     if precision is not None:
         on_stage("converting the weights (once)")
         _open(request, directory, precision)
+    hardware = reading_from(hardware, directory)
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
     with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)

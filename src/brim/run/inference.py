@@ -16,6 +16,7 @@ from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import checksum
+from brim.run.drives import reading_from
 from brim.run.file_tensor import FileTensor
 from brim.run.fitting import Device, Need, budgets, machine, make_plan, put_in_force
 from brim.run.models import OpenedModel, open_model
@@ -55,7 +56,7 @@ def load(
     Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
     nothing fits.
     """
-    hardware = machine(device)  # a first measurement takes RAM of its own for a moment
+    hardware = reading_from(machine(device), Path(model))  # a first measurement takes RAM of its own for a moment
     start_bytes = resident_bytes()
     budget = budgets(hardware, vram, ram, device)
     with torch.inference_mode(False):  # what is made in that mode could never be changed outside of it

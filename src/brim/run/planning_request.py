@@ -17,6 +17,7 @@ from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
 from brim.measure.probe import probe
+from brim.run.drives import reading_from
 from brim.run.fitting import budgets
 from brim.run.precision_rows import Row
 from brim.run.trainee import Method
@@ -235,6 +236,8 @@ def ram_option(machine: Machine, budget_bytes: int) -> int:
 
 def _this(request: Request) -> Machine:
     hardware = probe()
+    if request.task == "generate":  # what a training streams it writes anew
+        hardware = reading_from(hardware, Path(request.model))
     budget = budgets(hardware, request.vram, request.ram)
     if request.disk is not None:
         budget[DISK] = parse_bytes(request.disk)
