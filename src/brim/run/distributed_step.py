@@ -25,6 +25,7 @@ from brim.estimation.parallel import Split
 from brim.run.data import IGNORED
 from brim.run.distributed_model import Chunk, Part
 from brim.techniques import context_parallel, sharding
+from brim.techniques.optimizers import set_lr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,7 @@ class Stepper:
 
     def step(self, share: Share, *, lr: float, clip_norm: float | None) -> float:
         """One step; the loss of the whole batch, on every rank."""
-        for group in self._part.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(self._part.optimizer, lr)
         own = self._backward(share) if self._schedule is None else self._pipelined(share)
         if self._part.twin is not None:
             self._part.twin.add()

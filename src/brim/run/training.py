@@ -26,6 +26,7 @@ from brim.run.training_session import Session, Terms
 from brim.run.training_setup import Setup, set_up
 from brim.run.training_state import restore_rng, rng_state
 from brim.techniques.micro_batch import split
+from brim.techniques.optimizers import set_lr
 from brim.units import format_bytes
 
 _MESSAGES = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate memory")
@@ -158,8 +159,7 @@ class _Run:
     def _attempt(self, batch: dict[str, torch.Tensor], lr: float) -> tuple[float, str | None]:
         """The loss, or why memory ran out. In a call of its own: the error would keep the step's tensors alive."""
         session = self.session
-        for group in session.fitted.optimizer.param_groups:
-            group["lr"] = lr
+        set_lr(session.fitted.optimizer, lr)
         try:
             micros = split(batch, session.fitted.choice.micro_batch)
             return session.fitted.step(micros, clip_norm=self._request.clip_norm).item(), None

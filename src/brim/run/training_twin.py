@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brim.techniques.updates import narrowed
 
@@ -106,7 +107,8 @@ _NUMBERS = (int, float, bool, str, type(None))
 
 
 def _copy_of(one: Any, other: Any) -> Any:
-    if isinstance(one, torch.Tensor) and type(one) is type(other):
+    # What wraps other tensors (torchao's states of 8 bits) knows its own operations only, and may have no copy.
+    if isinstance(one, torch.Tensor) and type(one) is type(other) and not is_traceable_wrapper_subclass(one):
         alike = _facts(one) == _facts(other) and one.untyped_storage()._cdata != other.untyped_storage()._cdata
         return one.clone() if alike else _UNLIKE
     return one if type(one) is type(other) and isinstance(one, _NUMBERS) and one == other else _UNLIKE

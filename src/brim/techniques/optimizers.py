@@ -80,6 +80,15 @@ def make(name: str, parameters: Iterable[Any], lr: float | None = None, **known:
     return made
 
 
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Let the next step take ``lr``. Compiled optimizers (torchao's) keep theirs in a tensor, and want it filled."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
 def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
     """Bytes that the optimizer keeps for each of ``parameters`` once it has stepped, step counters included.
 

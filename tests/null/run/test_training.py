@@ -65,6 +65,7 @@ def _parameters(folder: Path) -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's compiler uses what PyTorch deprecates
 def test_adamw_of_8_bits(llama: Path, text: Path, tmp_path: Path) -> None:
     result = run(llama, text, tmp_path, optimizer="adamw8bit")
     assert result.losses[-1] < result.losses[0]

@@ -73,3 +73,45 @@ def test_only_states_that_are_alike_and_apart_are_copied(shared: bool, calls: in
     assert optimizer.calls == calls
     held = {state["mine"].data_ptr() for state in optimizer.state.values()}
     assert len(held) == (1 if shared else 12)
+
+
+class Packed(torch.Tensor):
+    """A state around another tensor, which knows no operation but those that its optimizer needs: none here."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: None, size: Any, stride: Any) -> Packed:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} of a packed state")
+
+
+class Packing(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["packed"] = Packed(torch.zeros_like(parameter))
+
+
+def test_states_that_wrap_other_tensors_are_made_by_steps_and_never_copied() -> None:
+    made = model()
+    optimizer = Packing(made.parameters(), {})
+    make_states(optimizer, torch.device("cpu"))
+    states = [optimizer.state[p]["packed"] for p in made.parameters()]
+    assert len({id(state.inner) for state in states}) == len(states)

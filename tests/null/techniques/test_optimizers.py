@@ -129,3 +129,13 @@ def test_options_are_against_adamw() -> None:
     assert rows["adamw"].saves_bytes == {"vram": 0}
     assert rows["sgd"].saves_bytes["vram"] == sum(optimizers.state_bytes("adamw", made))
     assert [name for name, row in rows.items() if row.lossless] == ["adamw"]
+
+
+def test_a_rate_in_a_tensor_is_filled_and_a_number_replaced() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    held = torch.tensor(0.1)
+    tensor, number = torch.optim.SGD([parameter], lr=held), torch.optim.SGD([parameter], lr=0.1)
+    for optimizer in (tensor, number):
+        optimizers.set_lr(optimizer, 0.5)
+    assert tensor.param_groups[0]["lr"] is held and held.item() == 0.5
+    assert number.param_groups[0]["lr"] == 0.5
