@@ -28,31 +28,45 @@ _MANY, _MANY_S = 50, 1.0  # so many times within so long, giving holes back cost
 # of it is promised and used as the budget has room for; what would be more is given back in time. With a tenth, a
 # step takes what it takes elsewhere; below that it pays for giving holes back, and with none it takes a third longer.
 _MOST_SHARE, _LEAST_SHARE = 0.10, 0.04
-# What stays free of the budget: a process that writes into fresh pages comes further between two looks.
+# What stays free of the budget: a process that writes into fresh pages comes further between two looks. Holes that
+# nobody looks at come to a quarter of what is in use at most, so with room for them all no more has to stay free.
 _SLACK_SHARE, _SLACK_BYTES = 0.04, 64 << 20
-_ROOM_BYTES = 128 << 20  # less than this is not worth a thread
+_UNWATCHED_SHARE = 0.25
 _LATE_SHARE, _LATE_BYTES = 0.01, 8 << 20  # below the promise, for what comes between two looks
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeapLimits:
-    """What is promised with a kept heap, and the resident set from which on its holes are given back."""
+    """What is promised with a kept heap, and the resident set from which on its holes are given back.
+
+    ``share`` of what a heap is promised at most: with less, a step pays for giving holes back.
+    """
 
     promised_bytes: int
     return_above_bytes: int
+    share: float = 1.0
 
 
 def kept_limits(in_use_bytes: int, budget_bytes: int) -> HeapLimits | None:
     """How much of ``budget_bytes`` beyond ``in_use_bytes`` (at the peak) a heap may keep; None: nothing."""
-    room = budget_bytes - in_use_bytes
-    holes = min(int(_MOST_SHARE * in_use_bytes), room - max(_SLACK_BYTES, int(_SLACK_SHARE * in_use_bytes)))
-    if not _STATM.exists() or room < _ROOM_BYTES or holes < int(_LEAST_SHARE * in_use_bytes):
+    most = int(_MOST_SHARE * in_use_bytes)
+    late_bytes = min(_SLACK_BYTES, int(_UNWATCHED_SHARE * in_use_bytes) - most)
+    slack = max(int(_SLACK_SHARE * in_use_bytes), late_bytes)
+    holes = min(most, budget_bytes - in_use_bytes - slack)
+    if not _STATM.exists() or holes < int(_LEAST_SHARE * in_use_bytes):
         return None
     promised = in_use_bytes + holes
     late = max(_LATE_BYTES, int(promised * _LATE_SHARE))
     if late >= holes:  # holes would be given back all the time
         return None
-    return HeapLimits(promised_bytes=promised, return_above_bytes=promised - late)
+    return HeapLimits(promised_bytes=promised, return_above_bytes=promised - late, share=holes / most)
+
+
+def kept_below(budget_bytes: int) -> int:
+    """The most that may be in use where a heap is to keep all that it may within ``budget_bytes``."""
+    whole = 1 + _MOST_SHARE
+    watched = min((budget_bytes - _SLACK_BYTES) / whole, budget_bytes / (whole + _SLACK_SHARE))
+    return int(max(watched, budget_bytes / (1 + _UNWATCHED_SHARE)))
 
 
 class KeptHeap:

@@ -20,21 +20,24 @@ from brim.estimation.quiet import quiet
 from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
+from brim.memory.kept_heap import kept_limits
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
 from brim.run import factory
 from brim.run.beside_drive import beside_drive
 from brim.run.block_timing import block_seconds
 from brim.run.factory import is_factory
+from brim.run.fresh_memory import fresh_seconds
 from brim.run.inference import warm_up
 from brim.run.plan_file import described
 from brim.run.planning_request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.program_share import most_grown
 from brim.run.trainee import add_lora, make_optimizer
+from brim.run.training_case import Case, Clock, Found
 from brim.run.training_choice import Choice
 from brim.run.training_effects import effects, frees
 from brim.run.training_ladder import spread
 from brim.run.training_prediction import Rehearsal
-from brim.run.training_search import Case, Clock, Found, Planner
+from brim.run.training_search import Planner
 from brim.techniques.blocks import Partition, find_blocks
 from brim.techniques.weight_streaming import Weights
 
@@ -119,6 +122,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         tokens=request.seq,
         clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
         beside=beside_drive(hardware, request.batch * request.seq, writes=True) if here else None,
+        fresh_s_per_byte=fresh_seconds(hardware) if here else 0.0,
     )
 
 
@@ -241,15 +245,17 @@ def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, Ten
 
 
 def _proposal(request: Request, machine: Machine, planner: Planner, found: Found, *, first: bool) -> Proposal:
+    compute, peaks = machine.hardware.compute, found.prediction.peak_bytes
+    limits = kept_limits(peaks[RAM], machine.budget_bytes[RAM]) if compute == RAM else None
     plan = found.choice.plan(
         model=str(request.model),
         hardware=machine.hardware.name,
         budget_bytes=machine.budget_bytes,
-        promise=found.prediction.promise(),
+        promise=found.prediction.with_heap(limits).promise(),
     )
     timeline: Timeline | None = None
     if first:
-        timeline = found.schedule.timeline(f"{request.model} train", machine.hardware.compute)
+        timeline = found.schedule.timeline(f"{request.model} train", compute)
     return Proposal(
         plan=plan,
         step_s=found.step_s,

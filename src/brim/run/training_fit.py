@@ -37,6 +37,9 @@ if TYPE_CHECKING:  # plans from files are imported where one is given: a program
     from brim.run.plan_file import PlanFile
 
 _PROOFS = 4
+# A budget that leaves less than this beside a step: a loop of the user's own may take more than the one step that
+# was looked at, so what is freed is not kept there.
+_ROOM_BYTES = 128 << 20
 _Example = Mapping[str, Any] | Sequence[Any]
 
 
@@ -97,7 +100,7 @@ def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_byt
     ``start_bytes`` is the resident set without model and optimizer.
     """
     limits = kept_limits(promised_bytes, budget_bytes)
-    if limits is None:
+    if limits is None or budget_bytes - promised_bytes < _ROOM_BYTES:
         heap.return_freed_memory()
         return
     kept = KeptHeap(start_bytes + budget_bytes - (limits.promised_bytes - limits.return_above_bytes))

@@ -15,8 +15,10 @@ from brim.core import Hardware, Op, Phase, Promise, Timeline, Trace
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.estimation.simulation import lives, simulate
+from brim.memory.heap import OWN_MAPPING_BYTES
 from brim.memory.heap_growth import HeapGrowth
-from brim.memory.pool import Pool, TorchSource
+from brim.memory.kept_heap import HeapLimits
+from brim.memory.pool import PAGE_BYTES, Pool, TorchSource, round_up
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 from brim.predict import cost
@@ -49,6 +51,12 @@ class Prediction:
     bound_s: float = 0.0
     limited_by: str = ""
 
+    def with_heap(self, limits: HeapLimits | None) -> Prediction:
+        """The same where the heap keeps what is freed, to ``limits``."""
+        if limits is None:
+            return self
+        return replace(self, peak_bytes={**self.peak_bytes, RAM: limits.promised_bytes})
+
     def promise(self) -> Promise:
         return Promise(
             peak_bytes=dict(self.peak_bytes), step_s=self.step_s, bound_s=self.bound_s, limited_by=self.limited_by
@@ -57,10 +65,14 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """A step as operations and storages, and its peaks per tier without the program's own share."""
+    """A step as operations and storages, and its peaks per tier without the program's own share.
+
+    ``fresh_bytes`` of all its passes are written to pages that a process which keeps nothing must ask for anew.
+    """
 
     trace: Trace
     peak_bytes: Mapping[str, int]
+    fresh_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +157,8 @@ class Rehearsal:
         peak[DISK] = memory.disk_peak_bytes
         memory.close()
         timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(made, run, self.hardware)
-        return Rehearsed(trace=made, peak_bytes=peak), timed
+        fresh_bytes = _fresh_bytes(made) * run.passes // max(1, run.rehearsed)
+        return Rehearsed(trace=made, peak_bytes=peak, fresh_bytes=fresh_bytes), timed
 
 
 class _HostSource(TorchSource):
@@ -258,6 +271,12 @@ def _resident_bytes(made: Trace) -> int:
         else:
             heap.free(storage.id)
     return heap.peak_bytes
+
+
+def _fresh_bytes(made: Trace) -> int:
+    """What the tensors take that are made within the step, as far as they have mappings of their own."""
+    sizes = (s.bytes for s in made.storages if s.born >= made.step_starts[0])
+    return sum(round_up(size, PAGE_BYTES) for size in sizes if size >= OWN_MAPPING_BYTES)
 
 
 def _grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:

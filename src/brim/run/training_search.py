@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from brim.core import Trace
 from brim.core.hardware import RAM
 from brim.errors import BudgetError
+from brim.memory.kept_heap import kept_below
 from brim.planner import training as ways
 from brim.planner.columns import held_bytes, moved_bytes, peak_bytes
 from brim.planner.profile import deepened, measured, profile_of
-from brim.planner.schedule import Contention, Schedule
+from brim.planner.schedule import Schedule
 from brim.planner.step_profile import (
     KEEP,
     Limits,
@@ -29,6 +30,8 @@ from brim.planner.step_profile import (
 from brim.planner.steps import contention_of, training_step_s
 from brim.planner.ties import Weighed, as_fast_s, quietest
 from brim.run.fitted import bytes_at_once
+from brim.run.fresh_memory import given_back
+from brim.run.training_case import Case, Found
 from brim.run.training_choice import Choice
 from brim.run.training_depth import Shallow
 from brim.run.training_ladder import fits, too_small
@@ -50,43 +53,6 @@ _MORE_S = 4.0  # nor one that would be proved later than that, only to make the 
 _NOTHING = 0.01  # of a budget: gradients and states that are less (adapters') are not worth a technique
 _MANY = 12  # ways that are tried for each that is asked for
 
-# Measured seconds of blocks over so many rows: forward, backward, forward where nothing is saved.
-Clock = Callable[[int], Mapping[str, tuple[float, float, float]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A way that was proved: its choice as the runtime takes it, what it takes, and its schedule."""
-
-    way: Way
-    choice: Choice
-    prediction: Prediction
-    step_s: float
-    schedule: Schedule
-
-    @property
-    def limited_by(self) -> str:
-        """The lane that the step waits for: the one that is busy longest."""
-        busy = self.schedule.busy_s()
-        return max(busy, key=lambda lane: busy[lane])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is trained, for the search. ``tokens`` make a row; ``clock`` is None where seconds are computed.
-
-    ``beside``: what lanes of the machine were measured to leave each other.
-    """
-
-    rehearsal: Rehearsal
-    optimizer: str
-    precision: str
-    limits: Limits
-    tokens: int
-    clock: Clock | None = None
-    beside: Contention | None = None
-    exact: bool = False  # every layer is rehearsed for every proof
-
 
 class Planner:
     """One training, its step traced without any technique over the whole batch and over one row."""
@@ -96,6 +62,7 @@ class Planner:
         self.limits, self.hardware = case.limits, case.rehearsal.hardware
         self._shallow = None if case.exact else Shallow.of(case.rehearsal)
         self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
+        self._fresh: dict[str, int] = {}  # choice -> bytes that a step asks for anew, where that is known
         self._learned: dict[str, int] = {}  # per tier, what the latest proof found beyond the profile
         self._seconds: dict[tuple[object, ...], float] = {}  # of ways whose schedules were simulated
         self._simple_s = math.inf  # of the fastest simple way
@@ -146,9 +113,21 @@ class Planner:
         for limits in self._in_turn():
             found = self._search(limits, top)
             if found:
+                found = self._with_room_for_the_heap(found, limits, top)
                 best = quietest(found, self._weighed, most_s=self._simple_s)
                 return [best, *(one for one in found if one is not best)][:top]
         return [self._least()]
+
+    def _with_room_for_the_heap(self, found: list[Found], limits: Limits, top: int) -> list[Found]:
+        """``found``, and what is found with less in use, where the best gives back memory that it needs again."""
+        if not found[0].heap_s:
+            return found
+        simple_s = self._simple_s
+        less = {**limits.budget_bytes, RAM: kept_below(limits.budget_bytes[RAM])}
+        for made in self._search(replace(limits, budget_bytes=less), top):
+            found = self._with(found, made)
+        self._simple_s = simple_s
+        return found
 
     def _in_turn(self) -> Iterator[Limits]:
         """What is allowed; before that, where all that is trained is next to nothing, without moving it around."""
@@ -288,13 +267,23 @@ class Planner:
         peaks = self.peaks(way, choice)
         seconds, schedule = self._timed(way)
         busy = schedule.busy_s()
+        heap_s = self._heap_s(choice, peaks)
+        seconds += heap_s
         prediction = Prediction(
             peak_bytes=peaks,
             step_s=seconds,
             bound_s=min(way.bound_s or seconds, seconds),
             limited_by=max(busy, key=lambda lane: busy[lane]),
         )
-        return Found(way=way, choice=choice, prediction=prediction, step_s=seconds, schedule=schedule)
+        return Found(way=way, choice=choice, prediction=prediction, step_s=seconds, schedule=schedule, heap_s=heap_s)
+
+    def _heap_s(self, choice: Choice, peaks: Mapping[str, int]) -> float:
+        """Seconds for pages that a step gives back and asks for anew, where it computes in RAM."""
+        rate = self._case.fresh_s_per_byte
+        if not rate or self.hardware.compute != RAM:
+            return 0.0
+        share = given_back(peaks[RAM], self.limits.budget_bytes.get(RAM, peaks[RAM]))
+        return rate * share * self._fresh.get(repr(choice), 0)
 
     def peaks(self, way: Way, choice: Choice) -> dict[str, int]:
         """Peaks per tier from traces of the step with ``choice`` in force, the program's own share included."""
@@ -306,7 +295,10 @@ class Planner:
                 most = known.most(self._shallow.treatments(choice))
                 room = known.room(bytes_at_once(self._rehearsal.model))
                 peaks = self._shallow.predict(choice, known.bytes, room, most)
-            self._known[key] = dict(self._rehearsal.rehearse(choice).peak_bytes) if peaks is None else peaks
+            if peaks is None:
+                seen = self._rehearsal.rehearse(choice)
+                peaks, self._fresh[key] = dict(seen.peak_bytes), seen.fresh_bytes
+            self._known[key] = peaks
         return self._rehearsal.in_all(choice, self._known[key])
 
     def _few_do(self, shallow: Shallow) -> bool:
@@ -373,4 +365,4 @@ class Planner:
         return as_way(choice, [block.name for block in self.profile.blocks])
 
 
-__all__ = ["Case", "Clock", "Found", "Planner", "trained_bytes"]
+__all__ = ["Planner", "trained_bytes"]

@@ -26,6 +26,7 @@ from brim.run.plan_file import PlanFile
 from brim.run.planning_training import OWN_STEPS, program_bytes, training_limits
 from brim.run.spans import ComputeSpans
 from brim.run.trainee import Method, Trainee, make_optimizer, open_trainee
+from brim.run.training_case import Case
 from brim.run.training_choice import Choice
 from brim.run.training_ladder import (
     Found,
@@ -40,7 +41,7 @@ from brim.run.training_ladder import (
 )
 from brim.run.training_plan import partition_of
 from brim.run.training_prediction import Prediction, Rehearsal, works_in_place
-from brim.run.training_search import Case, Planner
+from brim.run.training_search import Planner
 from brim.techniques import checkpointing, chunked_loss, optimizers
 from brim.techniques.blocks import Partition, find_blocks, tensor_bytes
 from brim.techniques.weight_streaming import NAME as STREAMING
@@ -119,9 +120,8 @@ class Session:
         warm_up(trainee.module, terms.hardware, terms.seq)
         search = _Search(terms, trainee)
         partition, found = search.choose(rung, plan)
-        promise, limits = found.prediction.promise(), _heap_limits(terms, found.prediction, rung or 0)
-        if limits is not None:
-            promise = replace(promise, peak_bytes={**promise.peak_bytes, RAM: limits.promised_bytes})
+        limits = _heap_limits(terms, found.prediction, rung or 0)
+        promise = found.prediction.with_heap(limits).promise()
         made = found.choice.plan(
             model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
         )

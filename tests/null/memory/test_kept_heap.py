@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from brim.memory.kept_heap import kept_limits
+from brim.memory.kept_heap import kept_below, kept_limits
 
 GIB = 1 << 30
 
@@ -37,6 +37,22 @@ def test_nothing_beyond_the_budget_is_promised_or_kept(in_use: int, room: float)
     if limits is not None:
         assert in_use < limits.promised_bytes <= budget
         assert limits.return_above_bytes < limits.promised_bytes
+
+
+def test_a_small_budget_with_room_for_all_holes_keeps_them() -> None:
+    """A step of 170 MB within 277 paid a third of its time for pages that it had had before."""
+    limits = kept_limits(170 << 20, 277 << 20)
+    assert limits is not None and limits.share == 1.0
+    assert kept_limits(170 << 20, 190 << 20) is None
+
+
+@pytest.mark.parametrize("budget", [110 << 20, 300 << 20, 500 << 20, 540 << 20, GIB, 2 * GIB, 80 * GIB])
+def test_the_most_that_may_be_in_use_beside_all_holes(budget: int) -> None:
+    most = kept_below(budget)
+    limits = kept_limits(most, budget)
+    assert limits is not None and limits.share > 0.999
+    more = kept_limits(most + (budget >> 6), budget)
+    assert more is None or more.share < 0.95
 
 
 _CHURN = textwrap.dedent("""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
+from brim.memory.kept_heap import kept_below
 from brim.planner.step_profile import KEEP, Frame, Way
 from brim.run.planning_request import Machine, Request
 from brim.run.planning_training import case_of
+from brim.run.training_case import Case
 from brim.run.training_search import Planner
 from brim.techniques.placement import RESIDENT
 
@@ -29,6 +32,32 @@ CONFIG = {
     "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 500,
     "max_position_embeddings": 64,
 }  # fmt: skip
+
+
+def case(folder: Path, ram_bytes: int) -> Case:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    on = Machine(hardware=CPU, budget_bytes={RAM: ram_bytes, DISK: 100 * GIB}, assumed=("all of it",))
+    return case_of(Request(model=folder, task="train", batch=8, seq=64), on, 0)
+
+
+def test_memory_that_is_given_back_and_asked_for_anew_costs_time_so_a_plan_leaves_room_to_keep_it(
+    tmp_path: Path,
+) -> None:
+    ample = Planner(case(tmp_path, 8 * GIB))
+    (whole,) = ample.search(1)
+    in_use = whole.prediction.peak_bytes[RAM]
+    tight = case(tmp_path, in_use + (in_use >> 5))  # it fits, and there is no room to keep anything
+    (free,) = Planner(tight).search(1)
+    assert free.way.same(whole.way) and free.heap_s == 0
+    dear = replace(tight, fresh_s_per_byte=1e-6)
+    (chosen,) = Planner(dear).search(1)
+    assert chosen.heap_s == 0
+    assert chosen.prediction.peak_bytes[RAM] <= kept_below(in_use + (in_use >> 5))
+    same = Planner(dear).prove(whole.way, corrects=False)
+    assert same is not None
+    assert same.step_s == free.step_s + same.heap_s > chosen.step_s > free.step_s
+    fresh_bytes = tight.rehearsal.rehearse(whole.choice).fresh_bytes
+    assert same.heap_s == 1e-6 * fresh_bytes
 
 
 def test_on_a_processor_no_layer_is_left_out_of_a_proof(tmp_path: Path) -> None:
