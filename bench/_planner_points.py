@@ -138,13 +138,16 @@ def write(path: Path, cell: Cell, point: Point) -> None:
 
 
 def make(cell: Cell, directory: Path) -> Iterator[Point]:
-    """The plans of a cell: those made by hand, then the planner's choice for shares of what the plain one takes."""
+    """The plans of a cell: those made by hand, then the planner's choice for shares of what the plain one takes.
+
+    Each is made when it is asked for, with the rates that the machine is known to have then.
+    """
     folder = checkpoint(cell, directory)
-    largest = _largest(cell, folder)
-    by_hand = list((_generations if cell.task == "generate" else _trainings)(cell, folder, largest))
-    yield from by_hand[:: len(by_hand) - 1] if cell.few else by_hand
+    largest, plain = _largest(cell, folder), 0
     compute = largest.hardware.compute
-    plain = max(point.plan.promise.peak_bytes[compute] for point in by_hand)
+    for point in (_generations if cell.task == "generate" else _trainings)(cell, folder):
+        plain = max(plain, point.plan.promise.peak_bytes[compute])
+        yield point
     for share in cell.shares:
         budget = {**largest.budget_bytes, compute: min(int(share * plain), largest.budget_bytes[compute])}
         request = cell.request(folder, budget)
@@ -182,14 +185,18 @@ def _in(machine: Machine, made: Plan) -> Plan:
 # -- generation
 
 
-def _generations(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
+def _generations(cell: Cell, folder: Path) -> Iterator[Point]:
     """Shares of the blocks resident, through rings of several depths."""
-    subject = open_subject(cell.request(folder, machine.budget_bytes), machine)
-    choice, need = subject.choose(machine.budget_bytes)
-    job = subject.job(subject.cuts[0], need)
-    blocks = [block.name for block in job.blocks]
-    home = FROM_DISK if machine.hardware.compute == RAM else FROM_RAM
-    for share, slots in ((1.0, 2), (0.75, 2), (0.5, 2), (0.5, 4), (0.25, 2), (0.25, 3), (0.0, 2)):
+    machine = _largest(cell, folder)
+    opened = open_subject(cell.request(folder, machine.budget_bytes), machine)
+    shapes = ((1.0, 2), (0.75, 2), (0.5, 2), (0.5, 4), (0.25, 2), (0.25, 3), (0.0, 2))
+    for share, slots in shapes[:: len(shapes) - 1] if cell.few else shapes:
+        machine = _largest(cell, folder)
+        subject = opened.on(machine)
+        choice, need = subject.choose(machine.budget_bytes)
+        job = subject.job(subject.cuts[0], need)
+        blocks = [block.name for block in job.blocks]
+        home = FROM_DISK if machine.hardware.compute == RAM else FROM_RAM
         kept = _spread(blocks, share)
         choices = {name: RESIDENT if name in kept else home for name in blocks}
         placed = plan_of(job, machine.hardware, machine.budget_bytes, choices, slots)
@@ -212,20 +219,20 @@ def _spread(names: Sequence[str], share: float) -> set[str]:
 # -- training
 
 
-def _trainings(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
+def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
     """Ways as people set them up by hand, and mixes of them."""
-    case = case_of(cell.request(folder, machine.budget_bytes), machine, resident_bytes())
-    planner = Planner(case)
-    hardware, blocks = machine.hardware, planner.profile.blocks
-    away = "disk" if hardware.compute == RAM else "ram"
-    home = FROM_DISK if hardware.compute == RAM else FROM_RAM
+    start_bytes, machine = resident_bytes(), _largest(cell, folder)
+    request = cell.request(folder, machine.budget_bytes)
+    blocks = Planner(case_of(request, machine, start_bytes)).profile.blocks
+    away = "disk" if machine.hardware.compute == RAM else "ram"
+    home = FROM_DISK if machine.hardware.compute == RAM else FROM_RAM
     names = [block.name for block in blocks]
     keep: dict[str, str] = dict.fromkeys(names, KEEP)
     full = {block.name: FULL if FULL in block.kept_bytes else KEEP for block in blocks}
     whole, half = Frame(micro_batch=cell.batch), Frame(micro_batch=cell.batch // 2)
     moved = Frame(micro_batch=cell.batch, states=away)
     fused = Frame(micro_batch=cell.batch, states=away, in_backward=True)
-    for label, kind, frame, share, activations in (
+    shapes = (
         ("plain", SIMPLE, whole, 1.0, keep),
         ("checkpointing", SIMPLE, whole, 1.0, full),
         ("half micro-batches", FORCED, half, 1.0, keep),
@@ -235,7 +242,10 @@ def _trainings(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
         (f"states in {away}, updated in backward", FORCED, fused, 1.0, full),
         (f"half streamed, states in {away}", FORCED, fused, 0.5, keep),
         (f"all streamed, states in {away}", SIMPLE, fused, 0.0, full),
-    ):
+    )
+    for label, kind, frame, share, activations in shapes[:: len(shapes) - 1] if cell.few else shapes:
+        machine = _largest(cell, folder)
+        planner = Planner(case_of(request, machine, start_bytes))
         kept = _spread(names, share)
         weights = {name: RESIDENT if name in kept else home for name in names}
         way = Way(frame=frame, weights=weights, activations=activations)
@@ -247,7 +257,7 @@ def _trainings(cell: Cell, folder: Path, machine: Machine) -> Iterator[Point]:
             continue
         made = found.choice.plan(
             model=folder.name,
-            hardware=hardware.name,
+            hardware=machine.hardware.name,
             budget_bytes=machine.budget_bytes,
             promise=found.prediction.promise(),
         )

@@ -41,11 +41,32 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def rivals(rows: Sequence[Row]) -> set[str]:
+    """The labels of one cell's plans by which its choices are judged, and of those themselves."""
+    ran = [row for row in rows if not row["problem"]]
+    found = set()
+    for chosen in (row for row in ran if row["kind"] == "chosen"):
+        inside = [row for row in _inside(chosen, ran) if row["kind"] != "chosen"]
+        best = [min(inside, key=lambda row: row["measured_s"])] if inside else []
+        found |= {row["label"] for row in (chosen, *best, *_simple(inside))}
+    return found
+
+
+def _inside(chosen: Row, ran: Sequence[Row]) -> list[Row]:
+    """The plans of its cell that were measured to stay in its budget."""
+    return [row for row in ran if row["cell"] == chosen["cell"] and _fits(row, chosen["budget_bytes"])]
+
+
+def _simple(inside: Sequence[Row]) -> list[Row]:
+    """The fastest simple one, where there is any."""
+    return sorted((row for row in inside if row["kind"] == "simple"), key=lambda row: row["measured_s"])[:1]
+
+
 def _line(chosen: Row, ran: Sequence[Row]) -> dict[str, Any]:
     """The planner's choice beside the best plans of its cell that were measured to stay in its budget."""
-    inside = [row for row in ran if row["cell"] == chosen["cell"] and _fits(row, chosen["budget_bytes"])]
+    inside = _inside(chosen, ran)
     best = min([*inside, chosen], key=lambda row: row["measured_s"])
-    simple = min((row for row in inside if row["kind"] == "simple"), key=lambda row: row["measured_s"], default=None)
+    simple = next(iter(_simple(inside)), None)
     return {
         "cell": chosen["cell"],
         "budget_bytes": chosen["budget_bytes"],
