@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, pairwise, product
 
-from brim.core import Hardware
+from brim.core import Hardware, Link
 from brim.core.hardware import DISK, RAM
 from brim.planner.problem import SERIAL, BlockClass, Column, Pool, Problem
 from brim.planner.schedule import COMPUTE, way
@@ -253,9 +253,18 @@ def moved_bytes(profile: StepProfile, hardware: Hardware, made: Way) -> int:
 
 def rate(hardware: Hardware, source: str, target: str) -> float:
     """Bytes per second of a link; a way that was not measured is taken to be as fast as the other."""
+    return _link(hardware, source, target).bytes_per_s
+
+
+def copy_s(hardware: Hardware, source: str, target: str, count: int) -> float:
+    """Seconds of one copy of ``count`` bytes, by ``rate``."""
+    link = _link(hardware, source, target)
+    return link.latency_s + count / link.bytes_per_s
+
+
+def _link(hardware: Hardware, source: str, target: str) -> Link:
     known = {(link.source, link.target) for link in hardware.links}
-    pair = (source, target) if (source, target) in known else (target, source)
-    return hardware.link(*pair).bytes_per_s
+    return hardware.link(*((source, target) if (source, target) in known else (target, source)))
 
 
 # -- single blocks

@@ -104,6 +104,12 @@ def contention(hardware: Hardware) -> Contention:
     return {(CPU, lane): share, (lane, CPU): share}
 
 
+def move_s(block: BlockCost, hardware: Hardware, source: str, target: str) -> float:
+    """Seconds that bringing a block over a link takes in a step: each time, a request and the bytes."""
+    link = hardware.link(source, target)
+    return block.uses * block.likely * link.latency_s + block.moved_bytes / link.bytes_per_s
+
+
 def chain_s(block: BlockCost, choice: str) -> float:
     """Seconds of a block in the chain of computation under ``choice``."""
     if choice == COMPUTE_RAM:
@@ -178,9 +184,9 @@ class _Maker:
         return [moved]
 
     def _copy(self, block: BlockCost, source: str, target: str, after: Sequence[int]) -> int:
-        seconds = block.moved_bytes / self._hardware.link(source, target).bytes_per_s
+        seconds = move_s(block, self._hardware, source, target)
         return self._task(block.name, way(source, target), seconds, after, block.bytes)
 
 
-__all__ = ["CPU", "STAGING", "BlockCost", "Job", "chain_s", "contention", "pass_s", "ways_of"]
+__all__ = ["CPU", "STAGING", "BlockCost", "Job", "chain_s", "contention", "move_s", "pass_s", "ways_of"]
 __all__ += ["FROM_DISK", "FROM_RAM"]

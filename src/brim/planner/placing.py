@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.passes import STAGING, BlockCost, Job, bus_bytes_per_s, chain_s, pass_s, ways_of
+from brim.planner.passes import STAGING, BlockCost, Job, bus_bytes_per_s, chain_s, move_s, pass_s, ways_of
 from brim.planner.problem import BlockClass, Column, Pool, Problem
 from brim.planner.schedule import COMPUTE, way
 from brim.planner.search import Solution, solve
@@ -128,7 +128,7 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
     seconds = {COMPUTE: chain_s(block, choice)}
     ways = ways_of(choice, compute)
     for source, target in ways:
-        seconds[way(source, target)] = block.moved_bytes / hardware.link(source, target).bytes_per_s
+        seconds[way(source, target)] = move_s(block, hardware, source, target)
     rate = bus_bytes_per_s(hardware) if compute != RAM else 0.0
     if rate and choice != RESIDENT:
         seconds[_READ] = block.moved_bytes / rate

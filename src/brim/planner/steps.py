@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.columns import CPU, rate, update_lanes
+from brim.planner.columns import CPU, copy_s, update_lanes
 from brim.planner.schedule import COMPUTE, UPDATE, Contention, Schedule, Task, simulate, way
 from brim.planner.step_profile import KEEP, OFFLOAD, BlockProfile, StepProfile, Way
 from brim.techniques.placement import FROM_DISK, RESIDENT
@@ -105,7 +105,7 @@ class _Maker:
         return len(self.tasks) - 1
 
     def _copy(self, name: str, source: str, target: str, count: int, after: list[int]) -> int:
-        return self._task(name, way(source, target), count / rate(self._hardware, source, target), after, count)
+        return self._task(name, way(source, target), copy_s(self._hardware, source, target, count), after, count)
 
     def _forward(self) -> dict[str, int]:
         """The copies that took activations away, by block."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from brim.core import Decision, Hardware, Plan, Promise
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
-from brim.planner.passes import STAGING, BlockCost, Job, chain_s, pass_s, ways_of
+from brim.planner.passes import STAGING, BlockCost, Job, chain_s, move_s, pass_s, ways_of
 from brim.planner.placing import placements
 from brim.planner.schedule import COMPUTE, way
 from brim.planner.ties import Weighed, as_fast_s, quietest
@@ -308,7 +308,7 @@ def _lanes(job: Job, hardware: Hardware, placement: _Placement) -> dict[str, flo
             continue
         lanes[COMPUTE] += block.cpu_s if choices[block.name] == COMPUTE_RAM else block.compute_s
         for source, target in ways[block.name]:
-            took_s = block.moved_bytes / hardware.link(source, target).bytes_per_s
+            took_s = move_s(block, hardware, source, target)
             lanes[way(source, target)] = lanes.get(way(source, target), 0.0) + took_s
     return lanes
 
@@ -323,8 +323,7 @@ def _quick_s(job: Job, hardware: Hardware, placement: _Placement) -> float:
     """Seconds of one step in the steady state, the links' loads as one: to choose by, not to promise."""
     loads, ways = dict[str, float](), placement.ways(job, hardware.compute)
     for block in job.blocks:
-        rates = [hardware.link(*one).bytes_per_s for one in ways[block.name]]
-        loads[block.name] = max((block.moved_bytes / rate for rate in rates), default=0.0)
+        loads[block.name] = max((move_s(block, hardware, *one) for one in ways[block.name]), default=0.0)
     lanes = _lanes(job, hardware, placement)
     return max(_pipeline_s(job, placement.choices, loads, placement.slots), *lanes.values())
 

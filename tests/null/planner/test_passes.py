@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,3 +111,13 @@ def test_no_pass_is_shorter_than_its_busiest_lane(
     disk = 1.0 * chosen.count(FROM_DISK) * (streamed > slots)
     assert found_s >= max(chain, link, disk) * 0.99 - 1e-9  # what one pass leaves to the next differs a little
     assert found_s <= (chain + link + disk) / 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_each_request_to_a_link_takes_its_latency_too(count: int) -> None:
+    """Many small blocks come later than a few large ones of as many bytes."""
+    late = replace(CPU, links=tuple(replace(link, latency_s=0.25) for link in CPU.links))
+    work = job(count)
+    plain_s, late_s = (pass_s(work, machine, all_of(work, FROM_DISK), 1)[0] for machine in (CPU, late))
+    assert plain_s == pytest.approx(count * 1.0)
+    assert late_s - plain_s == pytest.approx(count * 0.25)
