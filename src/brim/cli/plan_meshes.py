@@ -12,6 +12,7 @@ from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from brim.estimation.parallel import Split
     from brim.estimation.ranks import ParallelEstimate
     from brim.planner.meshes import Mesh
 
@@ -59,7 +60,8 @@ def fastest(model: str, options: dict[str, Any]) -> tuple[list[tuple[Mesh, Paral
                 raise BudgetError(refused.asked, both, f"{refused.todo} {error.todo}") from error
     elif refused is not None:
         raise refused
-    return [(mesh, proofs[mesh]) for mesh in chosen], looked_at
+    rows = [(mesh, proofs[mesh]) for mesh in chosen]
+    return sorted(rows, key=lambda row: row[1].step_s or row[0].step_s), looked_at
 
 
 def _in_ram(model: str, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> tuple[list[Mesh], int]:
@@ -113,9 +115,15 @@ def _check(options: dict[str, Any]) -> None:
 
 def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> bool:
     """Whether every rank fits, told rank by rank."""
-    from brim.estimation.ranks import estimate_ranks
+    from brim import catalog
+    from brim.estimation.ranks import estimate_ranks, stage_fits
 
     engine, precision = _engine(mesh)
+    if engine == "megatron" and mesh.split.pp > 1 and not stage_fits(
+        model, mesh.split, mesh.fullest, seq=options["seq"], gpu=catalog.gpu(options["gpu"]),
+        checkpointing=mesh.checkpointing,
+    ):  # fmt: skip
+        return False
     proofs[mesh] = found = estimate_ranks(
         model, mesh.split, engine=engine, seq=options["seq"], gpu=options["gpu"], checkpointing=mesh.checkpointing,
         precision=precision,
@@ -134,7 +142,10 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     words += ["--gpus-per-node", str(split.gpus_per_node), "--seq", str(options["seq"])]
     for name in ("tp", "pp", "interleave", "zero", "micro_batch", "global_batch"):
         words += [f"--{name.replace('_', '-')}", str(getattr(split, name))]
+    for name in ("cp", "ep"):
+        words += [f"--{name}", str(getattr(split, name))] if getattr(split, name) > 1 else []
     words += ["--sp"] if split.sequence_parallel else []
+    words += ["--zero-bubble"] if split.zero_bubble else []
     words += ["--offload-shards", "--precision", "bf16-mixed"] if split.offload_shards else []
     words += ["--stage-layers", ",".join(map(str, split.stage_layers))] if split.stage_layers else []
     return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", _engine(mesh)[0]])
@@ -151,10 +162,15 @@ def _document(
             "interleave": mesh.split.interleave, "zero": mesh.split.zero, "micro_batch": mesh.split.micro_batch,
             "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
             "checkpointing": mesh.checkpointing, "stage_layers": list(mesh.split.stage_layers),
-            "offload_shards": mesh.split.offload_shards,
+            "offload_shards": mesh.split.offload_shards, "zero_bubble": mesh.split.zero_bubble,
             "command": _command(model, options, mesh),
         })  # fmt: skip
     return {"model": model, "gpus": options["gpus"], "meshes": looked_at, "proposals": proposals, "took_s": took_s}
+
+
+def _size(split: Split, axis: str) -> str:
+    """As the table has it: of chunks a zero-bubble pipeline's with its mark."""
+    return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
 def _print(
@@ -169,7 +185,8 @@ def _print(
     table = Table(box=box.SIMPLE, pad_edge=False)
     in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
     ram = ["RAM of a node"] if in_ram else []
-    columns = ["", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
+    axes = ["tp", "pp", "v", *(axis for axis in ("cp", "ep") if any(mesh.split.size(axis) > 1 for mesh, _ in rows))]
+    columns = ["", *axes, "dp", "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
     for column in columns:
         table.add_column(column, justify="right")
     for number, (mesh, proof) in enumerate(rows, 1):
@@ -177,7 +194,7 @@ def _print(
         tokens = mesh.split.global_batch * options["seq"] / step_s
         split = mesh.split
         table.add_row(
-            str(number), str(split.tp), str(split.pp), str(split.interleave), str(split.dp),
+            str(number), *(_size(split, axis) for axis in axes), str(split.dp),
             f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
             format_bytes(proof.worst.peak_bytes.process), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
             format_seconds(step_s), f"{tokens:,.0f}",

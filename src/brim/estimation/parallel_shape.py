@@ -8,6 +8,7 @@ from typing import Any
 from brim.errors import UnsupportedError
 from brim.estimation.models import Source, transformers_config
 from brim.estimation.parallel import Sizes
+from brim.techniques.context_parallel import narrow
 
 # Decoders whose layer is norm, attention, norm, feed-forward, in that order, and what is special about each.
 _GATED = ("llama", "mistral", "qwen2", "phi3", "gemma", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -41,7 +42,8 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones."""
+    """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
+    ``windowed``: its attention does not look at all that went before."""
 
     name: str
     layers: int
@@ -60,6 +62,7 @@ class Shape:
     dropout: bool
     latent: Latent | None = None
     experts: Experts | None = None
+    windowed: bool = False
 
     @property
     def query(self) -> int:
@@ -114,6 +117,7 @@ def shape_of(source: Source) -> Shape:
         dropout=dropout > 0,
         latent=_latent(config),
         experts=_experts(config),
+        windowed=narrow(config) is not None,
     )
 
 

@@ -112,7 +112,8 @@ def _takes_more(mesh: Mesh, other: Mesh) -> bool:
 
 
 def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
-    tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus % n == 0]
+    whole = shape.experts is not None or shape.latent is not None  # are not split by tensors
+    tensors = [n for n in range(1, 1 + (1 if whole else min(gpus_per_node, gpus))) if gpus % n == 0]
     divides = False
     for tp, micro in itertools.product(tensors, _MICRO_BATCHES):
         try:
@@ -136,7 +137,9 @@ def _bytes(pieces: Pieces, split: Split, recompute: str) -> int:
     """What is kept for backward, two layers whole, logits with their gradients, and what is outside of layers: whole
     from a micro-batch's first product to its last, with gradients that are reduced in float32."""
     ends, shape = pieces.ends(split, recompute), pieces.shape
-    whole = _WIDTH * 2 * ends.layer_parameters + (2 * _WIDTH + 4) * ends.beside_parameters[1, 0]
+    whole = (
+        _WIDTH * 2 * (ends.layer_parameters + ends.layer_experts) + (2 * _WIDTH + 4) * ends.beside_parameters[1, 0]
+    )
     logits = _LOGIT * split.micro_batch * pieces.sequence * shape.vocabulary // split.tp
     return shape.layers * ends.layer_bytes + whole + logits + nccl_bytes(split) + pieces.gpu.context().bytes
 
@@ -146,7 +149,8 @@ def _step(pieces: Pieces, split: Split, recompute: str) -> StepTime:
     ends, layers = pieces.ends(split, recompute), pieces.shape.layers
     outside = embedding.plus(head)
     compute = waits = adds = 0.0
-    for cost, count, times in ((layer, ends.layer_parameters, layers), (outside, ends.beside_parameters[1, 0], 1)):
+    each = ends.layer_parameters + ends.layer_experts
+    for cost, count, times in ((layer, each, layers), (outside, ends.beside_parameters[1, 0], 1)):
         brought, taken = _brought_s(pieces, split, count), _taken_s(pieces, split, count)
         forward, backward = max(brought - cost.forward_s, 0.0), max(brought + taken - cost.backward_s, 0.0)
         compute += times * (cost.forward_s + cost.backward_s)

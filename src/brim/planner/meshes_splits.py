@@ -1,0 +1,56 @@
+"""Which splits of a job a search looks at: those that divide, and that ``brim train`` runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from brim.errors import UnsupportedError, UsageError
+from brim.estimation.parallel import Split, check_context, check_experts, check_sizes
+from brim.estimation.parallel_shape import Shape
+
+_MICRO_BATCHES = (1, 2, 4, 8)
+_CHUNKS = (1, 2, 3, 4, 5, 6, 8)
+
+
+def splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
+    """Tensors, pipelines, sequences and experts over ranks, as Megatron-LM would, and PyTorch's engine can."""
+    whole = shape.experts is not None or shape.latent is not None  # modelled on whole layers
+    tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus_per_node % n == 0 or n == gpus]
+    stages = [n for n in range(1, min(shape.layers, gpus) + 1) if gpus % n == 0]
+    for tp, pp, chunks, micro in itertools.product([1] if whole else tensors, stages, _CHUNKS, _MICRO_BATCHES):
+        if gpus % (tp * pp) or (chunks > 1 and (pp == 1 or shape.layers % (pp * chunks))):
+            continue
+        for own in _shared(shape, gpus, tp, pp, chunks):
+            split = made(
+                shape, sequence, gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, pp=pp, interleave=chunks,
+                micro_batch=micro, global_batch=batch, sequence_parallel=tp > 1, zero=1, **own,
+            )  # fmt: skip
+            if split is not None:
+                yield split
+
+
+def _shared(shape: Shape, gpus: int, tp: int, pp: int, chunks: int) -> Iterator[dict[str, int]]:
+    """What data-parallel ranks may share beside states: nothing, all sequences (``cp``), or experts (``ep``)."""
+    yield {}
+    if tp > 1:
+        return
+    shards = gpus // pp
+    if shape.experts is not None:
+        if shards > 1 and shape.experts.count % shards == 0:
+            yield {"ep": shards}
+    elif pp == 1 and shape.latent is None and not shape.windowed:
+        yield from ({"cp": n} for n in range(2, gpus + 1) if gpus % n == 0)
+
+
+def made(shape: Shape, sequence: int, **fields: Any) -> Split | None:
+    """The split where it divides and PyTorch's engine takes it, else None."""
+    try:
+        split = Split(**fields)
+        check_sizes(split, shape.sizes(sequence))
+        check_experts(split)
+        check_context(split)
+    except (UsageError, UnsupportedError):
+        return None  # no candidate
+    return split
