@@ -43,7 +43,8 @@ class Experts:
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
-    ``windowed``: its attention does not look at all that went before."""
+    ``windowed``: its attention does not look at all that went before. ``fused_queries``: they are one product with
+    keys and values, of a kind that ``brim train`` does not split."""
 
     name: str
     layers: int
@@ -63,6 +64,7 @@ class Shape:
     latent: Latent | None = None
     experts: Experts | None = None
     windowed: bool = False
+    fused_queries: bool = False
 
     @property
     def query(self) -> int:
@@ -118,6 +120,7 @@ def shape_of(source: Source) -> Shape:
         latent=_latent(config),
         experts=_experts(config),
         windowed=narrow(config) is not None,
+        fused_queries=kind == "gpt2",
     )
 
 

@@ -49,27 +49,27 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Costs:
+class Costs:
     """Seconds of a piece of the model for one micro-batch, forward and backward, and what of them is sent."""
 
     forward_s: float
     backward_s: float
     sends_s: float
 
-    def times(self, count: int) -> _Costs:
-        return _Costs(
+    def times(self, count: int) -> Costs:
+        return Costs(
             forward_s=self.forward_s * count, backward_s=self.backward_s * count, sends_s=self.sends_s * count
         )
 
-    def plus(self, other: _Costs) -> _Costs:
-        return _Costs(
+    def plus(self, other: Costs) -> Costs:
+        return Costs(
             forward_s=self.forward_s + other.forward_s, backward_s=self.backward_s + other.backward_s,
             sends_s=self.sends_s + other.sends_s,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ends:
+class Ends:
     """Parameters and kept bytes of one layer, and what a stage has beside its layers: by (1 or 2 stages, which).
     ``layer_experts``: parameters of a layer's experts on one rank, which ``layer_parameters`` has not.
     ``table_bytes``: beside what is kept for other micro-batches when the embedding's gradient is worked out, which
@@ -166,8 +166,8 @@ class Pieces:
         self.shape, self.gpu, self.sequence = shape, gpu, sequence
         self.hardware: Hardware = training_hardware(gpu)[0]
         self.network = catalog.network(gpu)
-        self._all_ends: dict[_Key, _Ends] = {}
-        self._known: dict[_Key, tuple[_Costs, _Costs, _Costs]] = {}
+        self._all_ends: dict[_Key, Ends] = {}
+        self._known: dict[_Key, tuple[Costs, Costs, Costs]] = {}
 
     def least_bytes(self, split: Split) -> int:
         """No mesh of this split takes less: a stage with the mean of all weights, and what communicators take."""
@@ -183,14 +183,17 @@ class Pieces:
         for recompute in RECOMPUTE:
             ends = self.ends(split, recompute)
             layers = self._balanced(split, recompute, ends)
-            even = stage_layers(self.shape.layers, split.pp * split.interleave)
-            own = split if layers == even and len(set(even)) == 1 else replace(split, stage_layers=layers)
-            held = [self._stage_bytes(own, stage, ends, layers[stage]) for stage in range(split.pp)]
-            time = self._step(own, recompute, ends, layers)
+            own = self.named(split, layers)
+            held = [self.stage_bytes(own, stage, ends, layers[stage]) for stage in range(split.pp)]
+            time = self.step(own, recompute, ends, layers)
             fullest = held.index(max(held))
             yield Mesh(split=own, checkpointing=recompute, time=time, peak_bytes=max(held), fullest=fullest)
 
-    def _balanced(self, split: Split, recompute: str, ends: _Ends) -> tuple[int, ...]:
+    def named(self, split: Split, layers: tuple[int, ...]) -> Split:
+        """The split with these layers, said where the engine would deal them out otherwise: evenly."""
+        return split if len(set(layers)) == 1 else replace(split, stage_layers=layers)
+
+    def _balanced(self, split: Split, recompute: str, ends: Ends) -> tuple[int, ...]:
         """Layers of each pipeline stage, or of each chunk of interleaved ones, which are even."""
         many = split.pp * split.interleave
         if many == 1 or split.interleave > 1:
@@ -203,7 +206,7 @@ class Pieces:
             return count * layer + beside.get(stage, 0.0)
 
         def held(stage: int, count: int) -> int:
-            return self._stage_bytes(split, stage, ends, count)
+            return self.stage_bytes(split, stage, ends, count)
 
         found = balanced(self.shape.layers, split.pp, seconds, held, room)
         return found or stage_layers(self.shape.layers, split.pp)
@@ -213,7 +216,7 @@ class Pieces:
         ends = self.ends(Split(gpus=1), "none")
         return self.shape.layers * (ends.layer_parameters + ends.layer_experts) + ends.beside_parameters[1, 0]
 
-    def _stage_bytes(self, split: Split, stage: int, ends: _Ends, layers: int) -> int:
+    def stage_bytes(self, split: Split, stage: int, ends: Ends, layers: int) -> int:
         """States, kept activations of all micro-batches in flight, and all that does not grow with either.
         ``layers``: of the stage, or of each of its chunks."""
         inner = 0 < stage < split.pp - 1
@@ -224,13 +227,13 @@ class Pieces:
         held = flying * kept + ends.beside_bytes[(2, 0) if inner else which]
         return states + (max(held, (flying - 1) * kept + ends.table_bytes[which]) if stage == 0 else held)
 
-    def ends(self, split: Split, recompute: str) -> _Ends:
+    def ends(self, split: Split, recompute: str) -> Ends:
         key = _key(split, recompute)
         if key not in self._all_ends:
             self._all_ends[key] = self._of_few_layers(split, recompute)
         return self._all_ends[key]
 
-    def _of_few_layers(self, split: Split, recompute: str) -> _Ends:
+    def _of_few_layers(self, split: Split, recompute: str) -> Ends:
         """From models of so few layers that a stage has one or two of them."""
         peaks: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
         for stages, stage, each in itertools.product((1, 2), (0, 1), (1, 2)):
@@ -252,17 +255,17 @@ class Pieces:
                 beside_parameters[stages, stage] = count - layer_parameters
                 beside_bytes[stages, stage] = peak - held
                 table_bytes[stages, stage] = table - held + layer_bytes
-        return _Ends(
+        return Ends(
             layer_parameters=layer_parameters, layer_experts=layer_experts, layer_bytes=layer_bytes,
             beside_parameters=beside_parameters, beside_bytes=beside_bytes, table_bytes=table_bytes,
         )  # fmt: skip
 
-    def _step(self, split: Split, recompute: str, ends: _Ends, layers: tuple[int, ...]) -> StepTime:
+    def step(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> StepTime:
         layer, embedding, head = self.costs(split, recompute)
         own = [layers[stage] * split.interleave for stage in range(split.pp)]
         most = max(own)
         count = most * ends.layer_parameters + max(ends.beside_parameters.values())
-        once = self._once_s(split, count, most * ends.layer_experts)
+        once = self.once_s(split, count, most * ends.layer_experts)
         stages = []
         for stage in range(split.pp):
             cost = layer.times(own[stage]).plus(self._handed_on(split, stage))
@@ -271,22 +274,23 @@ class Pieces:
             if stage == split.pp - 1:
                 cost = cost.plus(head)
             stages.append(StageTime(
-                forward_s=cost.forward_s, backward_s=cost.backward_s, communicates_s=cost.sends_s, once_s=once
+                forward_s=cost.forward_s, backward_s=cost.backward_s, communicates_s=cost.sends_s, once_s=once,
+                weight_s=(cost.backward_s - cost.sends_s / 2) / 2,
             ))  # fmt: skip
         return step_time(stages, split)
 
-    def _handed_on(self, split: Split, stage: int) -> _Costs:
+    def _handed_on(self, split: Split, stage: int) -> Costs:
         """What a stage's chunks send to those before and behind."""
         if split.pp == 1:
-            return _Costs(forward_s=0.0, backward_s=0.0, sends_s=0.0)
+            return Costs(forward_s=0.0, backward_s=0.0, sends_s=0.0)
         place = Place(shape=self.shape, split=split, sequence=self.sequence, recompute="none")
         one = Sent(kind="send", axis="pp", bytes=place.between, phase=Phase.FORWARD)
         each = sent_s(one, split, self.network)
         forward = each * (split.interleave - (stage == split.pp - 1))
         backward = each * (split.interleave - (stage == 0))
-        return _Costs(forward_s=forward, backward_s=backward, sends_s=forward + backward)
+        return Costs(forward_s=forward, backward_s=backward, sends_s=forward + backward)
 
-    def _once_s(self, split: Split, count: int, experts: int) -> float:
+    def once_s(self, split: Split, count: int, experts: int) -> float:
         sent = [
             Sent(kind="reduce_scatter", axis="shard", bytes=4 * count, phase=Phase.OPTIMIZER),
             Sent(kind="all_gather", axis="shard", bytes=2 * count, phase=Phase.OPTIMIZER),
@@ -297,7 +301,7 @@ class Pieces:
         moved = 4 * (count + experts) + 34 * (count + experts * split.ep) / split.shards
         return sum(sent_s(each, split, self.network) for each in sent) + moved / rate
 
-    def costs(self, split: Split, recompute: str) -> tuple[_Costs, _Costs, _Costs]:
+    def costs(self, split: Split, recompute: str) -> tuple[Costs, Costs, Costs]:
         """One layer, the embedding, the head."""
         key = (*_key(split, recompute), *(split.per_node(axis) for axis in ("tp", "cp", "ep")))
         if key not in self._known:
@@ -314,7 +318,7 @@ class Pieces:
             self._known[key] = (layer, embedding, rest.plus(embedding.times(-1)))
         return self._known[key]
 
-    def _all(self, ops: list[Op] | tuple[Op, ...], sent: tuple[Sent, ...], split: Split) -> _Costs:
+    def _all(self, ops: list[Op] | tuple[Op, ...], sent: tuple[Sent, ...], split: Split) -> Costs:
         sends = {
             phase: sum(sent_s(each, split, self.network) for each in sent if each.phase is phase)
             for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -323,7 +327,7 @@ class Pieces:
             phase: kernels_s((op for op in ops if op.phase is phase), self.hardware)
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         }
-        return _Costs(
+        return Costs(
             forward_s=works[Phase.FORWARD] + sends[Phase.FORWARD],
             backward_s=works[Phase.BACKWARD] + sends[Phase.BACKWARD],
             sends_s=sum(sends.values()),

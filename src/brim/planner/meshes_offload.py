@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from brim import catalog
 from brim.core import Op, Phase
@@ -77,7 +77,7 @@ def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: 
         failed = [mesh for mesh, told in proved.items() if not told.fits]
         left = [
             mesh for mesh in found
-            if not any(mesh.split == one.split for one in fitting)
+            if mesh not in proved and not any(_same_split(mesh, one) for one in fitting)
             and not any(_takes_more(mesh, one) for one in failed)
         ]  # fmt: skip
         likely = [mesh for mesh in left if _expected(mesh, proved)[0] <= _DOUBT * room]
@@ -94,21 +94,42 @@ def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: 
     return fitting[:top]
 
 
+def _same_split(one: Mesh, other: Mesh) -> bool:
+    """Whatever is computed again, and however layers are dealt out for that."""
+    return replace(one.split, stage_layers=()) == replace(other.split, stage_layers=())
+
+
 def _expected(mesh: Mesh, proved: Mapping[Mesh, Proof]) -> tuple[float, float]:
     """Bytes and seconds as estimated, and as far off as those of what was proved and is most like it."""
-    alike = [one for one in proved if one.split.tp == mesh.split.tp]
+    alike = [one for one in proved if _family(one) == _family(mesh)]
     if not alike:
         return mesh.peak_bytes, mesh.step_s
-    one = min(alike, key=lambda one: (one.checkpointing != mesh.checkpointing, abs(one.peak_bytes - mesh.peak_bytes)))
+    one = min(alike, key=lambda one: (*_unlike(one, mesh), abs(one.peak_bytes - mesh.peak_bytes)))
     told = proved[one]
     return told.bytes + mesh.peak_bytes - one.peak_bytes, mesh.step_s * told.step_s / one.step_s
 
 
+def _family(mesh: Mesh) -> tuple[int, bool, bool]:
+    """Of another one no proof tells anything."""
+    return mesh.split.tp, mesh.split.pp > 1, mesh.split.zero_bubble
+
+
+def _unlike(one: Mesh, other: Mesh) -> tuple[bool, ...]:
+    """What tells two meshes apart, what most makes estimates differ first."""
+    pairs = [(getattr(one.split, name), getattr(other.split, name)) for name in ("ep", "cp", "zero")]
+    return (one.checkpointing != other.checkpointing, *(first != second for first, second in pairs))
+
+
 def _takes_more(mesh: Mesh, other: Mesh) -> bool:
-    """At least as much as ``other`` on every GPU."""
+    """At least as much as ``other`` on every GPU. Of pipelines with fewer micro-batches fewer are in flight, and one
+    alone has no gradients to add up."""
     one, two = mesh.split, other.split
-    less = RECOMPUTE.index(mesh.checkpointing) <= RECOMPUTE.index(other.checkpointing)
-    return one.tp == two.tp and one.micro_batch >= two.micro_batch and less
+    if RECOMPUTE.index(mesh.checkpointing) > RECOMPUTE.index(other.checkpointing):
+        return False
+    if one == two:
+        return True
+    alike = replace(one, micro_batch=two.micro_batch) == two and one.micro_batch >= two.micro_batch
+    return alike and one.pp == 1 and (one.micro_batches > 1 or two.offload_shards)
 
 
 def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:

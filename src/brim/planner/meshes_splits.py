@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from brim.errors import UnsupportedError, UsageError
@@ -29,6 +30,33 @@ def splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: in
             )  # fmt: skip
             if split is not None:
                 yield split
+
+
+def run_splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
+    """All that ``brim train`` runs: each of these with ZeRO's stages, and pipelines without bubbles."""
+    for split in splits(shape, gpus, gpus_per_node, sequence, batch):
+        if split.tp > 1 and shape.fused_queries:
+            continue
+        yield split
+        for zero in _further_stages(split):
+            yield replace(split, zero=zero)
+        if _takes_halves(split):
+            yield replace(split, zero_bubble=True)
+
+
+def _further_stages(split: Split) -> tuple[int, ...]:
+    """Of ZeRO, where they differ from the first: one micro-batch's gradients are split at once anyway."""
+    if split.shards == 1:
+        return ()
+    return (3,) if split.pp > 1 or split.micro_batches == 1 else (2, 3)
+
+
+def _takes_halves(split: Split) -> bool:
+    """Whether PyTorch's zero-bubble pipeline runs it: what a stage between others sends is a view where the sequence
+    is split by tensor-parallel ranks, which it cannot cut off (torch/distributed/pipelining/_backward.py)."""
+    return (
+        split.pp > 1 and split.micro_batches % split.pp == 0 and (split.tp == 1 or split.pp * split.interleave == 2)
+    )
 
 
 def _shared(shape: Shape, gpus: int, tp: int, pp: int, chunks: int) -> Iterator[dict[str, int]]:
