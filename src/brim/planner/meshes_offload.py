@@ -124,11 +124,12 @@ def _takes_more(mesh: Mesh, other: Mesh) -> bool:
     """At least as much as ``other`` on every GPU. Of pipelines with fewer micro-batches fewer are in flight, and one
     alone has no gradients to add up."""
     one, two = mesh.split, other.split
-    if RECOMPUTE.index(mesh.checkpointing) > RECOMPUTE.index(other.checkpointing):
+    fewer_rows = one.micro_batch < two.micro_batch
+    if fewer_rows or RECOMPUTE.index(mesh.checkpointing) > RECOMPUTE.index(other.checkpointing):
         return False
     if one == two:
         return True
-    alike = replace(one, micro_batch=two.micro_batch) == two and one.micro_batch >= two.micro_batch
+    alike = replace(one, micro_batch=two.micro_batch) == two
     return alike and one.pp == 1 and (one.micro_batches > 1 or two.offload_shards)
 
 

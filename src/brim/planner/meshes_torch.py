@@ -1,8 +1,8 @@
 """Meshes under PyTorch's own engine, which ``brim train`` runs: ZeRO's stages, zero-bubble pipelines, and the rest.
 
 Seconds by the same pieces as ``meshes``: PyTorch's kernels are fused less, so that every way takes longer than these
-say. Bytes are estimates from what FSDP2 holds of a parameter. Every way that may be the fastest is then traced rank by
-rank (``meshes_offload.best``), and tells how far estimates of its like are off.
+say. Bytes are estimates from what FSDP2 holds of a parameter. Every way that may be the fastest is then traced rank
+by rank (``meshes_offload.best``), and tells how far estimates of its like are off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDTH = 2  # bytes of a weight that computes
 _RESTS = 12  # of a parameter in float32: the weight and two moments, which ZeRO splits
 _GRADIENT = 4
 # Bytes of a parameter that PyTorch's AdamW goes through, one operation after the other (torch/optim/adam.py,
-# _multi_tensor_adam): decay and scale (8 each), lerp (12), addcmul and addcdiv (16 each), root, division, addition (8).
+# _multi_tensor_adam): lerp takes 12, addcmul and addcdiv 16 each; decay, scale, root, division and addition 8 each.
 _STEPPED = 84
 _LOGIT = 12  # of a logit: in bfloat16, in float32, and both gradients of that
 
