@@ -73,7 +73,7 @@ def _run(
 ) -> tuple[list[Mesh], int]:
     """The fastest under the engine that ``brim train`` runs, and how many were looked at."""
     from brim.planner import meshes_offload
-    from brim.planner.meshes_torch import run_meshes
+    from brim.planner.meshes_torch import DOUBT, run_meshes
 
     found = run_meshes(**sizes)
 
@@ -85,7 +85,7 @@ def _run(
         told = proofs[mesh]
         return meshes_offload.Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s or mesh.step_s, fits=fits)
 
-    return meshes_offload.best(found, proof, options["top"], sizes["gpu"].capacity_bytes), len(found)
+    return meshes_offload.best(found, proof, options["top"], sizes["gpu"].capacity_bytes, DOUBT), len(found)
 
 
 def _in_ram(model: str, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> tuple[list[Mesh], int]:

@@ -65,11 +65,13 @@ class Proof:
     fits: bool
 
 
-def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int) -> list[Mesh]:
+def best(
+    found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int, doubt: float = 0.0
+) -> list[Mesh]:  # fmt: skip
     """The ``top`` fastest that fit, one of each split, with few proofs: each tells how far estimates are off.
 
     ``room`` is what a GPU has. What may fit is proved in the order in which it is expected to be fast, until none is
-    left that might be faster than what was found.
+    left that might be faster than what was found, by the share of ``doubt`` of what is expected.
     """
     proved: dict[Mesh, Proof] = {}
     fitting: list[Mesh] = []
@@ -87,7 +89,7 @@ def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: 
             mesh = min(likely, key=lambda one: _expected(one, proved)[1])
         else:
             mesh = min(left, key=lambda one: one.peak_bytes)
-        if len(fitting) >= top and proved[fitting[top - 1]].step_s <= _expected(mesh, proved)[1]:
+        if len(fitting) >= top and proved[fitting[top - 1]].step_s <= (1 - doubt) * _expected(mesh, proved)[1]:
             break
         proved[mesh] = proof(mesh)
         fitting = sorted((one for one in proved if proved[one].fits), key=lambda one: proved[one].step_s)

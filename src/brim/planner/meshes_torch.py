@@ -19,6 +19,7 @@ from brim.estimation.parallel_time import StepTime, sent_s
 from brim.planner.meshes import SEQUENCES_PER_GPU, Costs, Ends, Mesh, Pieces, nccl_bytes
 from brim.planner.meshes_splits import run_splits
 
+DOUBT = 0.05  # of seconds that are expected of a way whose like was proved
 _WIDTH = 2  # bytes of a weight that computes
 _RESTS = 12  # of a parameter in float32: the weight and two moments, which ZeRO splits
 _GRADIENT = 4

@@ -12,7 +12,7 @@ from brim.estimation.parallel_shape import shape_of
 from brim.estimation.ranks import estimate_ranks
 from brim.planner.meshes_offload import Proof, best
 from brim.planner.meshes_splits import run_splits
-from brim.planner.meshes_torch import run_meshes
+from brim.planner.meshes_torch import DOUBT, run_meshes
 from brim.run import distributed_plan
 from brim.run.distributed_request import SplitRequest
 from brim.run.training_request import Request
@@ -107,7 +107,7 @@ def test_the_search_finds_what_tracing_everything_finds(small):
         asked[mesh] = proof_of(small, mesh)
         return asked[mesh]
 
-    (chosen,) = best(found, proof, 1, gpu.capacity_bytes)
+    (chosen,) = best(found, proof, 1, gpu.capacity_bytes, DOUBT)
     few = len(asked)
     everything = [asked[mesh] if mesh in asked else proof(mesh) for mesh in found]
     fastest = min(told.step_s for told in everything if told.fits)
