@@ -1,8 +1,8 @@
 """Meshes under PyTorch's own engine, which ``brim train`` runs: ZeRO's stages, zero-bubble pipelines, and the rest.
 
 Seconds by the same pieces as ``meshes``: PyTorch's kernels are fused less, so that hardly any way takes less than
-these say. Bytes are estimates from what FSDP2 holds of a parameter. Every way that may be the fastest is then traced rank
-by rank (``meshes_offload.best``), and tells how far estimates of its like are off.
+these say. Bytes are estimates from what FSDP2 holds of a parameter. Every way that may be the fastest is then traced
+rank by rank (``meshes_offload.best``), and tells how far estimates of its like are off.
 """
 
 from __future__ import annotations
