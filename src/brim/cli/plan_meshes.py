@@ -216,7 +216,7 @@ def _print(
     in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
     ram = ["RAM of a node"] if in_ram else []
     axes = ["tp", "pp", "v", *(axis for axis in ("cp", "ep") if any(mesh.split.size(axis) > 1 for mesh, _ in rows))]
-    axes += ["dp", *(["zero"] if any(mesh.split.zero != 1 for mesh, _ in rows) else [])]
+    axes += ["dp", *(["zero"] if len({mesh.split.zero for mesh, _ in rows}) > 1 else [])]
     columns = ["", *axes, "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
     for column in columns:
         table.add_column(column, justify="right")
