@@ -53,6 +53,11 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
         click.option("--gpus", type=count, help="Split training over so many GPUs, and search the splits."),
         click.option("--gpus-per-node", type=count, help="GPUs of one machine, beside --gpus. [default: 8]"),
+        click.option(
+            "--engine",
+            help="Whose seconds and bytes, beside --gpus: megatron (with Transformer Engine) or torch, "
+            "which brim train runs. [default: megatron]",
+        ),
         click.option("--global-batch", type=count, help="Sequences of a step on all --gpus. [default: 8 for each]"),
         click.option("--compare-gpus", metavar="1,2,4,8", help="Compare a training on so many GPUs."),
         click.option("--price", type=click.FloatRange(min=0), help="Of one GPU for an hour, beside --compare-gpus."),
@@ -108,7 +113,7 @@ def plan(
         from brim.cli import plan_meshes
 
         return plan_meshes.show(model, options, output, as_json)
-    for name in ("gpus", "gpus_per_node", "global_batch"):
+    for name in ("gpus", "gpus_per_node", "global_batch", "engine"):
         if options.pop(name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")
     with Console(stderr=True).status("Loading PyTorch"), _no_collections():

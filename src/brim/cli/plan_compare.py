@@ -86,7 +86,7 @@ def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
     from brim.run.planning import plan
     from brim.run.planning_request import Request
 
-    left_out = ("gpus", "gpus_per_node", "global_batch", "batch", "top")
+    left_out = ("gpus", "gpus_per_node", "global_batch", "batch", "top", "engine")
     asked = {name: value for name, value in options.items() if name not in left_out}
     answer = plan(Request(model=model, batch=batch, top=1, **asked))
     tokens = batch * options["seq"]

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brim.cli.options import print_json
-from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from brim.estimation.parallel import Split
     from brim.estimation.ranks import ParallelEstimate
     from brim.planner.meshes import Mesh
 
@@ -43,10 +44,14 @@ def fastest(model: str, options: dict[str, Any]) -> tuple[list[tuple[Mesh, Paral
 
     proofs: dict[Mesh, ParallelEstimate] = {}
     looked_at, refused = 0, None
+    sizes = _sizes(model, options) | {"global_batch": options["global_batch"] or 0}
     try:
-        found = meshes.meshes(global_batch=options["global_batch"] or 0, **_sizes(model, options))
-        looked_at = len(found)
-        chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
+        if options["engine"] == "torch":
+            chosen, looked_at = _run(model, options, sizes, proofs)
+        else:
+            found = meshes.meshes(**sizes)
+            looked_at = len(found)
+            chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
     except BudgetError as error:
         chosen, refused = [], error
     if not chosen and options["gpus"] > 1:
@@ -59,7 +64,28 @@ def fastest(model: str, options: dict[str, Any]) -> tuple[list[tuple[Mesh, Paral
                 raise BudgetError(refused.asked, both, f"{refused.todo} {error.todo}") from error
     elif refused is not None:
         raise refused
-    return [(mesh, proofs[mesh]) for mesh in chosen], looked_at
+    rows = [(mesh, proofs[mesh]) for mesh in chosen]
+    return sorted(rows, key=lambda row: row[1].step_s or row[0].step_s), looked_at
+
+
+def _run(
+    model: str, options: dict[str, Any], sizes: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]
+) -> tuple[list[Mesh], int]:
+    """The fastest under the engine that ``brim train`` runs, and how many were looked at."""
+    from brim.planner import meshes_offload
+    from brim.planner.meshes_torch import DOUBT, run_meshes
+
+    found = run_meshes(**sizes)
+
+    def proof(mesh: Mesh) -> meshes_offload.Proof:
+        try:
+            fits = _proved(model, mesh, options, proofs)
+        except (ModelError, UnsupportedError):  # what this model's layers do not split into
+            return meshes_offload.Proof(bytes=mesh.peak_bytes, step_s=mesh.step_s, fits=False)
+        told = proofs[mesh]
+        return meshes_offload.Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s or mesh.step_s, fits=fits)
+
+    return meshes_offload.best(found, proof, options["top"], sizes["gpu"].capacity_bytes, DOUBT), len(found)
 
 
 def _in_ram(model: str, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> tuple[list[Mesh], int]:
@@ -107,15 +133,23 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
 def _check(options: dict[str, Any]) -> None:
     if options["task"] != "train":
         raise UnsupportedError("--gpus was given for generating.", "Training is split, so far.", "Use --task train.")
+    if options["engine"] not in (None, "torch", "megatron"):
+        raise UsageError(f"--engine {options['engine']} was given.", "It is one of torch, megatron.")
     if not options["gpu"]:
         raise UsageError("--gpus was given without --gpu.", "Seconds and memory need one.", 'Add --gpu "A100 80GB".')
 
 
 def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> bool:
     """Whether every rank fits, told rank by rank."""
-    from brim.estimation.ranks import estimate_ranks
+    from brim import catalog
+    from brim.estimation.ranks import estimate_ranks, stage_fits
 
-    engine, precision = _engine(mesh)
+    engine, precision = _engine(mesh, options)
+    if engine == "megatron" and mesh.split.pp > 1 and not stage_fits(
+        model, mesh.split, mesh.fullest, seq=options["seq"], gpu=catalog.gpu(options["gpu"]),
+        checkpointing=mesh.checkpointing,
+    ):  # fmt: skip
+        return False
     proofs[mesh] = found = estimate_ranks(
         model, mesh.split, engine=engine, seq=options["seq"], gpu=options["gpu"], checkpointing=mesh.checkpointing,
         precision=precision,
@@ -123,9 +157,11 @@ def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: dict[Mesh, 
     return bool(found.fits)
 
 
-def _engine(mesh: Mesh) -> tuple[str, str]:
-    """Which engine a mesh is proved for, and in which precision: shards in RAM are FSDP2's."""
-    return ("torch", "bf16-mixed") if mesh.split.offload_shards else ("megatron", "bf16")
+def _engine(mesh: Mesh, options: dict[str, Any]) -> tuple[str, str]:
+    """Which engine a mesh is proved for, and in which precision: shards in RAM are FSDP2's. Mixed is what ``brim
+    train`` takes on GPUs."""
+    torch = mesh.split.offload_shards or options["engine"] == "torch"
+    return ("torch", "bf16-mixed") if torch else ("megatron", "bf16")
 
 
 def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
@@ -134,10 +170,15 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     words += ["--gpus-per-node", str(split.gpus_per_node), "--seq", str(options["seq"])]
     for name in ("tp", "pp", "interleave", "zero", "micro_batch", "global_batch"):
         words += [f"--{name.replace('_', '-')}", str(getattr(split, name))]
+    for name in ("cp", "ep"):
+        words += [f"--{name}", str(getattr(split, name))] if getattr(split, name) > 1 else []
     words += ["--sp"] if split.sequence_parallel else []
-    words += ["--offload-shards", "--precision", "bf16-mixed"] if split.offload_shards else []
+    words += ["--zero-bubble"] if split.zero_bubble else []
+    words += ["--offload-shards"] if split.offload_shards else []
     words += ["--stage-layers", ",".join(map(str, split.stage_layers))] if split.stage_layers else []
-    return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", _engine(mesh)[0]])
+    engine, precision = _engine(mesh, options)
+    words += ["--precision", precision] if engine == "torch" else []
+    return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", engine])
 
 
 def _document(
@@ -151,10 +192,15 @@ def _document(
             "interleave": mesh.split.interleave, "zero": mesh.split.zero, "micro_batch": mesh.split.micro_batch,
             "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
             "checkpointing": mesh.checkpointing, "stage_layers": list(mesh.split.stage_layers),
-            "offload_shards": mesh.split.offload_shards,
+            "offload_shards": mesh.split.offload_shards, "zero_bubble": mesh.split.zero_bubble,
             "command": _command(model, options, mesh),
         })  # fmt: skip
     return {"model": model, "gpus": options["gpus"], "meshes": looked_at, "proposals": proposals, "took_s": took_s}
+
+
+def _size(split: Split, axis: str) -> str:
+    """As the table has it: of chunks a zero-bubble pipeline's with its mark."""
+    return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
 def _print(
@@ -169,7 +215,9 @@ def _print(
     table = Table(box=box.SIMPLE, pad_edge=False)
     in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
     ram = ["RAM of a node"] if in_ram else []
-    columns = ["", "tp", "pp", "v", "dp", "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
+    axes = ["tp", "pp", "v", *(axis for axis in ("cp", "ep") if any(mesh.split.size(axis) > 1 for mesh, _ in rows))]
+    axes += ["dp", *(["zero"] if len({mesh.split.zero for mesh, _ in rows}) > 1 else [])]
+    columns = ["", *axes, "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
     for column in columns:
         table.add_column(column, justify="right")
     for number, (mesh, proof) in enumerate(rows, 1):
@@ -177,7 +225,7 @@ def _print(
         tokens = mesh.split.global_batch * options["seq"] / step_s
         split = mesh.split
         table.add_row(
-            str(number), str(split.tp), str(split.pp), str(split.interleave), str(split.dp),
+            str(number), *(_size(split, axis) for axis in axes),
             f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
             format_bytes(proof.worst.peak_bytes.process), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
             format_seconds(step_s), f"{tokens:,.0f}",
@@ -186,7 +234,9 @@ def _print(
         console.print(table)
         if in_ram:
             console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.", markup=False)
-        console.print("v: model chunks a rank; micro: micro-batches a step, and sequences in each", markup=False)
+        halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
+        told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
+        console.print(told, markup=False)
         console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
     else:
         console.print("No mesh fits: more GPUs, larger ones, or a shorter sequence would.", markup=False)

@@ -8,6 +8,7 @@ from typing import Any
 from brim.errors import UnsupportedError
 from brim.estimation.models import Source, transformers_config
 from brim.estimation.parallel import Sizes
+from brim.techniques.context_parallel import narrow
 
 # Decoders whose layer is norm, attention, norm, feed-forward, in that order, and what is special about each.
 _GATED = ("llama", "mistral", "qwen2", "phi3", "gemma", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -41,7 +42,9 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones."""
+    """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
+    ``windowed``: its attention does not look at all that went before. ``fused_queries``: they are one product with
+    keys and values, of a kind that ``brim train`` does not split."""
 
     name: str
     layers: int
@@ -60,6 +63,8 @@ class Shape:
     dropout: bool
     latent: Latent | None = None
     experts: Experts | None = None
+    windowed: bool = False
+    fused_queries: bool = False
 
     @property
     def query(self) -> int:
@@ -114,6 +119,8 @@ def shape_of(source: Source) -> Shape:
         dropout=dropout > 0,
         latent=_latent(config),
         experts=_experts(config),
+        windowed=narrow(config) is not None,
+        fused_queries=kind == "gpt2",
     )
 
 

@@ -135,18 +135,32 @@ def estimate_ranks(
         task=task, batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
         checkpointing=checkpointing,
     )  # fmt: skip
-    source = find_model(model)
     place = place_of(gpu)
-    job = ParallelJob(
+    job = _job(find_model(model), workload, split, place, fused_loss=fused_loss)
+    stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
+    return _assembled(job, engine, stages, place, alloc_conf, notes)
+
+
+def _job(source: Source, workload: Workload, split: Split, place: Place, *, fused_loss: bool = True) -> ParallelJob:
+    return ParallelJob(
         source=source,
         workload=workload,
         split=split,
-        sequence=seq or _tokens(source),
+        sequence=workload.seq or _tokens(source),
         capability=capability_of(place),
         fused_loss=fused_loss,
     )
-    stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
-    return _assembled(job, engine, stages, place, alloc_conf, notes)
+
+
+def stage_fits(
+    model: str | Path | Callable[[], Any], split: Split, stage: int, *, seq: int, gpu: catalog.Gpu, checkpointing: str
+) -> bool:  # fmt: skip
+    """Whether the ranks of one pipeline stage fit on ``gpu`` under Megatron-LM: a quick no before all are looked at.
+    Raises what ``estimate_ranks`` does."""
+    place = place_of(gpu)
+    workload = Workload(task="train", batch=split.micro_batch, seq=seq, checkpointing=checkpointing)
+    (facts,), _ = ranks_megatron.stages(_job(find_model(model), workload, split, place), only=stage)
+    return _memory(facts.trace, place, "", _nccl_bytes(split))[0].process <= gpu.capacity_bytes
 
 
 def cpu_bytes(
@@ -194,8 +208,7 @@ def _assembled(
     job: ParallelJob, engine: str, stages: Sequence[StageFacts], place: Place, alloc_conf: str, notes: tuple[str, ...]
 ) -> ParallelEstimate:
     split = job.split
-    nccl = sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp"))
-    nccl += catalog.nccl_bytes(split.cp)
+    nccl = _nccl_bytes(split)
     of_stage: dict[int, tuple[PeakBytes, dict[str, int], RamPeak | None]] = {}
     for facts in stages:
         if id(facts) not in of_stage:
@@ -226,6 +239,10 @@ def _assembled(
         notes=(*notes, context, *told),
         not_modelled=tuple(sorted({name for facts in stages for name in facts.not_modelled})),
     )
+
+
+def _nccl_bytes(split: Split) -> int:
+    return sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp", "cp"))
 
 
 def _memory(trace: Trace, place: Place, alloc_conf: str, nccl: int) -> tuple[PeakBytes, dict[str, int]]:

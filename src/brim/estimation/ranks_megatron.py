@@ -16,8 +16,9 @@ _TOLD = (
 )
 
 
-def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
-    """Every pipeline rank's step, and what was assumed. Raises UnsupportedError for what the engine does not do."""
+def stages(job: ParallelJob, only: int | None = None) -> tuple[list[StageFacts], tuple[str, ...]]:
+    """Every pipeline rank's step (``only``: of one of them), and what was assumed. Raises UnsupportedError for what
+    the engine does not do."""
     split, workload = job.split, job.workload
     _check(job)
     shape = shape_of(job.source)
@@ -32,7 +33,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
             shape, split, stage, sequence=job.sequence, recompute=workload.checkpointing or "none",
             capability=job.capability, fused_loss=job.fused_loss,
         )
-        for stage in range(split.pp)
+        for stage in (range(split.pp) if only is None else (only,))
     )  # fmt: skip
     return [_facts(one, split) for one in made], _TOLD
 

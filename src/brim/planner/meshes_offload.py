@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from brim import catalog
 from brim.core import Op, Phase
@@ -65,11 +65,13 @@ class Proof:
     fits: bool
 
 
-def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int) -> list[Mesh]:
+def best(
+    found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int, doubt: float = 0.0
+) -> list[Mesh]:  # fmt: skip
     """The ``top`` fastest that fit, one of each split, with few proofs: each tells how far estimates are off.
 
     ``room`` is what a GPU has. What may fit is proved in the order in which it is expected to be fast, until none is
-    left that might be faster than what was found.
+    left that might be faster than what was found, by the share of ``doubt`` of what is expected.
     """
     proved: dict[Mesh, Proof] = {}
     fitting: list[Mesh] = []
@@ -77,7 +79,7 @@ def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: 
         failed = [mesh for mesh, told in proved.items() if not told.fits]
         left = [
             mesh for mesh in found
-            if not any(mesh.split == one.split for one in fitting)
+            if mesh not in proved and not any(_same_split(mesh, one) for one in fitting)
             and not any(_takes_more(mesh, one) for one in failed)
         ]  # fmt: skip
         likely = [mesh for mesh in left if _expected(mesh, proved)[0] <= _DOUBT * room]
@@ -87,32 +89,55 @@ def best(found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: 
             mesh = min(likely, key=lambda one: _expected(one, proved)[1])
         else:
             mesh = min(left, key=lambda one: one.peak_bytes)
-        if len(fitting) >= top and proved[fitting[top - 1]].step_s <= _expected(mesh, proved)[1]:
+        if len(fitting) >= top and proved[fitting[top - 1]].step_s <= (1 - doubt) * _expected(mesh, proved)[1]:
             break
         proved[mesh] = proof(mesh)
         fitting = sorted((one for one in proved if proved[one].fits), key=lambda one: proved[one].step_s)
     return fitting[:top]
 
 
+def _same_split(one: Mesh, other: Mesh) -> bool:
+    """Whatever is computed again, and however layers are dealt out for that."""
+    return replace(one.split, stage_layers=()) == replace(other.split, stage_layers=())
+
+
 def _expected(mesh: Mesh, proved: Mapping[Mesh, Proof]) -> tuple[float, float]:
     """Bytes and seconds as estimated, and as far off as those of what was proved and is most like it."""
-    alike = [one for one in proved if one.split.tp == mesh.split.tp]
+    alike = [one for one in proved if _family(one) == _family(mesh)]
     if not alike:
         return mesh.peak_bytes, mesh.step_s
-    one = min(alike, key=lambda one: (one.checkpointing != mesh.checkpointing, abs(one.peak_bytes - mesh.peak_bytes)))
+    one = min(alike, key=lambda one: (*_unlike(one, mesh), abs(one.peak_bytes - mesh.peak_bytes)))
     told = proved[one]
     return told.bytes + mesh.peak_bytes - one.peak_bytes, mesh.step_s * told.step_s / one.step_s
 
 
+def _family(mesh: Mesh) -> tuple[int, bool, bool]:
+    """Of another one no proof tells anything."""
+    return mesh.split.tp, mesh.split.pp > 1, mesh.split.zero_bubble
+
+
+def _unlike(one: Mesh, other: Mesh) -> tuple[bool, ...]:
+    """What tells two meshes apart, what most makes estimates differ first."""
+    pairs = [(getattr(one.split, name), getattr(other.split, name)) for name in ("ep", "cp", "zero")]
+    return (one.checkpointing != other.checkpointing, *(first != second for first, second in pairs))
+
+
 def _takes_more(mesh: Mesh, other: Mesh) -> bool:
-    """At least as much as ``other`` on every GPU."""
+    """At least as much as ``other`` on every GPU. Of pipelines with fewer micro-batches fewer are in flight, and one
+    alone has no gradients to add up."""
     one, two = mesh.split, other.split
-    less = RECOMPUTE.index(mesh.checkpointing) <= RECOMPUTE.index(other.checkpointing)
-    return one.tp == two.tp and one.micro_batch >= two.micro_batch and less
+    fewer_rows = one.micro_batch < two.micro_batch
+    if fewer_rows or RECOMPUTE.index(mesh.checkpointing) > RECOMPUTE.index(other.checkpointing):
+        return False
+    if one == two:
+        return True
+    alike = replace(one, micro_batch=two.micro_batch) == two
+    return alike and one.pp == 1 and (one.micro_batches > 1 or two.offload_shards)
 
 
 def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
-    tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus % n == 0]
+    whole = shape.experts is not None or shape.latent is not None  # are not split by tensors
+    tensors = [n for n in range(1, 1 + (1 if whole else min(gpus_per_node, gpus))) if gpus % n == 0]
     divides = False
     for tp, micro in itertools.product(tensors, _MICRO_BATCHES):
         try:
@@ -136,7 +161,9 @@ def _bytes(pieces: Pieces, split: Split, recompute: str) -> int:
     """What is kept for backward, two layers whole, logits with their gradients, and what is outside of layers: whole
     from a micro-batch's first product to its last, with gradients that are reduced in float32."""
     ends, shape = pieces.ends(split, recompute), pieces.shape
-    whole = _WIDTH * 2 * ends.layer_parameters + (2 * _WIDTH + 4) * ends.beside_parameters[1, 0]
+    whole = (
+        _WIDTH * 2 * (ends.layer_parameters + ends.layer_experts) + (2 * _WIDTH + 4) * ends.beside_parameters[1, 0]
+    )
     logits = _LOGIT * split.micro_batch * pieces.sequence * shape.vocabulary // split.tp
     return shape.layers * ends.layer_bytes + whole + logits + nccl_bytes(split) + pieces.gpu.context().bytes
 
@@ -146,7 +173,8 @@ def _step(pieces: Pieces, split: Split, recompute: str) -> StepTime:
     ends, layers = pieces.ends(split, recompute), pieces.shape.layers
     outside = embedding.plus(head)
     compute = waits = adds = 0.0
-    for cost, count, times in ((layer, ends.layer_parameters, layers), (outside, ends.beside_parameters[1, 0], 1)):
+    each = ends.layer_parameters + ends.layer_experts
+    for cost, count, times in ((layer, each, layers), (outside, ends.beside_parameters[1, 0], 1)):
         brought, taken = _brought_s(pieces, split, count), _taken_s(pieces, split, count)
         forward, backward = max(brought - cost.forward_s, 0.0), max(brought + taken - cost.backward_s, 0.0)
         compute += times * (cost.forward_s + cost.backward_s)

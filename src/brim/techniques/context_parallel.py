@@ -32,6 +32,14 @@ def mesh_of(ranks: int, device: str) -> DeviceMesh | None:
     return init_device_mesh(device, (dist.get_world_size() // ranks, ranks), mesh_dim_names=("rest", "cp"))["cp"]
 
 
+def narrow(config: Any) -> str | None:
+    """What in transformers' configuration says that attention does not look at all that went before, if any does."""
+    found = next((name for name in _SLIDING if getattr(config, name, None)), None)
+    if found is None and any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "layer_types"
+    return found
+
+
 def apply(model: Any, mesh: DeviceMesh) -> Context:
     """Let transformers' causal language model ``model`` work on this rank's stretch, over ``mesh`` (one axis).
 
@@ -39,14 +47,11 @@ def apply(model: Any, mesh: DeviceMesh) -> Context:
     """
     from transformers import AttentionInterface
 
-    config = model.config
-    narrow = next((name for name in _SLIDING if getattr(config, name, None)), None)
-    if narrow is None and any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        narrow = "layer_types"
-    if narrow is not None:
+    windowed = narrow(model.config)
+    if windowed is not None:
         raise UnsupportedError(
             f"--cp {mesh.size()} was asked for {type(model).__name__}.",
-            f"Its attention does not look at all that went before ({narrow}).", "Leave out --cp.",
+            f"Its attention does not look at all that went before ({windowed}).", "Leave out --cp.",
         )  # fmt: skip
     context = Context(mesh)
     AttentionInterface.register(_ATTENTION, _attention)

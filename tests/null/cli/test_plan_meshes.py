@@ -35,6 +35,8 @@ def test_the_table_tells_split_memory_and_seconds(capsys):
         (["--task", "generate", "--gpus", "8", "--gpu", "H100"], "--task train"),
         (["--task", "train", "--gpus", "8"], "--gpu"),
         (["--task", "train", "--gpus-per-node", "8"], "--gpus"),
+        (["--task", "train", "--engine", "torch"], "--gpus"),
+        (["--task", "train", "--gpus", "8", "--gpu", "H100", "--engine", "jax"], "one of torch, megatron"),
         (["--task", "train", "--gpus", "1", "--gpu", "RTX 4090"], "hold its states"),
     ],
 )
@@ -108,3 +110,44 @@ def test_ram_that_is_too_small_for_shards_is_told(capsys):
     assert main([*SMALL, "--gpus", "2", "--ram", "8GiB"]) == 2
     error = capsys.readouterr().err
     assert "Nor with its shards in RAM" in error and "--ram" in error
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "given"),
+    [
+        ("mixtral-8x7b", ["--gpus", "32", "--seq", "1024"], "--ep 8"),
+        ("llama-3.2-1b", ["--gpus", "8", "--seq", "32768", "--global-batch", "2"], "--cp 4"),
+    ],
+)
+def test_experts_and_sequences_over_ranks_are_offered_with_their_options(capsys, model, settings, given):
+    assert main(["plan", model, "--task", "train", "--gpu", "H100", *settings, "--top", "1", "--json"]) == 0
+    (proposal,) = json.loads(capsys.readouterr().out)["proposals"]
+    assert f" {given} " in proposal["command"]
+    assert main([*shlex.split(proposal["command"])[1:], "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["peak_bytes"], again["step_s"]) == (proposal["peak_bytes"], proposal["step_s"])
+    assert main(["plan", model, "--task", "train", "--gpu", "H100", *settings, "--top", "1"]) == 0
+    assert f" {given[2:4]} " in capsys.readouterr().out
+
+
+def test_the_comparison_of_gpus_takes_experts_over_ranks(capsys):
+    asked = ["plan", "mixtral-8x7b", "--task", "train", "--gpu", "H100", "--seq", "512", "--global-batch", "64"]
+    assert main([*asked, "--compare-gpus", "16,64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all("experts over" in row["way"] for row in rows)
+    assert rows[1]["step_s"] < rows[0]["step_s"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plan_for_the_engine_that_train_runs_has_its_bytes(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    asked = ["plan", "llama-3.2-1b", "--task", "train", "--gpus", "2", "--gpu", "RTX 4090", "--seq", "256"]
+    words = ["--global-batch", "2", "--engine", "torch", "--top", "1", "--output", str(path), "--json"]
+    assert main([*asked, *words]) == 0
+    (proposal,) = json.loads(capsys.readouterr().out)["proposals"]
+    assert proposal["engine"] == "torch"
+    assert main([*shlex.split(proposal["command"])[1:], "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["peak_bytes"] == proposal["peak_bytes"]
+    assert json.loads(path.read_text())["peak_bytes"] == again["peak_bytes"]["process"]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from brim import catalog
+from brim.estimation.models import find_model
+from brim.estimation.parallel_shape import shape_of
+from brim.planner.meshes_torch import run_meshes
+from brim.run import distributed_plan
 from rank_checks import (
     SP,
     adapted,
@@ -17,7 +23,7 @@ from rank_checks import (
     check_trained,
     save_mixtral,
 )
-from splitting import BATCH, LR, SEQ, STEPS, trained
+from splitting import BATCH, LR, SEQ, STEPS, brim_train, torchrun, trained
 from trainings import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
@@ -119,3 +125,26 @@ def test_experts_are_clipped_and_go_on_from_a_checkpoint_without_them(
     assert one != pytest.approx(free, abs=1e-5)
     assert made[0]["losses"] == pytest.approx(one, abs=1e-5)
     assert made[1]["losses"] + made[2]["losses"] == pytest.approx(free, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", ["ep", "zero_bubble", "cp"])
+def test_a_plan_that_the_search_has_made_is_run(
+    way: str, mixtral: Path, llama: Path, text: Path, tmp_path: Path
+) -> None:
+    folder = mixtral if way == "ep" else llama
+    sizes = {"gpus": 2, "gpus_per_node": 2, "sequence": SEQ, "global_batch": BATCH}
+    found = run_meshes(shape_of(find_model(str(folder))), gpu=catalog.gpu("H100"), **sizes)
+    mesh = next(mesh for mesh in found if int(getattr(mesh.split, way)) > (way != "zero_bubble"))
+    made = distributed_plan.made(
+        model=str(folder), gpu="H100", sequence=SEQ, split=mesh.split, checkpointing=mesh.checkpointing,
+        peak_bytes=mesh.peak_bytes, step_s=mesh.step_s,
+    )  # fmt: skip
+    distributed_plan.write(tmp_path / "plan.json", made)
+    done = torchrun(2, *brim_train(folder, text, tmp_path / "out", "--plan", str(tmp_path / "plan.json"), "--json"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout)
+    assert told["mesh"] == {name: mesh.split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")}
+    assert told["zero_bubble"] == mesh.split.zero_bubble
+    assert told["losses"] == pytest.approx(plain(folder, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)[0], abs=1e-5)

@@ -1,0 +1,84 @@
+"""Which splits of a job a search looks at: those that divide, and that ``brim train`` runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from brim.errors import UnsupportedError, UsageError
+from brim.estimation.parallel import Split, check_context, check_experts, check_sizes
+from brim.estimation.parallel_shape import Shape
+
+_MICRO_BATCHES = (1, 2, 4, 8)
+_CHUNKS = (1, 2, 3, 4, 5, 6, 8)
+
+
+def splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
+    """Tensors, pipelines, sequences and experts over ranks, as Megatron-LM would, and PyTorch's engine can."""
+    whole = shape.experts is not None or shape.latent is not None  # modelled on whole layers
+    tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus_per_node % n == 0 or n == gpus]
+    stages = [n for n in range(1, min(shape.layers, gpus) + 1) if gpus % n == 0]
+    for tp, pp, chunks, micro in itertools.product([1] if whole else tensors, stages, _CHUNKS, _MICRO_BATCHES):
+        if gpus % (tp * pp) or (chunks > 1 and (pp == 1 or shape.layers % (pp * chunks))):
+            continue
+        for own in _shared(shape, gpus, tp, pp, chunks):
+            split = made(
+                shape, sequence, gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, pp=pp, interleave=chunks,
+                micro_batch=micro, global_batch=batch, sequence_parallel=tp > 1, zero=1, **own,
+            )  # fmt: skip
+            if split is not None:
+                yield split
+
+
+def run_splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
+    """All that ``brim train`` runs: each of these with ZeRO's stages, and pipelines without bubbles."""
+    for split in splits(shape, gpus, gpus_per_node, sequence, batch):
+        if split.tp > 1 and shape.fused_queries:
+            continue
+        yield split
+        for zero in _further_stages(split):
+            yield replace(split, zero=zero)
+        if _takes_halves(split):
+            yield replace(split, zero_bubble=True)
+
+
+def _further_stages(split: Split) -> tuple[int, ...]:
+    """Of ZeRO, where they differ from the first: one micro-batch's gradients are split at once anyway."""
+    if split.shards == 1:
+        return ()
+    return (3,) if split.pp > 1 or split.micro_batches == 1 else (2, 3)
+
+
+def _takes_halves(split: Split) -> bool:
+    """Whether PyTorch's zero-bubble pipeline runs it: what a stage between others sends is a view where the sequence
+    is split by tensor-parallel ranks, which it cannot cut off (torch/distributed/pipelining/_backward.py)."""
+    return (
+        split.pp > 1 and split.micro_batches % split.pp == 0 and (split.tp == 1 or split.pp * split.interleave == 2)
+    )
+
+
+def _shared(shape: Shape, gpus: int, tp: int, pp: int, chunks: int) -> Iterator[dict[str, int]]:
+    """What data-parallel ranks may share beside states: nothing, all sequences (``cp``), or experts (``ep``)."""
+    yield {}
+    if tp > 1:
+        return
+    shards = gpus // pp
+    if shape.experts is not None:
+        if shards > 1 and shape.experts.count % shards == 0:
+            yield {"ep": shards}
+    elif pp == 1 and shape.latent is None and not shape.windowed:
+        yield from ({"cp": n} for n in range(2, gpus + 1) if gpus % n == 0)
+
+
+def made(shape: Shape, sequence: int, **fields: Any) -> Split | None:
+    """The split where it divides and PyTorch's engine takes it, else None."""
+    try:
+        split = Split(**fields)
+        check_sizes(split, shape.sizes(sequence))
+        check_experts(split)
+        check_context(split)
+    except (UsageError, UnsupportedError):
+        return None  # no candidate
+    return split
