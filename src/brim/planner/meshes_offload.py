@@ -8,6 +8,7 @@ Bytes are estimates, which say what to prove next; what fits is told by the proo
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ from brim.planner.meshes import RECOMPUTE, Mesh, Pieces, nccl_bytes
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_PROOFS = 8
+_LATE_S = 30.0  # no further proof is begun after that, once something fits: each takes 10 to 20 s
 _DOUBT = 1.1  # times the room: what may fit after all
 _STATES = 16  # bytes of a parameter in RAM: weight, gradient and two moments in float32
 _STEPPED = 32  # bytes that AdamW goes through: all of them, there and back
@@ -75,7 +77,8 @@ def best(
     """
     proved: dict[Mesh, Proof] = {}
     fitting: list[Mesh] = []
-    while len(proved) < _MOST_PROOFS:
+    late_s = time.monotonic() + _LATE_S
+    while len(proved) < _MOST_PROOFS and not (fitting and time.monotonic() > late_s):
         failed = [mesh for mesh, told in proved.items() if not told.fits]
         left = [
             mesh for mesh in found

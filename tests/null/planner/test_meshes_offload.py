@@ -7,6 +7,7 @@ from brim.errors import BudgetError, UsageError
 from brim.estimation.models import find_model
 from brim.estimation.parallel_shape import shape_of
 from brim.estimation.ranks import estimate_ranks
+from brim.planner import meshes_offload
 from brim.planner.meshes_offload import Proof, best, offloaded
 
 RTX = catalog.gpu("RTX 3090")
@@ -107,3 +108,14 @@ def test_each_split_is_offered_once(llama):
     chosen = best(found(llama), proof, 3, int(24e9))
     assert len({mesh.split for mesh in chosen}) == 3
     assert [mesh.step_s for mesh in chosen] == sorted(mesh.step_s for mesh in chosen)
+
+
+def test_once_something_fits_no_proof_is_begun_late(llama, monkeypatch):
+    asked = []
+
+    def proof(mesh):
+        asked.append(mesh)
+        return Proof(bytes=mesh.peak_bytes, step_s=mesh.step_s, fits=len(asked) > 1)
+
+    monkeypatch.setattr(meshes_offload, "_LATE_S", 0.0)
+    assert best(found(llama), proof, 3, int(80e9)) == asked[1:] and len(asked) == 2
