@@ -103,22 +103,31 @@ def plan(
         from brim.cli import plan_meshes
 
         return plan_meshes.show(model, options, output, as_json)
-    for name in ("gpus", "gpus_per_node", "global_batch"):
-        if options.pop(name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")
+    _leave_out_several(options)
     load("brim.run.planning")
     from brim.run.planning_request import Request
 
     request = Request(model=model, **options)
+    asked = {"precisions": precisions, "router_statistics": router_statistics}
     if not regimes:
-        answer = _answer(request, output, precisions=precisions, router_statistics=router_statistics)
-        return _show(answer, output, html, as_json)
-    if precisions or router_statistics:
+        return _show(_answer(request, output, **asked), output, html, as_json)
+    if any(asked.values()):
         raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
+    _show_regimes(request, output, html, as_json)
+    return None
+
+
+def _show_regimes(request: Request, output: Path | None, html: Path | None, as_json: bool) -> None:
     from brim.cli import plan_regimes
 
     plan_regimes.show(request, output, html, as_json)
-    return None
+
+
+def _leave_out_several(options: dict[str, Any]) -> None:
+    """Take out what is about several GPUs; raises UsageError where some of it was given."""
+    for name in ("gpus", "gpus_per_node", "global_batch"):
+        if options.pop(name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")
 
 
 def _answer(request: Request, output: Path | None, **asked: Any) -> Answer:
