@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from brim.cli import estimate_ranks
+from brim.cli.loading import MODELS, load
 from brim.cli.options import html_option, json_option, print_json, write_html
 from brim.cli.split_options import split_of, split_options
 from brim.errors import UsageError
@@ -98,13 +99,15 @@ def _report(
     from brim.estimation.workload import Workload
 
     workload = Workload(**settings)
-    with Console(stderr=True).status("Loading PyTorch") as status:
-        from brim.estimation.estimate import Study, hardware_of
-        from brim.estimation.models import find_model
-        from brim.estimation.simulation import place_of
+    load("brim.estimation.estimate")
+    from brim.estimation.estimate import Study, hardware_of
+    from brim.estimation.models import find_model
+    from brim.estimation.simulation import place_of
 
-        place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
-        status.update("Tracing one step on fake tensors")
+    place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
+    if source.library == "transformers":
+        load(MODELS)
+    with Console(stderr=True).status("Tracing one step on fake tensors") as status:
         study = Study(source, workload, place, hardware, alloc_conf)
         found = study.estimate()
         status.update("Solving for other sizes")

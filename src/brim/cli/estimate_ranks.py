@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -26,6 +27,7 @@ def report(
     for name in ("method", "new_tokens"):
         if settings.pop(name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given with --gpus.", "Full training is split, so far.")
+    load("brim.estimation.ranks", MODELS)
     with Console(stderr=True).status("Working out one rank of each kind"):
         from brim.estimation.ranks import estimate_ranks
 

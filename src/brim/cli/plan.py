@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json, write_html
+from brim.cli.loading import load
+from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json
+from brim.cli.plan_page import tiers_of, write_page
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
@@ -20,63 +20,60 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from brim.core import Timeline
-    from brim.run.planning_request import Answer, Effect, Proposal
+    from brim.run.planning_request import Answer, Effect, Proposal, Request
 
 INFEASIBLE = 3  # the exit code where nothing fits
-_TIERS = ("vram", "ram", "disk")
+_COUNT = click.IntRange(min=1)
+_OPTIONS = [
+    click.option("--task", type=click.Choice(["generate", "train"]), default="generate", show_default=True),
+    click.option("--gpu", help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
+    click.option("--vram", type=BYTES, help="Budget of the GPU, such as 8GiB; default: all of it that is free."),
+    click.option("--ram", type=BYTES, help="Host memory; default: 90 % of what is free, 64GiB beside a --gpu."),
+    click.option("--disk", type=BYTES, help="Room on disk for what memory cannot hold."),
+    click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences a step."),
+    click.option("--seq", type=_COUNT, default=1024, show_default=True, help="Tokens a sequence, or a prompt."),
+    click.option("--new-tokens", type=_COUNT, default=128, show_default=True, help="Tokens to generate."),
+    click.option("--precision", help="Keep to it, as in bf16 or int8. [default: the planner's choice]"),
+    click.option("--optimizer", default="adamw", show_default=True),
+    click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True),
+    click.option(
+        "--prefer",
+        type=click.Choice(["speed", "memory", "quality"]),
+        default="speed",
+        show_default=True,
+        help="What comes first: the fastest, the smallest, or the fastest that rounds no weights.",
+    ),
+    click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
+    click.option("--top", type=_COUNT, default=5, show_default=True, help="At most so many plans."),
+    click.option("--gpus", type=_COUNT, help="Split training over so many GPUs, and search the splits."),
+    click.option("--gpus-per-node", type=_COUNT, help="GPUs of one machine, beside --gpus. [default: 8]"),
+    click.option(
+        "--engine",
+        help="Whose seconds and bytes, beside --gpus: megatron (with Transformer Engine) or torch, "
+        "which brim train runs. [default: megatron]",
+    ),
+    click.option("--global-batch", type=_COUNT, help="Sequences of a step on all --gpus. [default: 8 for each]"),
+    click.option("--compare-gpus", metavar="1,2,4,8", help="Compare a training on so many GPUs."),
+    click.option("--price", type=click.FloatRange(min=0), help="Of one GPU for an hour, beside --compare-gpus."),
+    click.option("--precisions", is_flag=True, help="Show what each kind of block takes in int8 and in 16 bits."),
+    click.option(
+        "--router-statistics",
+        metavar="auto|FILE",
+        help="Plan a mixture of experts by what its routers do in a short run, kept in FILE once it was made.",
+    ),
+    click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
+    click.option(
+        "--output",
+        type=OutputFile(),
+        help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
+    ),
+    html_option,
+    json_option,
+]  # everything but MODEL, in the order of the help
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Everything but MODEL, in the order of the help."""
-    count = click.IntRange(min=1)
-    options = [
-        click.option("--task", type=click.Choice(["generate", "train"]), default="generate", show_default=True),
-        click.option("--gpu", help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
-        click.option("--vram", type=BYTES, help="Budget of the GPU, such as 8GiB; default: all of it that is free."),
-        click.option("--ram", type=BYTES, help="Host memory; default: 90 % of what is free, 64GiB beside a --gpu."),
-        click.option("--disk", type=BYTES, help="Room on disk for what memory cannot hold."),
-        click.option("--batch", type=count, default=1, show_default=True, help="Sequences a step."),
-        click.option("--seq", type=count, default=1024, show_default=True, help="Tokens a sequence, or a prompt."),
-        click.option("--new-tokens", type=count, default=128, show_default=True, help="Tokens to generate."),
-        click.option("--precision", help="Keep to it, as in bf16 or int8. [default: the planner's choice]"),
-        click.option("--optimizer", default="adamw", show_default=True),
-        click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True),
-        click.option(
-            "--prefer",
-            type=click.Choice(["speed", "memory", "quality"]),
-            default="speed",
-            show_default=True,
-            help="What comes first: the fastest, the smallest, or the fastest that rounds no weights.",
-        ),
-        click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
-        click.option("--top", type=count, default=5, show_default=True, help="At most so many plans."),
-        click.option("--gpus", type=count, help="Split training over so many GPUs, and search the splits."),
-        click.option("--gpus-per-node", type=count, help="GPUs of one machine, beside --gpus. [default: 8]"),
-        click.option(
-            "--engine",
-            help="Whose seconds and bytes, beside --gpus: megatron (with Transformer Engine) or torch, "
-            "which brim train runs. [default: megatron]",
-        ),
-        click.option("--global-batch", type=count, help="Sequences of a step on all --gpus. [default: 8 for each]"),
-        click.option("--compare-gpus", metavar="1,2,4,8", help="Compare a training on so many GPUs."),
-        click.option("--price", type=click.FloatRange(min=0), help="Of one GPU for an hour, beside --compare-gpus."),
-        click.option("--precisions", is_flag=True, help="Show what each kind of block takes in int8 and in 16 bits."),
-        click.option(
-            "--router-statistics",
-            metavar="auto|FILE",
-            help="Plan a mixture of experts by what its routers do in a short run, kept in FILE once it was made.",
-        ),
-        click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
-        click.option(
-            "--output",
-            type=OutputFile(),
-            help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
-        ),
-        html_option,
-        json_option,
-    ]
-    for option in reversed(options):
+    for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
@@ -100,8 +97,6 @@ def plan(
     file.py:build, a function that returns a model and its inputs as a pair. Exit code 3 says that nothing fits, and
     the answer then is what would have to change.
     """
-    from rich.console import Console
-
     compared, price = options.pop("compare_gpus"), options.pop("price")
     if compared is not None:
         from brim.cli import plan_compare
@@ -113,45 +108,56 @@ def plan(
         from brim.cli import plan_meshes
 
         return plan_meshes.show(model, options, output, as_json)
+    _leave_out_several(options)
+    load("brim.run.planning")
+    from brim.run.planning_request import Request
+
+    request = Request(model=model, **options)
+    asked = {"precisions": precisions, "router_statistics": router_statistics}
+    if not regimes:
+        return _show(_answer(request, output, **asked), output, html, as_json)
+    if any(asked.values()):
+        raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
+    _show_regimes(request, output, html, as_json)
+    return None
+
+
+def _show_regimes(request: Request, output: Path | None, html: Path | None, as_json: bool) -> None:
+    from brim.cli import plan_regimes
+
+    plan_regimes.show(request, output, html, as_json)
+
+
+def _leave_out_several(options: dict[str, Any]) -> None:
+    """Take out what is about several GPUs; raises UsageError where some of it was given."""
     for name in ("gpus", "gpus_per_node", "global_batch", "engine"):
         if options.pop(name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")
-    with Console(stderr=True).status("Loading PyTorch"), _no_collections():
-        from brim.run.plan_file import write
-        from brim.run.planning import plan as answer_to
-        from brim.run.planning_request import PLAN_FILE, Request
-    request = Request(model=model, **options)
-    if regimes:
-        from brim.cli.plan_regimes import show
 
-        if precisions or router_statistics:
-            raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
-        show(request, output, html, as_json)
-        return None
+
+def _answer(request: Request, output: Path | None, **asked: Any) -> Answer:
+    """What is found, its plans written to ``output``."""
+    from rich.console import Console
+
+    from brim.run.plan_file import write
+    from brim.run.planning import plan as answer_to
+    from brim.run.planning_request import PLAN_FILE
+
     with Console(stderr=True).status("Planning"):
-        found = answer_to(request, precisions=precisions, router_statistics=router_statistics)
-        answer = _with_files(found, output or Path(PLAN_FILE))
+        answer = _with_files(answer_to(request, **asked), output or Path(PLAN_FILE))
         for index in range(len(answer.proposals) if output is not None else 0):
             write(_file(output or Path(), index), answer, index)
+    return answer
+
+
+def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool) -> int | None:
     if html is not None:
-        _write_html(html, answer)
+        write_page(html, answer)
     if as_json:
         print_json(answer.to_json())
     else:
         _print(answer, output)
     return None if answer.proposals else INFEASIBLE
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """While modules load, nearly all that is made stays: looking for what does not takes a seventh of the time."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _file(output: Path, index: int) -> Path:
@@ -196,7 +202,7 @@ def _print(answer: Answer, output: Path | None) -> None:
 
 
 def _print_plans(console: Console, answer: Answer) -> None:
-    tiers = _tiers(answer)
+    tiers = tiers_of(answer)
     step = "s per step" if answer.request.task == "train" else "s per token"
     plans = _table("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap", left=("limited by",))
     for number, one in enumerate(answer.proposals, 1):
@@ -254,14 +260,6 @@ def _print_nearest(console: Console, answer: Answer) -> None:
     console.print(changes)
 
 
-def _tiers(answer: Answer) -> list[str]:
-    """Those that some plan uses."""
-    used: set[str] = set()
-    for one in answer.proposals:
-        used |= {tier for tier, count in one.plan.promise.peak_bytes.items() if count}
-    return [tier for tier in _TIERS if tier in used]
-
-
 def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:
     from rich import box
     from rich.table import Table
@@ -270,111 +268,3 @@ def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 or not column or column in left else "right")
     return table
-
-
-def _write_html(path: Path, answer: Answer) -> None:
-    from brim.report.html import Table, View
-
-    request, tiers = answer.request, _tiers(answer)
-    tables: list[Table] = []
-    if answer.proposals:
-        tables.append(_page_plans(answer, tiers))
-        best = answer.proposals[0]
-        tables += [_page_effects("What plan 1 uses", best.techniques), _page_effects("More room by", best.frees)]
-        tables.append(_commands(answer))
-    else:
-        changes = tuple((one.change, one.command) for one in answer.nearest)
-        tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
-    tables.append(_page_precisions(answer))
-    budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
-    tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
-    if answer.machine.assumed:
-        told = tuple((text,) for text in answer.machine.assumed)
-        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=told))
-    tables = [table for table in tables if table.rows]
-    views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
-    notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
-    title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
-    write_html(path, views, title=title, tables=tables, notes=notes)
-
-
-def _page_plans(answer: Answer, tiers: Sequence[str]) -> Any:
-    from brim.report.html import Table
-
-    rows: tuple[tuple[Any, ...], ...] = tuple(
-        (
-            number,
-            *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
-            one.step_s,
-            answer.tokens_per_s(one),
-            one.limited_by,
-            one.gap,
-        )
-        for number, one in enumerate(answer.proposals, 1)
-    )
-    peaks = (f"{tier}_bytes" for tier in tiers)
-    columns = ("plan", *peaks, "step_s", "tokens per second", "limited by", "gap_share")
-    note = "Peak per tier. Each was proved: a step was traced with it in force."
-    return Table(title="Plans", columns=columns, rows=rows, note=note)
-
-
-def _picture(one: Proposal, answer: Answer) -> Timeline:
-    """The schedule of a plan; where that has no bytes, what the compute tier holds at the most under it."""
-    from brim.core import EventKind, Timeline
-
-    assert one.timeline is not None
-    compute = answer.machine.hardware.compute
-    if any(event.kind is EventKind.ALLOC and event.tier == compute for event in one.timeline):
-        return one.timeline
-    made = Timeline(one.timeline.name, measured=False, facts=dict(one.timeline.facts))
-    rest = one.plan.promise.peak_bytes.get(compute, 0)
-    for decision in one.plan.decisions:
-        if decision.choice == "resident" and decision.bytes <= rest:
-            made.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
-            rest -= decision.bytes
-    made.add(EventKind.ALLOC, compute, rest, label="all else at its peak", category="temporary")
-    for event in one.timeline:
-        made.add(**{name: getattr(event, name) for name in event.__slots__})
-    return made
-
-
-def _page_effects(title: str, effects: Sequence[Effect]) -> Any:
-    from brim.report.html import Table
-
-    tiers = [tier for tier in _TIERS if any(one.saves_bytes.get(tier) for one in effects)]
-    rows = tuple(
-        (one.technique, one.what, *(_or_none(one.saves_bytes, tier) for tier in tiers), one.costs_s)
-        for one in effects
-    )
-    columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
-    return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
-
-
-def _page_precisions(answer: Answer) -> Any:
-    from brim.report.html import Table
-
-    names = list(dict.fromkeys(name for row in answer.precisions for name in row.forms))
-    columns = ["block", "count"]
-    for name in names:
-        columns += [f"{name}_bytes", f"{name} moved_s", f"{name} computed_s"]
-    rows = []
-    for row in answer.precisions:
-        cells: list[Any] = [row.kind, row.count]
-        for name in names:
-            form = row.forms.get(name)
-            cells += [form.bytes, form.move_s, form.compute_s] if form else [None] * 3
-        rows.append((*cells, row.streamed, row.resident))
-    columns += ["better streamed", "better resident"]
-    note = "Per token. A streamed block takes the longer of moving and computing it."
-    return Table(title="Which precision?", columns=tuple(columns), rows=tuple(rows), note=note)
-
-
-def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:
-    return saves_bytes.get(tier) or None
-
-
-def _commands(answer: Answer) -> Any:
-    from brim.report.html import Table
-
-    rows = tuple((number, one.command) for number, one in enumerate(answer.proposals, 1))
-    return Table(title="Commands", columns=("plan", "command"), rows=rows)

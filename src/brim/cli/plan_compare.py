@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes, format_seconds
@@ -61,6 +62,7 @@ def show(
     if options["task"] != "train" or not options["gpu"]:
         raise UsageError("--compare-gpus was given.", "It compares trainings on GPUs.", "Add --task train and --gpu.")
     batch = options["global_batch"] or 8 * max(counts)
+    load("brim.estimation.ranks", "brim.run.planning", MODELS)
     with Console(stderr=True).status("Comparing"):
         rows = [_row(model, count, batch, options) for count in counts]
     if output is not None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
@@ -25,6 +26,7 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
 
     _check(options)
     started = time.perf_counter()
+    load("brim.estimation.ranks", MODELS)
     with Console(stderr=True).status("Looking at meshes"):
         rows, looked_at = fastest(model, options)
     took_s = time.perf_counter() - started

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from brim.core import Category, Phase
 from brim.predict import failures, inplace
-from brim.predict.flops import is_view, op_bytes, op_dtype, op_flops
+from brim.predict.flops import is_view, op_work
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
 from brim.predict.resting import Resting
-from brim.predict.shapes import result_of
+from brim.predict.shapes import Answer, result_of
 from brim.predict.values import KnownValues
 
 _add = torch.ops.aten.add.Tensor
@@ -63,12 +63,16 @@ class RecordingMode(TorchDispatchMode):
         self._graph_task = -1  # of the backward pass that is running
         self._in_linear = False
         self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
+        self._fakes: FakeTensorMode | None = None  # the mode below, which makes fake tensors
         self._alone = False  # whether nobody below waits to see the operations that fake kernels are asked for
 
     # -- operations ----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RecordingMode:
-        self._alone = all(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+        below = _get_current_dispatch_mode_stack()
+        fakes = [mode for mode in below if isinstance(mode, FakeTensorMode)]
+        self._alone = len(fakes) == len(below)
+        self._fakes = fakes[-1] if fakes else None
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -86,7 +90,9 @@ class RecordingMode(TorchDispatchMode):
     ) -> Any:
         if func is _device_of:  # C++ asks where a tensor lies, once for every operation; nothing runs
             return _device(args[0])
-        if any(kind.__name__ == "DTensor" for kind in types):  # it runs on each rank's share, which comes back here
+        if any(
+            kind is not FakeTensor and kind.__name__ == "DTensor" for kind in types
+        ):  # it runs on each rank's share, which comes back here
             return NotImplemented
         # Within a function of PyTorch modes for functions are off. In the backward pass, which calls none, they would
         # see each look at a tensor from here on.
@@ -116,20 +122,23 @@ class RecordingMode(TorchDispatchMode):
         finally:
             self.inside = was_inside
 
-    def _remembered(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _remembered(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Answer | None]:
         """What the fake kernel gives, without asking it where that is known and nobody waits to see it asked."""
         if not self._alone:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs), None
         written = inplace.written(func, args, kwargs)
-        return result_of(func, args, kwargs) if written is None else written
+        return result_of(func, args, kwargs, self._fakes) if written is None else (written, None)
 
     def _run(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recorder, phase, module = self.recorder, self.phase(), self.modules.current()
-        result = self.values.shape_of(func, args, kwargs)
+        result, answer = self.values.shape_of(func, args, kwargs), None
         if result is None:
             adds_bias = self._in_linear and func is _add and args[1].dim() == 1
             fake = inplace.add_bias if adds_bias else FAKES.get(func)
-            result = self._remembered(func, args, kwargs) if fake is None else fake(*args, **kwargs)
+            found = (fake(*args, **kwargs), None) if fake is not None else self._remembered(func, args, kwargs)
+            result, answer = found
             self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
         fresh = self._fresh(outputs)
@@ -138,15 +147,10 @@ class RecordingMode(TorchDispatchMode):
         rule = None if in_ram else self._rule_for(func)
         if fresh or resized or rule is not None or not is_view(func):
             index = recorder.begin_op(self.resting.named(str(func)), phase, module)
-            read_bytes, written_bytes = op_bytes(func, args, kwargs, result)
-            recorder.describe_op(
-                index,
-                flops=op_flops(func, args, kwargs, result),
-                read_bytes=read_bytes,
-                written_bytes=written_bytes,
-                dtype=op_dtype(args, result),
-                in_ram=in_ram,
-            )
+            work = op_work(func, args, kwargs, result) if answer is None or answer.work is None else answer.work
+            if answer is not None:
+                answer.work = work
+            recorder.describe_op(index, work, in_ram=in_ram)
             kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result)
             if rule is not None:
                 rule(kernel)

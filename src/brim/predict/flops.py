@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -36,6 +36,21 @@ _GATHERS = frozenset({
     "embedding", "gather", "index", "index_select", "masked_select", "select_backward", "slice_backward",
 })
 # fmt: on
+
+
+class Work(NamedTuple):
+    """What one operation computes and moves."""
+
+    flops: int
+    read_bytes: int
+    written_bytes: int
+    dtype: str
+
+
+def op_work(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:
+    """All of it. It depends on ``func``, what its arguments and results look like, and plain arguments' values."""
+    read_bytes, written_bytes = op_bytes(func, args, kwargs, out)
+    return Work(op_flops(func, args, kwargs, out), read_bytes, written_bytes, op_dtype(args, out))
 
 
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

@@ -63,8 +63,13 @@ class PretendCuda(ValueMode):
             return replaced(*args, **kwargs)
         device = kwargs.get("device")
         if device is None:
-            with self.recording.factories(self.default_on_device or self._any_on_device(args)):
+            recording = self.recording  # without a context manager: every call of the program comes by here
+            before = recording.on_device
+            recording.on_device = self.default_on_device or self._any_on_device(args)
+            try:
                 return super().__torch_function__(func, types, args, kwargs)
+            finally:
+                recording.on_device = before
         cuda = is_cuda(device)
         self.recording.recorder.uses_device |= cuda
         with self.recording.factories(cuda), self.recording.placed(cuda if _copies(func) else None):

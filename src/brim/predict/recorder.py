@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from brim.core import Category, Op, Phase, Storage
+from brim.predict.flops import Work
 
 
 @dataclass(slots=True)
@@ -88,11 +89,9 @@ class Recorder:
         self.runs.append(Run(name=name, phase=phase, step=self.step, at=self.tick(), module=module))
         return len(self.runs) - 1
 
-    def describe_op(
-        self, index: int, *, flops: int, read_bytes: int, written_bytes: int, dtype: str, in_ram: bool = False
-    ) -> None:
+    def describe_op(self, index: int, work: Work, *, in_ram: bool = False) -> None:
         run = self.runs[index]
-        run.flops, run.read_bytes, run.written_bytes, run.dtype = flops, read_bytes, written_bytes, dtype
+        run.flops, run.read_bytes, run.written_bytes, run.dtype = work
         run.in_ram = in_ram
 
     def alloc(

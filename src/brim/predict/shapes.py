@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+from brim.predict.flops import Work
 
 _aten = torch.ops.aten
 _MOST_KNOWN = 1 << 16
 _PLAIN = frozenset({int, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)})
 _DEPEND_ON_MORE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+_FACTORIES = (_aten.empty.memory_format, _aten.empty_strided.default)
 _Key = list[Any]
 
 
@@ -35,34 +38,50 @@ class _Made:
     viewed: bool
 
 
-_KNOWN: dict[tuple[Any, ...], tuple[_Made, ...] | None] = {}  # None: it is asked every time
+@dataclass(slots=True)
+class Answer:
+    """What an operation gives, and what it computes and moves once somebody has worked that out: the same for all
+    that ask the same."""
+
+    made: tuple[_Made, ...]
+    work: Work | None = None
+
+
+_KNOWN: dict[tuple[Any, ...], Answer | None] = {}  # None: it is asked every time
+_UNHEARD = Answer(made=())
 _KINDS: dict[torch._ops.OpOverload, bool] = {}
+_STATES: dict[torch.device, dict[str, Any]] = {}  # what a fake tensor there says of itself, but for its mode
 
 
-def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)`` below a trace."""
-    key = _key(func, args, kwargs)
-    if key is None:
-        return func(*args, **kwargs)
-    known = _KNOWN.get(key, ())
-    if known:
-        made = [_rebuilt(one, args[0]) for one in known]
-        return made[0] if len(made) == 1 else tuple(made)
+def result_of(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None
+) -> tuple[Any, Answer | None]:
+    """``func(*args, **kwargs)`` below a trace of ``mode``, and what it was remembered as."""
+    key = None if mode is None else _key(func, args, kwargs, mode)
+    if key is None or mode is None:
+        return func(*args, **kwargs), None
+    known = _KNOWN.get(key, _UNHEARD)
+    if known is None:
+        return func(*args, **kwargs), None
+    if known.made:
+        made = [_rebuilt(one, args[0], mode) for one in known.made]
+        return made[0] if len(made) == 1 else tuple(made), known
     result = func(*args, **kwargs)
-    if known is not None:
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[key] = _described(func, result, args)
-    return result
+    if len(_KNOWN) >= _MOST_KNOWN:
+        _KNOWN.clear()
+    described = _described(func, result, args, mode)
+    answer = _KNOWN[key] = None if described is None else Answer(made=described)
+    return result, answer
 
 
-def _key(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _key(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
+) -> tuple[Any, ...] | None:
     kind = _KINDS.get(func)
     if kind is None:
         kind = _KINDS[func] = _is_plain(func)
-    if not kind or not args or type(args[0]) is not FakeTensor:
+    if not kind or not args or (type(args[0]) is not FakeTensor and func not in _FACTORIES):
         return None
-    mode = args[0].fake_mode
     key: _Key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), mode.allow_fallback_kernels]
     for arg in args:
         if not _add(key, arg, mode):
@@ -78,7 +97,7 @@ def _is_plain(func: torch._ops.OpOverload) -> bool:
     tags = func.tags
     if func.namespace != "aten" or func._schema.is_mutable or any(tag in tags for tag in _DEPEND_ON_MORE):
         return False
-    return func.overloadpacket not in (_aten.as_strided, _aten.lift, _aten.lift_fresh, _aten.set)
+    return func.overloadpacket not in (_aten.lift, _aten.lift_fresh, _aten.set)
 
 
 def _add(key: _Key, arg: Any, mode: Any) -> bool:
@@ -105,7 +124,9 @@ def _add(key: _Key, arg: Any, mode: Any) -> bool:
     return False
 
 
-def _described(func: torch._ops.OpOverload, result: Any, args: tuple[Any, ...]) -> tuple[_Made, ...] | None:
+def _described(
+    func: torch._ops.OpOverload, result: Any, args: tuple[Any, ...], mode: FakeTensorMode
+) -> tuple[_Made, ...] | None:
     """What makes ``result`` again; None where that would be another one."""
     if type(result) is tuple and len(result) < 2:
         return None
@@ -114,7 +135,8 @@ def _described(func: torch._ops.OpOverload, result: Any, args: tuple[Any, ...]) 
         return None
     first = args[0]
     homes = {one.untyped_storage()._cdata for one in pytree.arg_tree_leaves(*args) if isinstance(one, torch.Tensor)}
-    views, home = func.is_view or func is _aten._unsafe_view.default, first.untyped_storage()._cdata
+    views = func.is_view or func is _aten._unsafe_view.default
+    home = first.untyped_storage()._cdata if views else None
     made = tuple(
         _Made(
             shape=tuple(one.shape),
@@ -126,7 +148,7 @@ def _described(func: torch._ops.OpOverload, result: Any, args: tuple[Any, ...]) 
         )
         for one in results
     )
-    again = [_rebuilt(one, first) for one in made]
+    again = [_rebuilt(one, first, mode) for one in made]
     same = all(_facts(one) == _facts(other) for one, other in zip(results, again, strict=True))
     own = [one.untyped_storage()._cdata for one, what in zip(results, made, strict=True) if not what.viewed]
     return made if same and len(set(own)) == len(own) and homes.isdisjoint(own) else None
@@ -140,9 +162,29 @@ def _facts(tensor: FakeTensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _rebuilt(what: _Made, first: FakeTensor) -> FakeTensor:
+def _rebuilt(what: _Made, first: Any, mode: FakeTensorMode) -> FakeTensor:
     with torch._C._DisableTorchDispatch():
         made = torch.empty_strided(what.shape, what.stride, dtype=what.dtype, device="meta")
         if what.viewed:
             made.set_(first.untyped_storage(), what.offset, what.shape, what.stride)
-    return FakeTensor(first.fake_mode, made, what.device)
+    return _faked(made, what.device, mode)
+
+
+def _faked(made: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> FakeTensor:
+    """``FakeTensor(mode, made, device)``. What that looks at and works out is the same for every tensor of a device,
+    and takes longer than the tensor."""
+    state = _STATES.get(device)
+    if state is None:
+        first = FakeTensor(mode, made, device)
+        _STATES[device] = {name: value for name, value in vars(first).items() if name != "fake_mode"}
+        return first
+    fake: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(state)
+    fake.fake_mode = mode
+    return fake

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class KnownValues:
 
     def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of an operation whose shape depends on values, where these are known; else None."""
-        if torch.Tag.dynamic_output_shape not in func.tags:
+        if not _shape_depends_on_values(func):
             return None
         if func is _aten.index.Tensor:
             return self._masked_index(args)
@@ -119,7 +120,7 @@ class KnownValues:
         elif func in _ABOVE and _is_draw(args[0]):
             _compare_draw(args[1], _ABOVE[func], result)
             return
-        inputs = [t for t in _leaves((args, kwargs)) if getattr(t, "_brim_known", None) is not None]
+        inputs = [t for t in _flat_leaves(args, kwargs) if getattr(t, "_brim_known", None) is not None]
         if not inputs:
             return
         real = None
@@ -185,6 +186,11 @@ class KnownValues:
         fake._brim_known = made  # type: ignore[attr-defined]
 
 
+@cache
+def _shape_depends_on_values(func: torch._ops.OpOverload) -> bool:
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
 def _is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
@@ -246,6 +252,17 @@ def _small(tensor: Any) -> bool:
         return False
     floating = tensor.dtype.is_floating_point
     return tensor.numel() <= (_MOST_TOKENS if tensor.dim() <= 2 and not floating else _MOST_ELEMENTS[floating])
+
+
+def _flat_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """``_leaves`` of arguments, of which nearly all are tensors and numbers: every operation asks."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            found += _leaves(value)
+    return found
 
 
 def _leaves(value: Any) -> Iterable[torch.Tensor]:

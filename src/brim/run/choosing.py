@@ -209,43 +209,51 @@ def make_job(
     in_ram = hardware.compute == RAM
     parameters = dict(model.named_parameters())
     measured = {} if need.seconds is None else need.seconds(partition)
-    on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
-    works, able = _Work(model, hardware, need), computable(partition)
-    blocks, bounce = [], 0
-    for block in partition.blocks:
-        sources = [source_of(name, parameters[name], weights) for name in block.tensors]
-        layout = (file_layout if in_ram and weights.sources else packed_layout)(sources)
-        bounce = max(bounce, bounce_bytes(layout.runs))
-        uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
-        seconds = measured[block.name].forward_s if measured else works.seconds(block) * bool(uses)
-        blocks.append(
-            BlockCost(
-                name=block.name,
-                bytes=layout.bytes,
-                uses=uses,
-                compute_s=seconds,
-                overhead_s=_HOOKS_S * uses,
-                cpu_s=on_cpu[block.name].forward_s if on_cpu and block.name in able else 0.0,
-                cpu_bytes=need.cpu_bytes,
-                likely=works.likely(block),
-            )
-        )
+    lay_out = file_layout if in_ram and weights.sources else packed_layout
+    layouts = [lay_out([source_of(n, parameters[n], weights) for n in block.tensors]) for block in partition.blocks]
     fixed = _fixed_layouts([source_of(name, parameters[name], weights) for name in partition.loose], in_ram)
     buffers = sum(tensor_bytes(buffer) for buffer in model.buffers())
     passes = weights.sources and not in_ram  # residents go through RAM, one at a time
     return Job(
         model=type(model).__name__,
         task=task,
-        blocks=blocks,
+        blocks=_block_costs(_Work(model, hardware, need), partition, need, layouts, measured),
         fixed_bytes=sum(layout.bytes for layout in fixed) + buffers,
         step_bytes=need.step_bytes,
         fixed_compute_s=measured[OUTSIDE].forward_s if measured else 0.0,
         spent_bytes=need.spent_bytes,
-        bounce_bytes=max([bounce, *(bounce_bytes(layout.runs) for layout in fixed)]),
-        passage_bytes=max([b.bytes for b in blocks] + [f.bytes for f in fixed]) if passes else 0,
+        bounce_bytes=max((bounce_bytes(layout.runs) for layout in (*layouts, *fixed)), default=0),
+        passage_bytes=max(layout.bytes for layout in (*layouts, *fixed)) if passes else 0,
         cpu_step_bytes=need.cpu_step_bytes,
         beside=need.beside,
     )
+
+
+def _block_costs(
+    works: _Work,
+    partition: Partition,
+    need: Need,
+    layouts: Sequence[BlockLayout],
+    measured: Mapping[str, BlockSeconds],
+) -> list[BlockCost]:
+    """``measured``: seconds of blocks by their names; empty: by the machine's rates."""
+    on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
+    able, costs = computable(partition), []
+    for block, layout in zip(partition.blocks, layouts, strict=True):
+        uses = len([trigger for trigger in block.triggers if trigger not in block.lookups])
+        costs.append(
+            BlockCost(
+                name=block.name,
+                bytes=layout.bytes,
+                uses=uses,
+                compute_s=measured[block.name].forward_s if measured else works.seconds(block) * bool(uses),
+                overhead_s=_HOOKS_S * uses,
+                cpu_s=on_cpu[block.name].forward_s if on_cpu and block.name in able else 0.0,
+                cpu_bytes=need.cpu_bytes,
+                likely=works.likely(block),
+            )
+        )
+    return costs
 
 
 class _Work:

@@ -15,7 +15,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "brim", *arguments], capture_output=True, text=True, timeout=250)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["nonsense"], ["plan", "--help"], ["estimate", "--help"]]
+)
 def test_start_up_imports_neither_torch_nor_what_a_command_needs(arguments):
     code = (
         "import sys\nfrom brim.cli import main\n"

@@ -17,10 +17,14 @@ aten = torch.ops.aten
 
 
 class Remembering(TorchDispatchMode):
-    """Answers as a trace does."""
+    """Answers as a trace of ``mode`` does."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return result_of(func, args, kwargs or {})
+        return result_of(func, args, kwargs or {}, self.mode)[0]
 
 
 @pytest.fixture
@@ -65,6 +69,10 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "expanded": lambda x: x[:1].expand(5, -1),
     "expanded and added": lambda x: x[:1].expand(5, -1) + 1,
     "strided": lambda x: torch.as_strided(x, (2, 2), (1, 1)),
+    "strided from elsewhere": lambda x: torch.as_strided(x, (2, 2), (2, 1), 3),
+    "made": lambda x: torch.empty(3, x.shape[0], dtype=torch.bfloat16),
+    "made for bytes": lambda x: torch.empty((x.numel(),), dtype=torch.uint8, device="cpu"),
+    "made as strides say": lambda x: torch.empty_strided((2, 3), (1, 2)),
     "picked": lambda x: x.gather(1, torch.zeros(x.shape, dtype=torch.long)),
 }
 
@@ -77,23 +85,50 @@ def test_a_remembered_result_is_the_one_of_the_fake_kernel(
     with torch.inference_mode(inference):
         for given in (torch.empty(4, 6), torch.empty(6, 4).t(), torch.empty(5, 6)[1:], torch.empty(4, 12)[:, ::2]):
             wanted = facts(call(given), given.untyped_storage()._cdata)
-            with Remembering():
+            with Remembering(fake):
                 for _ in range(3):
                     assert facts(call(given), given.untyped_storage()._cdata) == wanted
 
 
 def test_results_are_never_the_same_storage_twice(fake: FakeTensorMode) -> None:
     given = torch.empty(4, 6)
-    with Remembering():
+    with Remembering(fake):
         made = [given * 2 for _ in range(4)]
     assert len({one.untyped_storage()._cdata for one in made}) == 4
 
 
 def test_what_is_refused_is_refused_again(fake: FakeTensorMode) -> None:
-    with Remembering():
+    with Remembering(fake):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="reduction dim"):
                 torch.empty(4, 6) @ torch.empty(5, 6)
+
+
+def test_a_view_beyond_its_storage_does_to_that_what_the_fake_kernel_does(fake: FakeTensorMode) -> None:
+    one, other = torch.empty(4, 6), torch.empty(4, 6)
+    torch.as_strided(one, (7, 6), (6, 1))
+    with Remembering(fake):
+        for given in (torch.empty(4, 6), torch.empty(4, 6), other):
+            torch.as_strided(given, (7, 6), (6, 1))
+    assert other.untyped_storage().nbytes() == one.untyped_storage().nbytes()
+
+
+def test_a_remembered_tensor_is_all_that_the_constructor_makes_of_one(fake: FakeTensorMode) -> None:
+    with Remembering(fake):
+        _, _, made = (torch.empty(4, 6).t() for _ in range(3))
+    wanted = torch.empty(4, 6).t()
+    assert isinstance(made, FakeTensor)
+    assert vars(made) == vars(wanted)
+    assert (made.requires_grad, made.is_leaf) == (wanted.requires_grad, wanted.is_leaf)
+    assert str(torch._C._dispatch_keys(made)) == str(torch._C._dispatch_keys(wanted))
+
+
+def test_who_asks_the_same_hears_of_the_same_work(fake: FakeTensorMode) -> None:
+    _, first = result_of(aten.mul.Tensor, (torch.empty(4, 9), 2.0), {}, fake)
+    _, second = result_of(aten.mul.Tensor, (torch.empty(4, 9), 2.0), {}, fake)
+    _, larger = result_of(aten.mul.Tensor, (torch.empty(5, 9), 2.0), {}, fake)
+    assert first is second is not None
+    assert larger is not first
 
 
 def test_writing_where_a_tensor_lies_gives_that_tensor(fake: FakeTensorMode) -> None:
