@@ -12,12 +12,26 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from brim.predict.recorder import Recorder
 
 NOTE = "torch.compile: run as it is written"
 _FRAMES = "torch._dynamo.eval_frame"  # torch/_dynamo/eval_frame.py decides before every compiled call what to do
 _DECISION = "_callback_from_stance"
+
+
+def is_traced() -> bool:
+    """Whether a trace is being made."""
+    return any(hasattr(mode, "recorder") for mode in _get_current_dispatch_mode_stack())
+
+
+def note_not_compiled(module: nn.Module, why: str) -> None:
+    """Write into the trace that is being made that a module runs as it is written."""
+    for mode in _get_current_dispatch_mode_stack():
+        if hasattr(mode, "recorder"):
+            mode.recorder.not_modelled.add(f"{NOTE}: {type(module).__name__} ({why.splitlines()[0][:120]})")
 
 
 @contextmanager
