@@ -17,13 +17,12 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint as checkpoints
 from torch import fx
-from torch._functorch import partitioners
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from brim.predict.compiled import capturing
 
 _regions = itertools.count(1)  # checkpointed ones: what crosses from one into another is kept
 
@@ -70,6 +69,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def captured(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Layout], weights: int) -> Graphs:
     """Both passes of ``function``, which takes tensors and gives tensors; the first ``weights`` of them are there
     anyhow, so that keeping them is free. Raises whatever PyTorch does for what cannot be one graph."""
+    from torch._functorch import partitioners  # with the compiler, seconds that most programs need not wait for
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._inductor.decomposition import select_decomp_table
+
     made: list[Layout] = []
 
     def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -78,7 +81,7 @@ def captured(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[L
         made[:] = [Layout.of(result) for result in results]
         return tuple(result.to_local() if isinstance(result, DTensor) else result for result in results)
 
-    with _disable_current_modes(), FakeTensorMode(), torch.enable_grad(), _checkpoints_as_tags():
+    with capturing(), _disable_current_modes(), FakeTensorMode(), torch.enable_grad(), _checkpoints_as_tags():
         joint: Any = aot_export_joint_simple(
             flat, tuple(layout.made() for layout in inputs), trace_joint=True, decompositions=select_decomp_table()
         )

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import get_default_op_list
 
 from brim.predict.flops import is_view
 from brim.predict.fused import fused
@@ -171,6 +170,8 @@ def _seen(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
 
 @cache
 def _op_lists() -> Any:
+    from torch._functorch.partitioners import get_default_op_list
+
     return get_default_op_list()
 
 
