@@ -3,7 +3,6 @@ graphs' kernels, and what the partitioner keeps between them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from brim.predict.compiled_graph import Graphs, Layout, captured, local
 from brim.predict.compiled_kernels import Program
+from brim.predict.patches import silenced
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 _OF_ITS_PLACE = ("layer_idx",)  # tells a layer from the next, which work alike otherwise
@@ -76,7 +76,7 @@ class CompiledBlock:
             return found
 
         try:
-            with _quiet():
+            with silenced("torch._functorch"):
                 graphs = captured(flat, layouts, len(own))
         except Exception as error:
             raise NotOneGraph(f"{type(error).__name__}: {error}") from error
@@ -186,15 +186,3 @@ def _settings(part: nn.Module) -> Any:
     hooks = (len(part._forward_pre_hooks), len(part._forward_hooks))
     instead = vars(part).get("forward")
     return plain, hooks, type(instead), getattr(instead, "choice", None)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch logs what it raises."""
-    logger = logging.getLogger("torch._functorch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
