@@ -111,7 +111,7 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         compiled: _Compiled = ctx.compiled
         layouts = compiled.graphs.outputs
-        wanted = [local(_like(g, lay)) for g, lay in zip(gradients, layouts, strict=True) if lay.requires_grad]
+        wanted = [_like(given, lay) for given, lay in zip(gradients, layouts, strict=True) if lay.requires_grad]
         inputs = [*ctx.saved_tensors, *wanted]
         ctx.maybe_clear_saved_tensors()
         del wanted, gradients
@@ -130,9 +130,15 @@ def _whole(value: Any, share: Any) -> Any:
 
 
 def _like(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """As the graph was made for it: AOTAutograd copies a gradient that lies in another way."""
     if layout.share is not None and isinstance(gradient, DTensor) and gradient.placements != layout.share.placements:
-        return gradient.redistribute(placements=layout.share.placements)
-    return gradient
+        gradient = gradient.redistribute(placements=layout.share.placements)
+    own = local(gradient)
+    return (
+        own
+        if own.stride() == layout.stride
+        else torch.empty_strided(layout.size, layout.stride, dtype=own.dtype, device=own.device).copy_(own)
+    )
 
 
 def _inputs_kept(graphs: Graphs) -> list[int]:

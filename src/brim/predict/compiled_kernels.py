@@ -1,15 +1,17 @@
 """A graph as the kernels that Inductor makes of it: what is written to memory, and when it is let go.
 
 Chains of pointwise operations and reductions are one kernel each, and what lies between them is in no memory.
-Written are what products, attention and collectives read or give, the graph's results, and sums. A kernel writes
-over an input of the same size that nobody needs any more (torch/_inductor/scheduler.py, ``decide_inplace_update``),
-and takes along others that read the same (``can_fuse``).
+Written are what products, attention and collectives read or give, the graph's results, and sums. A kernel writes one
+of these over an input of the same size that nothing else reads any more, be it in the same kernel
+(torch/_inductor/scheduler.py, ``decide_inplace_update``), and takes along others that read the same (``can_fuse``).
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -48,6 +50,7 @@ class Program:
         self._kept = {_base(node) for node in self.outputs if isinstance(node, fx.Node)}
         self._lasting = {self.inputs[at] for at in kept} | self._kept
         self._written = _written(graph)
+        self._known_reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self._nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_nothing(node)]
         self.kernels = self._with_ends(self._in_order())
 
@@ -73,48 +76,92 @@ class Program:
 
     def _reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """What lies in memory of all that a kernel's result is worked out from."""
-        found: dict[fx.Node, None] = {}
-        seen: set[fx.Node] = set()
-        todo = list(node.all_input_nodes)
-        while todo:
-            one = todo.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            if self._is_real(one):
-                found[_base(one)] = None
-            else:
-                todo.extend(one.all_input_nodes)
-        return tuple(found)
+        if node not in self._known_reads:
+            found: dict[fx.Node, None] = {}
+            seen: set[fx.Node] = set()
+            todo = list(node.all_input_nodes)
+            while todo:
+                one = todo.pop()
+                if one not in seen and self._is_real(one):
+                    found[_base(one)] = None
+                elif one not in seen:
+                    todo.extend(one.all_input_nodes)
+                seen.add(one)
+            self._known_reads[node] = tuple(found)
+        return self._known_reads[node]
 
     def _in_order(self) -> list[Kernel]:
-        kernels: list[Kernel] = []
-        there = set(self.inputs)
-        pending = [node for node in self._nodes if node in self._written]
-        for node in self._nodes:
-            if node in there or _is_view(node) or not self._is_real(node):
-                continue
-            if _is_fusible(node):
-                group = self._fused(node, pending, there)
-                reads = dict.fromkeys(read for one in group for read in self._reads(one) if read not in group)
-                kernels.append(Kernel(nodes=tuple(group), reads=tuple(reads)))
-                there.update(group)
-            else:
-                kernels.append(Kernel(call=node, reads=tuple(dict.fromkeys(map(_base, node.all_input_nodes)))))
-                there.add(node)
+        """Kernels by the first of what they give, each behind those that it reads from (``topological_sort``)."""
+        units = self._units()
+        number = {node: index for index, unit in enumerate(units) for node in unit}
+        waits = [self._before(unit, number) for unit in units]
+        behind: dict[int, list[int]] = {}
+        for index, others in enumerate(waits):
+            for other in others:
+                behind.setdefault(other, []).append(index)
+        ready = [index for index, others in enumerate(waits) if not others]
+        heapq.heapify(ready)
+        kernels = []
+        while ready:
+            index = heapq.heappop(ready)
+            kernels.append(self._kernel(units[index]))
+            for later in behind.get(index, ()):
+                waits[later].discard(index)
+                if not waits[later]:
+                    heapq.heappush(ready, later)
+        assert len(kernels) == len(units), "kernels wait for one another"
         return kernels
 
-    def _fused(self, first: fx.Node, pending: Sequence[fx.Node], there: set[fx.Node]) -> list[fx.Node]:
-        """The first and all that could be worked out beside it, reading what it reads."""
-        group, reads = [first], set(self._reads(first))
-        for node in pending:
-            if node in there or node is first or not _alike(first, node):
+    def _kernel(self, unit: Sequence[fx.Node]) -> Kernel:
+        if not _is_fusible(unit[0]):
+            return Kernel(call=unit[0], reads=self._all_reads(unit[0]))
+        reads = dict.fromkeys(read for node in unit for read in self._reads(node) if read not in unit)
+        return Kernel(nodes=tuple(unit), reads=tuple(reads))
+
+    def _all_reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        if _is_fusible(node):
+            return self._reads(node)
+        return tuple(dict.fromkeys(map(_base, node.all_input_nodes)))
+
+    def _units(self) -> list[list[fx.Node]]:
+        """What each kernel gives, in order of the first of it. Joined is what goes through the same elements and reads
+        the same, where nothing in between reads one for the other (``will_fusion_create_cycle``)."""
+        units: list[list[fx.Node]] = []
+        for node in self._nodes:
+            if _is_view(node) or not self._is_real(node):
                 continue
-            own = set(self._reads(node))
-            if own & (reads | set(group)) and own <= there | set(group):
-                group.append(node)
-                reads |= own
-        return group
+            fits = [unit for unit in units if self._shared_bytes(unit, node)] if _is_fusible(node) else []
+            for unit in sorted(fits, key=lambda unit: -self._shared_bytes(unit, node)):
+                if not self._closes_circle(units, unit, node):
+                    unit.append(node)
+                    break
+            else:
+                units.append([node])
+        return units
+
+    def _shared_bytes(self, unit: Sequence[fx.Node], node: fx.Node) -> int:
+        if not _is_fusible(unit[0]) or _elements(unit[0]) != _elements(node):
+            return 0
+        there = {read for one in unit for read in self._reads(one)} | set(unit)
+        return sum(read.meta["val"].nbytes for read in self._reads(node) if read in there)
+
+    def _closes_circle(self, units: Sequence[list[fx.Node]], unit: list[fx.Node], node: fx.Node) -> bool:
+        """Whether the node reads what was made of the unit's results by another kernel."""
+        number = {one: index for index, other in enumerate(units) for one in other}
+        own = number[unit[0]]
+        todo = [number[read] for read in self._reads(node) if read in number and number[read] != own]
+        seen = set(todo)
+        while todo:
+            before = self._before(units[todo.pop()], number)
+            if own in before:
+                return True
+            todo += before - seen
+            seen |= before
+        return False
+
+    def _before(self, unit: Sequence[fx.Node], number: Mapping[fx.Node, int]) -> set[int]:
+        """The kernels that it reads from."""
+        return {number[read] for node in unit for read in self._all_reads(node) if read in number} - {number[unit[0]]}
 
     def _with_ends(self, kernels: Sequence[Kernel]) -> list[Kernel]:
         """With what is read for the last time, by each kernel."""
@@ -131,12 +178,13 @@ class Program:
 
     def _ended(self, kernel: Kernel, ends: Iterable[fx.Node]) -> Kernel:
         over: dict[fx.Node, fx.Node] = {}
-        free = [node for node in ends if node in kernel.reads and node not in self._lasting and not _is_shared(node)]
-        for made in kernel.nodes:
-            found = next((node for node in free if _same_size(node, made)), None)
-            if found is not None:
-                over[made] = found
-                free.remove(found)
+        for node in ends:
+            readers = [made for made in kernel.nodes if node in self._reads(made)]
+            if len(readers) != 1 or node in self._lasting or _is_shared(node):
+                continue
+            made = readers[0]
+            if made not in over and _same_size(node, made):
+                over[made] = node
         return Kernel(nodes=kernel.nodes, call=kernel.call, reads=kernel.reads, frees=tuple(ends), over=over)
 
 
@@ -226,9 +274,24 @@ def _is_read_elsewhere(user: fx.Node, node: fx.Node) -> bool:
     return _is_view(user) and any(_is_read_elsewhere(other, user) for other in user.users)
 
 
-def _alike(first: fx.Node, other: fx.Node) -> bool:
-    """Whether one kernel goes through the elements of both."""
-    return not _is_sum(first) and not _is_sum(other) and first.meta["val"].numel() == other.meta["val"].numel()
+def _elements(node: fx.Node) -> tuple[int, int]:
+    """How many elements a kernel goes through; and how many sums it gives, where those are not one for each row."""
+    if not _is_sum(node):
+        return node.meta["val"].numel(), 0
+    most = max((one.meta["val"] for one in node.all_input_nodes), key=torch.Tensor.numel)
+    last = _last_dimensions(node, most.dim())
+    if last and math.prod(most.shape[:-last]) == node.meta["val"].numel():
+        return most.numel(), 0
+    return most.numel(), node.meta["val"].numel()
+
+
+def _last_dimensions(node: fx.Node, dimensions: int) -> int:
+    """How many are summed over, where these are the last ones; else 0."""
+    given = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(given, (list, tuple)):
+        return 0
+    summed = sorted(int(one) % dimensions for one in given)
+    return len(summed) if summed == list(range(dimensions - len(summed), dimensions)) else 0
 
 
 def _base(node: fx.Node) -> fx.Node:
