@@ -124,8 +124,8 @@ class Program:
         return tuple(dict.fromkeys(map(_base, node.all_input_nodes)))
 
     def _units(self) -> list[list[fx.Node]]:
-        """What each kernel gives, in order of the first of it. Joined is what goes through the same elements and reads
-        the same, where nothing in between reads one for the other (``will_fusion_create_cycle``)."""
+        """What each kernel gives, in order of the first of it. What goes through the same elements and reads the same
+        is joined, where nothing in between reads one for the other (``will_fusion_create_cycle``)."""
         units: list[list[fx.Node]] = []
         for node in self._nodes:
             if _is_view(node) or not self._is_real(node):
