@@ -139,6 +139,15 @@ def test_it_keeps_less_than_the_same_block_as_it_is_written(choice):
     assert kept_bytes(traced(choice=choice)) < kept_bytes(traced(choice=choice, compiled=False))
 
 
+def test_alternate_checkpointing_computes_the_second_the_fourth_and_the_sixth_product_again():
+    rows = 2 * _TOKENS * torch.float32.itemsize
+    given_up = rows * (_WIDTH + _WIDTH + 3 * _WIDTH)  # k, o and up
+    selective, alternate = (
+        kept_bytes(traced(choice=choice, compiled=False)) for choice in ("selective", "alternate")
+    )
+    assert selective - alternate == 2 * given_up
+
+
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
