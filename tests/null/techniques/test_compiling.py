@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import brim
 from brim.core import Category, Trace
@@ -17,81 +15,26 @@ from brim.errors import UnsupportedError
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import estimate_ranks
 from brim.techniques import checkpointing, compiling
+from compiled_model import Block, Model
 from tiny_model import save_llama
 
-_WIDTH, _HEADS, _TOKENS = 64, 4, 32
+_WIDTH, _TOKENS = 64, 32
 _GENERATOR_BYTES = 5056  # the CPU's random state, which a compiled block keeps to compute attention again
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(_WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = Norm(), Norm()
-        self.q, self.k, self.v, self.o = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(_WIDTH, 3 * _WIDTH, bias=False) for _ in range(2))
-        self.down = nn.Linear(3 * _WIDTH, _WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        normed = self.before(x)
-        heads = (part(normed).view(batch, tokens, _HEADS, -1).transpose(1, 2) for part in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.o(attended.transpose(1, 2).reshape(batch, tokens, width))
-        normed = self.after(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-class Model(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Checkpointed(nn.Module):
-    """As torchtitan wraps a block before it compiles it."""
-
-    def __init__(self, choice: str) -> None:
-        super().__init__()
-        self.inner, self._choice = Block(), choice
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._choice == "none":
-            return self.inner(x)
-        if self._choice == "full":
-            return checkpoint(self.inner, x, use_reentrant=False)
-        return checkpoint(self.inner, x, use_reentrant=False, context_fn=_CONTEXTS[self._choice])
-
-
-_CONTEXTS = {
-    "selective": lambda: checkpointing.selective_contexts(),
-    "alternate": lambda: checkpointing.selective_contexts(alternate=True),
-}
+def block(choice: str = "none") -> Block:
+    return Block(_WIDTH, choice)
 
 
 def source() -> torch.Tensor:
     return torch.randn(2, _TOKENS, _WIDTH, requires_grad=True)
 
 
-def traced(block: Callable[[], nn.Module] = Block, choice: str = "none", *, compiled: bool = True) -> Trace:
+def traced(made_of: Callable[[], nn.Module] = block, choice: str = "none", *, compiled: bool = True) -> Trace:
     def build() -> Callable[[], None]:
-        model = Model(block)
+        model = Model(made_of)
         checkpointing.apply(model, {f"layers.{index}": choice for index in range(2)})
         if compiled:
             compiling.apply(model, ["layers.0", "layers.1"])
@@ -108,7 +51,7 @@ def kept_bytes(trace: Trace) -> int:
 def really_kept_bytes(choice: str) -> int:
     """What autograd keeps of two blocks under torch.compile, with Inductor's decompositions and partitioner."""
     torch.compiler.reset()
-    model, x = Model(lambda: Checkpointed(choice)), source()
+    model, x = Model(lambda: block(choice)), source()
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), x)}
     for index, layer in enumerate(model.layers):
         model.layers[index] = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
@@ -191,7 +134,7 @@ def test_a_block_that_is_no_one_graph_runs_as_it_is_written_and_the_trace_says_s
 
 def test_without_gradients_it_runs_as_it_is_written():
     def build() -> Callable[[], torch.Tensor]:
-        model = Model()
+        model = Model(block)
         compiling.apply(model)
         x = source()
         return torch.no_grad()(lambda: model(x))
@@ -202,7 +145,7 @@ def test_without_gradients_it_runs_as_it_is_written():
 def test_a_real_model_is_compiled_with_the_same_results_and_given_back():
     torch.compiler.reset()
     torch.manual_seed(0)
-    model, x = Model(), source()
+    model, x = Model(block), source()
     wanted = model(x)
     wanted.sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
