@@ -3,8 +3,9 @@
 The model, its selective checkpointing (products saved but every second one, attention saved) and FSDP2 are written
 after torchtitan of that time (torchtitan/models/llama/model.py, parallelisms/parallelize_llama.py): float32
 parameters, bfloat16 compute, float32 reduction, AdamW by ``foreach``, gradients clipped. One rank is traced in
-PyTorch's fake process group. Rows that are compiled, all those with Float8, tensor, context or pipeline parallelism
-among them, are left out: brim does not model a compiler.
+PyTorch's fake process group.
+
+All rows, compiled ones too, are in ``torchtitan_ranks``, with transformers' Llama.
 """
 
 from __future__ import annotations

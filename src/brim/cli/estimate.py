@@ -43,7 +43,17 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             "[default: adamw]",
         ),
         click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
-        click.option("--checkpointing", help="none, selective or full. [default: none]"),
+        click.option(
+            "--checkpointing",
+            help="none, selective, alternate (every other product is kept) or full. [default: none]",
+        ),
+        click.option(
+            "--compile",
+            "compiled",
+            is_flag=True,
+            default=None,
+            help="With --gpus: each block by torch.compile, with checkpointing inside.",
+        ),
         click.option(
             "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
         ),
@@ -79,7 +89,13 @@ def estimate(
     function returns a step to trace, or a model and its inputs as a pair.
     """
     split = split_of(options)
+    compiled = options.pop("compiled")
+    if compiled and split is None:
+        raise UsageError(
+            "--compile was given without --gpus.", "Blocks are compiled in predictions of ranks.", "Give --gpus 1."
+        )
     if split is not None:
+        options["compiled"] = bool(compiled)
         if explain_formula or html is not None:
             raise UsageError("--gpus was given with --explain-formula or --html.", "They are of one GPU.")
         estimate_ranks.report(model, options, *split, gpu, alloc_conf, as_json)

@@ -26,8 +26,8 @@ class Split:
     in RAM. ``sequence_parallel`` splits what lies between tensor-parallel parts along the sequence. ``interleave`` is
     how many model chunks a pipeline rank has. ``zero_bubble``: a pipeline's backward passes in two halves, that for
     the weights where a rank would wait. ``global_batch`` 0: one micro-batch for every data-parallel rank and pipeline
-    stage. ``stage_layers``: of each pipeline stage; empty: PyTorch's engine balances them, Megatron-LM's has as many
-    in each.
+    stage. ``stage_layers``: of each pipeline stage, interleaved ones in the model's order; empty: PyTorch's engine
+    balances them, Megatron-LM's has as many in each.
     """
 
     gpus: int
@@ -166,7 +166,8 @@ def check_sizes(split: Split, sizes: Sizes, *, even_stages: bool = False) -> Non
     if (even_stages or split.interleave > 1) and not split.stage_layers and sizes.layers % chunks:
         raise UsageError(
             f"{chunks} even pipeline stages were asked for.", f"The model's {sizes.layers} layers do not divide.",
-            f"Nearest: --pp {nearest(split.pp, lambda n: _divides(sizes.layers, n * split.interleave))}.",
+            f"Nearest: --pp {nearest(split.pp, lambda n: _divides(sizes.layers, n * split.interleave))}, or give "
+            "--stage-layers.",
         )  # fmt: skip
     _check_sequence(split, sizes.sequence)
     if split.ep > 1 and (not sizes.experts or sizes.experts % split.ep):
@@ -267,12 +268,12 @@ def _check_batch(split: Split) -> None:
 
 def _check_stages(split: Split) -> None:
     given = ",".join(map(str, split.stage_layers))
-    if split.interleave > 1:
-        raise UsageError(f"--stage-layers {given} was given with --interleave.", "Interleaved stages are even.")
-    if len(split.stage_layers) != split.pp or min(split.stage_layers) < 1:
+    many = split.pp * split.interleave
+    if len(split.stage_layers) != many or min(split.stage_layers) < 1:
+        counted = "--pp" if split.interleave == 1 else "--pp x --interleave"
         raise UsageError(
             f"--stage-layers {given} was given.",
-            f"It is {split.pp} numbers (--pp), one for each stage, and none is below 1.",
+            f"It is {many} numbers ({counted}), one for each stage, and none is below 1.",
         )
 
 

@@ -15,7 +15,7 @@ from brim.estimation.workload import Workload
 @dataclass(frozen=True, kw_only=True)
 class ParallelJob:
     """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM
-    only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU."""
+    only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU. ``compiled``: each block by torch.compile."""
 
     source: Source
     workload: Workload
@@ -24,6 +24,7 @@ class ParallelJob:
     capability: tuple[int, int]
     fused_loss: bool = True
     target: str = "cuda"
+    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,14 +116,15 @@ def estimate_ranks(
     gpu: str | catalog.Gpu | None = None,
     alloc_conf: str = "",
     fused_loss: bool = True,
+    compiled: bool = False,
 ) -> ParallelEstimate:
     """What every rank of a training step of ``model`` takes when it is split as ``split`` says.
 
     ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
     Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW; ``fused_loss`` is its
-    ``--cross-entropy-loss-fusion`` by Transformer Engine). Ranks that are alike are
-    worked out once. Raises UsageError for what does not divide, naming the nearest that does, and UnsupportedError
-    for what the engine does not do.
+    ``--cross-entropy-loss-fusion`` by Transformer Engine). ``compiled``: each block by torch.compile, in ``torch``
+    only. Ranks that are alike are worked out once. Raises UsageError for what does not divide, naming the nearest
+    that does, and UnsupportedError for what the engine does not do.
     """
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine} was given.", f"It is one of {', '.join(ENGINES)}.")
@@ -149,6 +150,7 @@ def _job(source: Source, workload: Workload, split: Split, place: Place, *, fuse
         sequence=workload.seq or _tokens(source),
         capability=capability_of(place),
         fused_loss=fused_loss,
+        compiled=compiled,
     )
 
 

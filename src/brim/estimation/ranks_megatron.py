@@ -46,6 +46,11 @@ def _check(job: ParallelJob) -> None:
             "bfloat16 weights under Adam are modelled.",
             "Use --precision bf16 --optimizer adamw, or --engine torch.",
         )
+    if job.compiled or workload.checkpointing == "alternate":
+        given = "--compile" if job.compiled else "--checkpointing alternate"
+        raise UnsupportedError(
+            f"{given} was asked of Megatron-LM.", "Its kernels are Transformer Engine's.", "Use --engine torch."
+        )
     if split.offload_shards:
         raise UnsupportedError(
             "--offload-shards was asked of Megatron-LM.", "Shards in RAM are FSDP2's.", "Use --engine torch."

@@ -34,7 +34,7 @@ from brim.estimation.steps import Job
 from brim.predict.cost import base_name
 from brim.predict.dispatch import mark
 from brim.predict.tracer import trace
-from brim.techniques import checkpointing, context_parallel, pipeline, sharding
+from brim.techniques import checkpointing, compiling, context_parallel, pipeline, sharding
 
 _TELLING = 3  # micro-batches from which on some are neither a step's first nor its last
 _STEPS = 2  # the first makes the optimizer's state
@@ -95,6 +95,8 @@ def _check(job: ParallelJob) -> None:
     split, workload = job.split, job.workload
     check_experts(split)
     check_context(split)
+    if job.compiled:
+        _check_compiled(split)
     if split.zero_bubble:
         pipeline.check_halves(workload.checkpointing)
     if workload.precision not in (None, *_TYPES):
@@ -106,6 +108,15 @@ def _check(job: ParallelJob) -> None:
             f"{job.source.name} was to be split over several GPUs.",
             "That is known of transformers' language models only.",
         )
+
+
+def _check_compiled(split: Split) -> None:
+    for option, given, why in (
+        ("--ep", split.ep > 1, "Which experts tokens go to is decided by values, where a graph ends."),
+        ("--zero-bubble", split.zero_bubble, "A compiled block's backward pass is one, and has no halves."),
+    ):
+        if given:
+            raise UnsupportedError(f"--compile was given with {option}.", why, "Leave one of them out.")
 
 
 def _sizes(job: ParallelJob) -> Sizes:
@@ -202,6 +213,8 @@ class _Program:
             if (job.workload.checkpointing or "none") != "none":
                 names = checkpointing.blocks(model)
                 checkpointing.apply(model, dict.fromkeys(names, str(job.workload.checkpointing)))
+            if job.compiled:
+                compiling.apply(model)
             handle = sharding.apply(
                 model, self.mesh,
                 sharding.Sharding(

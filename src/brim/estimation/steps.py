@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -296,10 +297,10 @@ def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:
     if checkpointing == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False}
-    if checkpointing == "selective":
-        options["context_fn"] = selective_contexts
+    if checkpointing in ("selective", "alternate"):
+        options["context_fn"] = functools.partial(selective_contexts, alternate=checkpointing == "alternate")
     if source.library == "diffusers":
-        if checkpointing == "selective" or not getattr(model, "_supports_gradient_checkpointing", False):
+        if checkpointing != "full" or not getattr(model, "_supports_gradient_checkpointing", False):
             raise UnsupportedError(
                 f"checkpointing={checkpointing} was asked for {source.name}.",
                 "diffusers' models know full checkpointing at most.",

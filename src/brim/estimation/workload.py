@@ -17,7 +17,7 @@ OPTIMIZERS = (
 _FROZEN = ("int8", "int4")  # weights that no gradient reaches
 _FULL_NAMES = {"adamw8bit": "adamw8bit (torchao)"}  # bitsandbytes has another of the same name
 METHODS = ("full", "lora")
-CHECKPOINTING = ("none", "selective", "full")
+CHECKPOINTING = ("none", "selective", "alternate", "full")
 
 _CHOICES = {
     "task": TASKS,

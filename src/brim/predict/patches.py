@@ -3,6 +3,7 @@ look whether a tensor is fake, although the step they stand for does not."""
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,18 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          unknown_numbers(mode.recording.values), outside_world(), as_written(mode.recording.recorder), \
          _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
+
+
+@contextmanager
+def silenced(name: str) -> Iterator[None]:
+    """PyTorch logs an exception before raising it; the error says it once, to the caller."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _resizing(mode: ValueMode) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ allocations and frees is the one of a real run: it is decided by Python's and au
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -91,7 +90,7 @@ def _check(steps: int, target: str, routing: str) -> None:
 def _watching(mode: RecordingMode, target: str, capability: tuple[int, int]) -> Iterator[None]:
     """Fake tensors below, ``mode`` above them, and everything that is replaced while a trace runs."""
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(patches.silenced("torch._subclasses.fake_tensor"))
         stack.enter_context(mode.modules.watching())
         stack.enter_context(FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True))
         stack.enter_context(mode)
@@ -144,18 +143,6 @@ _ROUTING_NOTES = {
 def _name(modules: ModuleTracker, build: Callable[[], Any]) -> str:
     roots = [type(module).__name__ for module in modules.roots()]
     return roots[0] if roots else getattr(build, "__name__", "step")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch logs a fake kernel's exception before raising it; the error says it once, to the caller."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _mark_cache(mode: RecordingMode, cache: Any) -> None:

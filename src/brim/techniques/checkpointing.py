@@ -2,11 +2,14 @@
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. Selective: the outputs of matrix
 products and attention are kept (many flops for each byte), all else is computed again (many bytes for each flop), as
-in Korthikanti et al., arXiv 2205.05198. Underneath is the non-reentrant ``torch.utils.checkpoint``.
+in Korthikanti et al., arXiv 2205.05198. Alternate: selective, with the first, third, ... of a block's matrix products
+kept only, as torchtitan's ``selective_ac_option = "op"`` does. Underneath is the non-reentrant
+``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from brim.core import Category, Hardware, Op, Phase, Storage, Trace
 from brim.errors import UsageError
@@ -25,11 +28,11 @@ from brim.techniques.blocks import is_container
 from brim.techniques.recomputing import BuffersBefore, Together, Unwritten, copy_of_cache, is_cache
 
 NAME = "checkpointing"
-NONE, SELECTIVE, FULL = "none", "selective", "full"
-CHOICES = (NONE, SELECTIVE, FULL)
+NONE, SELECTIVE, ALTERNATE, FULL = "none", "selective", "alternate", "full"
+CHOICES = (NONE, SELECTIVE, ALTERNATE, FULL)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-# What selective checkpointing keeps: products and attention, as torchtitan's op-level policy does.
+# What selective checkpointing keeps: products and attention.
 KEPT = (
     "mm", "addmm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -96,7 +99,7 @@ class _Checkpointed:
     """Stands in a module's instance for its forward. Hooks stay outside: they are not run a second time."""
 
     def __init__(self, module: nn.Module, choice: str, on_cache: Callable[[], None]) -> None:
-        self._module, self._choice, self._on_cache = module, choice, on_cache
+        self._module, self.choice, self._on_cache = module, choice, on_cache
         self._before = vars(module).get("forward")  # set by someone else; None: the class's own is in force
         self._active = True
         vars(module)["forward"] = self
@@ -146,16 +149,26 @@ class _Checkpointed:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         before = BuffersBefore(self._module)
-        if self._choice == FULL:
+        if self.choice == FULL:
             return nullcontext(), before
-        forward, again = selective_contexts()
+        forward, again = selective_contexts(alternate=self.choice == ALTERNATE)
         return forward, Together(before, again)
 
 
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For ``torch.utils.checkpoint``'s ``context_fn``: what is in ``KEPT`` is kept, the rest computed again."""
+def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For ``torch.utils.checkpoint``'s ``context_fn``: what is in ``KEPT`` is kept, the rest computed again;
+    ``alternate``: every other matrix product too."""
     kept = [getattr(torch.ops.aten, name).default for name in KEPT]
-    made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(kept)
+    product = torch.ops.aten.mm.default
+    products = itertools.count()
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = op in kept and not (op is product and next(products) % 2)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
+        policy if alternate else kept
+    )
     return made
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from brim.errors import UnsupportedError
+from brim.predict.compiled import is_captured
 from brim.techniques.collectives import gathered
 
 NAME = "context_parallel"
@@ -94,11 +95,15 @@ class Context:
         return rows.permute(1, 2, 0, 3)
 
     def mask(self, own: int, device: torch.device) -> torch.Tensor:
-        """Which of all tokens each of this rank's looks at: (1, 1, own, all); the same for all layers."""
-        if self._mask is None or self._mask.shape[2] != own:
-            whole = torch.ones(own, own * self._ranks, dtype=torch.bool, device=device)
-            self._mask = whole.tril_(self._rank * own)[None, None]
-        return self._mask
+        """Which of all tokens each of this rank's looks at: (1, 1, own, all); the same for all layers but compiled
+        ones, whose graphs make their own."""
+        if self._mask is not None and self._mask.shape[2] == own:
+            return self._mask
+        whole = torch.ones(own, own * self._ranks, dtype=torch.bool, device=device)
+        mask = whole.tril_(self._rank * own)[None, None]
+        if not is_captured():
+            self._mask = mask
+        return mask
 
 
 def stretch(tokens: int, rank: int, ranks: int) -> slice:

@@ -106,3 +106,24 @@ def test_what_cannot_be_is_one_clear_error_naming_what_works(model, capsys, argu
     error = capsys.readouterr().err
     assert told in error
     assert "Traceback" not in error
+
+
+def test_blocks_are_compiled_when_that_is_asked_for(model, capsys):
+    asked = ["estimate", model, "--gpus", "2", "--zero", "3", "--seq", "256", "--micro-batch", "2", "--json"]
+    peaks = []
+    for more in ([], ["--compile"]):
+        assert main([*asked, *more]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["peak_bytes"]["allocated"])
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [(["estimate", "MODEL", "--compile"], "Give --gpus 1"),
+     (["estimate", "MODEL", "--compile", *SPLIT], "Use --engine torch"),
+     (["estimate", "MODEL", "--compile", "--gpus", "2", "--pp", "2", "--zero-bubble"], "has no halves"),
+     (["train", "MODEL", "--data", "text.txt", "--output", "out", "--compile"], "brim estimate --gpus N --compile")],
+)  # fmt: skip
+def test_where_nothing_is_compiled_that_is_said(model, command, told, capsys):
+    assert main([model if word == "MODEL" else word for word in command]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())

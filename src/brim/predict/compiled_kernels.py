@@ -1,0 +1,317 @@
+"""A graph as the kernels that Inductor makes of it: what is written to memory, and when it is let go.
+
+Chains of pointwise operations and reductions are one kernel each, and what lies between them is in no memory.
+Written are what products, attention and collectives read or give, the graph's results, and sums. A kernel writes one
+of these over an input of the same size that nothing else reads any more, be it in the same kernel
+(torch/_inductor/scheduler.py, ``decide_inplace_update``), and takes along others that read the same (``can_fuse``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from brim.predict.flops import is_view
+from brim.predict.fused import fused
+
+_NOTHING = ("_assert_tensor_metadata",)  # checked while the graph is made
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "var", "var_mean", "max", "min", "argmax", "any", "all", "prod")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``nodes`` are written, ``reads`` read, and ``frees`` read for the last time. ``over``: of what is written the
+    input that it is written over. Without ``nodes`` a call of ``call`` as it stands in the graph."""
+
+    nodes: tuple[fx.Node, ...] = ()
+    call: fx.Node | None = None
+    reads: tuple[fx.Node, ...] = ()
+    frees: tuple[fx.Node, ...] = ()
+    over: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class Program:
+    """The kernels of ``graph`` in order. ``given``: how many of its first inputs may not be written over, for others
+    have them; the rest are the program's own."""
+
+    def __init__(self, graph: fx.Graph, given: Iterable[int] | None = None) -> None:
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        output = next(node for node in graph.nodes if node.op == "output")
+        self.outputs: Sequence[Any] = output.args[0]
+        kept = range(len(self.inputs)) if given is None else given
+        self._kept = {_base(node) for node in self.outputs if isinstance(node, fx.Node)}
+        self._lasting = {self.inputs[at] for at in kept} | self._kept
+        self._written = _written(graph)
+        self._known_reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self._nodes = [node for node in graph.nodes if node.op == "call_function" and not _is_nothing(node)]
+        self.kernels = self._with_ends(self._in_order())
+
+    def play(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run the kernels on fake tensors; ``inputs`` is emptied, so that each is let go after its last use."""
+        env: dict[fx.Node, Any] = dict(zip(self.inputs, inputs, strict=True))
+        inputs.clear()
+        for node in [node for node in self.inputs if node not in self._read | self._kept]:
+            del env[node]
+        for kernel in self.kernels:
+            _run(kernel, env)
+        return [_seen(node, env) if isinstance(node, fx.Node) else None for node in self.outputs]
+
+    # -- which kernels -------------------------------------------------------------------------------------------
+
+    def _is_real(self, node: fx.Node) -> bool:
+        """Whether it lies in memory; a view of what does not, does not."""
+        if node.op == "placeholder":
+            return True
+        if _is_view(node):
+            return self._is_real(node.all_input_nodes[0])
+        return node in self._written or not _is_fusible(node)
+
+    def _reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What lies in memory of all that a kernel's result is worked out from."""
+        if node not in self._known_reads:
+            found: dict[fx.Node, None] = {}
+            seen: set[fx.Node] = set()
+            todo = list(node.all_input_nodes)
+            while todo:
+                one = todo.pop()
+                if one not in seen and self._is_real(one):
+                    found[_base(one)] = None
+                elif one not in seen:
+                    todo.extend(one.all_input_nodes)
+                seen.add(one)
+            self._known_reads[node] = tuple(found)
+        return self._known_reads[node]
+
+    def _in_order(self) -> list[Kernel]:
+        """Kernels by the first of what they give, each behind those that it reads from (``topological_sort``)."""
+        units = self._units()
+        number = {node: index for index, unit in enumerate(units) for node in unit}
+        waits = [self._before(unit, number) for unit in units]
+        behind: dict[int, list[int]] = {}
+        for index, others in enumerate(waits):
+            for other in others:
+                behind.setdefault(other, []).append(index)
+        ready = [index for index, others in enumerate(waits) if not others]
+        heapq.heapify(ready)
+        kernels = []
+        while ready:
+            index = heapq.heappop(ready)
+            kernels.append(self._kernel(units[index]))
+            for later in behind.get(index, ()):
+                waits[later].discard(index)
+                if not waits[later]:
+                    heapq.heappush(ready, later)
+        assert len(kernels) == len(units), "kernels wait for one another"
+        return kernels
+
+    def _kernel(self, unit: Sequence[fx.Node]) -> Kernel:
+        if not _is_fusible(unit[0]):
+            return Kernel(call=unit[0], reads=self._all_reads(unit[0]))
+        reads = dict.fromkeys(read for node in unit for read in self._reads(node) if read not in unit)
+        return Kernel(nodes=tuple(unit), reads=tuple(reads))
+
+    def _all_reads(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        if _is_fusible(node):
+            return self._reads(node)
+        return tuple(dict.fromkeys(map(_base, node.all_input_nodes)))
+
+    def _units(self) -> list[list[fx.Node]]:
+        """What each kernel gives, in order of the first of it. What goes through the same elements and reads the same
+        is joined, where nothing in between reads one for the other (``will_fusion_create_cycle``)."""
+        units: list[list[fx.Node]] = []
+        for node in self._nodes:
+            if _is_view(node) or not self._is_real(node):
+                continue
+            fits = [unit for unit in units if self._shared_bytes(unit, node)] if _is_fusible(node) else []
+            for unit in sorted(fits, key=lambda unit: -self._shared_bytes(unit, node)):
+                if not self._closes_circle(units, unit, node):
+                    unit.append(node)
+                    break
+            else:
+                units.append([node])
+        return units
+
+    def _shared_bytes(self, unit: Sequence[fx.Node], node: fx.Node) -> int:
+        if not _is_fusible(unit[0]) or _elements(unit[0]) != _elements(node):
+            return 0
+        there = {read for one in unit for read in self._reads(one)} | set(unit)
+        return sum(read.meta["val"].nbytes for read in self._reads(node) if read in there)
+
+    def _closes_circle(self, units: Sequence[list[fx.Node]], unit: list[fx.Node], node: fx.Node) -> bool:
+        """Whether the node reads what was made of the unit's results by another kernel."""
+        number = {one: index for index, other in enumerate(units) for one in other}
+        own = number[unit[0]]
+        todo = [number[read] for read in self._reads(node) if read in number and number[read] != own]
+        seen = set(todo)
+        while todo:
+            before = self._before(units[todo.pop()], number)
+            if own in before:
+                return True
+            todo += before - seen
+            seen |= before
+        return False
+
+    def _before(self, unit: Sequence[fx.Node], number: Mapping[fx.Node, int]) -> set[int]:
+        """The kernels that it reads from."""
+        return {number[read] for node in unit for read in self._all_reads(node) if read in number} - {number[unit[0]]}
+
+    def _with_ends(self, kernels: Sequence[Kernel]) -> list[Kernel]:
+        """With what is read for the last time, by each kernel."""
+        last: dict[fx.Node, int] = {}
+        for at, kernel in enumerate(kernels):
+            for node in (*kernel.reads, *kernel.nodes, *((kernel.call,) if kernel.call is not None else ())):
+                last[node] = at
+        self._read = set(last)
+        ends: dict[int, list[fx.Node]] = {}
+        for node, at in last.items():
+            if node not in self._kept:
+                ends.setdefault(at, []).append(node)
+        return [self._ended(kernel, ends.get(at, ())) for at, kernel in enumerate(kernels)]
+
+    def _ended(self, kernel: Kernel, ends: Iterable[fx.Node]) -> Kernel:
+        over: dict[fx.Node, fx.Node] = {}
+        for node in ends:
+            readers = [made for made in kernel.nodes if node in self._reads(made)]
+            if len(readers) != 1 or node in self._lasting or _is_shared(node):
+                continue
+            made = readers[0]
+            if made not in over and _same_size(node, made):
+                over[made] = node
+        return Kernel(nodes=kernel.nodes, call=kernel.call, reads=kernel.reads, frees=tuple(ends), over=over)
+
+
+def _run(kernel: Kernel, env: dict[fx.Node, Any]) -> None:
+    if kernel.call is not None:
+        arguments = fx.node.map_arg((kernel.call.args, kernel.call.kwargs), lambda node: _seen(node, env))
+        env[kernel.call] = kernel.call.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+    else:
+        fresh = [node for node in kernel.nodes if node not in kernel.over]
+        made = fused([env[node] for node in kernel.reads], [node.meta["val"] for node in fresh])
+        env.update(zip(fresh, made, strict=True))
+        for node, place in kernel.over.items():
+            value = node.meta["val"]
+            env[node] = env[place].as_strided(value.shape, value.stride())
+    for node in kernel.frees:
+        env.pop(node, None)
+
+
+def _seen(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    """A node's value; of a view, looked at from what it is a view of."""
+    if node in env:
+        return env[node]
+    base = _base(node)
+    value, there, tensor = node.meta["val"], base.meta["val"], env[base]
+    offset = tensor.storage_offset() + value.storage_offset() - there.storage_offset()
+    return tensor.as_strided(value.shape, value.stride(), offset)
+
+
+# -- what a node is --------------------------------------------------------------------------------------------------
+
+
+@cache
+def _op_lists() -> Any:
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _is_nothing(node: fx.Node) -> bool:
+    return getattr(_packet(node), "__name__", "") in _NOTHING
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether it is other sizes and strides of what is there."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not is_view(node.target):
+        return False
+    value, given = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return isinstance(value, torch.Tensor) and value.dtype == given.dtype and value.is_conj() == given.is_conj()
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    """Whether Inductor writes it itself. It does not for complex numbers."""
+    if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
+        return False
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.is_complex():
+        return False
+    reads = (one.meta.get("val") for one in node.all_input_nodes)
+    if any(isinstance(read, torch.Tensor) and read.is_complex() for read in reads):
+        return False
+    return _packet(node) in _op_lists().fusible_ops
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """What kernels give to memory."""
+    found = set()
+    for node in graph.nodes:
+        if _is_fusible(node) and (_is_sum(node) or any(_is_read_elsewhere(user, node) for user in node.users)):
+            found.add(node)
+    return found
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return getattr(_packet(node), "__name__", "") in _REDUCTIONS and bool(node.all_input_nodes) and (
+        node.meta["val"].numel() < max(one.meta["val"].numel() for one in node.all_input_nodes)
+    )  # fmt: skip
+
+
+def _is_read_elsewhere(user: fx.Node, node: fx.Node) -> bool:
+    """Whether by a product, a collective or the caller, itself or as a view."""
+    if user.op == "output" or not (_is_fusible(user) or _is_view(user) or _is_nothing(user)):
+        return True
+    return _is_view(user) and any(_is_read_elsewhere(other, user) for other in user.users)
+
+
+def _elements(node: fx.Node) -> tuple[int, int]:
+    """How many elements a kernel goes through; and how many sums it gives, where those are not one for each row."""
+    if not _is_sum(node):
+        return node.meta["val"].numel(), 0
+    most = max((one.meta["val"] for one in node.all_input_nodes), key=torch.Tensor.numel)
+    last = _last_dimensions(node, most.dim())
+    if last and math.prod(most.shape[:-last]) == node.meta["val"].numel():
+        return most.numel(), 0
+    return most.numel(), node.meta["val"].numel()
+
+
+def _last_dimensions(node: fx.Node, dimensions: int) -> int:
+    """How many are summed over, where these are the last ones; else 0."""
+    given = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(given, (list, tuple)):
+        return 0
+    summed = sorted(int(one) % dimensions for one in given)
+    return len(summed) if summed == list(range(dimensions - len(summed), dimensions)) else 0
+
+
+def _base(node: fx.Node) -> fx.Node:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_shared(node: fx.Node) -> bool:
+    """Whether something else has its memory too: what is seen as another type of number."""
+    users = list(node.users)
+    for user in users:
+        users += user.users if _is_view(user) else ()
+    return _is_alias(node) or any(map(_is_alias, users))
+
+
+def _is_alias(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target) and not _is_view(node)
+
+
+def _same_size(node: fx.Node, made: fx.Node) -> bool:
+    there, here = node.meta.get("val"), made.meta["val"]
+    return isinstance(there, torch.Tensor) and there.dtype == here.dtype and there.numel() == here.numel()

@@ -1,0 +1,196 @@
+"""Compiled blocks in traces keep what ``torch.compile`` keeps, and need no memory within a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import brim
+from brim.core import Category, Trace
+from brim.errors import UnsupportedError
+from brim.estimation.parallel import Split
+from brim.estimation.ranks import estimate_ranks
+from brim.techniques import checkpointing, compiling
+from compiled_model import Block, Model
+from tiny_model import save_llama
+
+_WIDTH, _TOKENS = 64, 32
+_GENERATOR_BYTES = 5056  # the CPU's random state, which a compiled block keeps to compute attention again
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def block(choice: str = "none") -> Block:
+    return Block(_WIDTH, choice)
+
+
+def source() -> torch.Tensor:
+    return torch.randn(2, _TOKENS, _WIDTH, requires_grad=True)
+
+
+def traced(made_of: Callable[[], nn.Module] = block, choice: str = "none", *, compiled: bool = True) -> Trace:
+    def build() -> Callable[[], None]:
+        model = Model(made_of)
+        checkpointing.apply(model, {f"layers.{index}": choice for index in range(2)})
+        if compiled:
+            compiling.apply(model, ["layers.0", "layers.1"])
+        x = source()
+        return lambda: model(x).sum().backward()
+
+    return brim.trace(build, steps=1, target="cpu")
+
+
+def kept_bytes(trace: Trace) -> int:
+    return sum(storage.bytes for storage in trace.storages if storage.category is Category.ACTIVATION)
+
+
+def really_kept_bytes(choice: str) -> int:
+    """What autograd keeps of two blocks under torch.compile, with Inductor's decompositions and partitioner."""
+    torch.compiler.reset()
+    model, x = Model(lambda: block(choice)), source()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), x)}
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(x)
+    out.sum().backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("choice", checkpointing.CHOICES)
+def test_a_compiled_block_keeps_what_torch_compile_keeps(choice):
+    made = traced(choice=choice)
+    beside = 2 * _GENERATOR_BYTES if choice == "full" else 0
+    assert kept_bytes(made) == really_kept_bytes(choice) - beside
+    assert made.not_modelled == ()
+
+
+@pytest.mark.parametrize("choice", ["none", "selective"])
+def test_it_keeps_less_than_the_same_block_as_it_is_written(choice):
+    assert kept_bytes(traced(choice=choice)) < kept_bytes(traced(choice=choice, compiled=False))
+
+
+def test_alternate_checkpointing_computes_the_second_the_fourth_and_the_sixth_product_again():
+    rows = 2 * _TOKENS * torch.float32.itemsize
+    given_up = rows * (_WIDTH + _WIDTH + 3 * _WIDTH)  # k, o and up
+    selective, alternate = (
+        kept_bytes(traced(choice=choice, compiled=False)) for choice in ("selective", "alternate")
+    )
+    assert selective - alternate == 2 * given_up
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(_WIDTH, _WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.sin().cos().exp().tanh() * 2 + 1) * self.weight(x)
+
+
+def test_what_lies_between_the_operations_of_one_kernel_is_in_no_memory():
+    made, plain = traced(Chain), traced(Chain, compiled=False)
+    size = 2 * _TOKENS * _WIDTH * 4
+
+    def forward(trace: Trace) -> int:
+        backward = next(op.at for op in trace.ops if op.phase == "backward")
+        return sum(s.bytes >= size and 0 <= trace.step_starts[0] <= s.born < backward for s in trace.storages)
+
+    assert forward(plain) > 2 * 7
+    assert forward(made) <= 2 * 2 + 1  # of each block the product and what it gives; and the sum's gradient
+    assert any(op.name.startswith("brim.fused") for op in made.ops)
+
+
+class Counting(nn.Module):
+    """Writes to a buffer, which is no graph of tensors alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(_WIDTH, _WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.weight(x)
+
+
+def test_a_block_that_is_no_one_graph_runs_as_it_is_written_and_the_trace_says_so():
+    made, plain = traced(Counting), traced(Counting, compiled=False)
+    assert [note for note in made.not_modelled if note.startswith("torch.compile: run as it is written: Counting")]
+    assert made.storages == plain.storages
+
+
+def test_without_gradients_it_runs_as_it_is_written():
+    def build() -> Callable[[], torch.Tensor]:
+        model = Model(block)
+        compiling.apply(model)
+        x = source()
+        return torch.no_grad()(lambda: model(x))
+
+    assert not any(op.name.startswith("brim.fused") for op in brim.trace(build, steps=1, target="cpu").ops)
+
+
+def test_a_real_model_is_compiled_with_the_same_results_and_given_back():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, x = Model(block), source()
+    wanted = model(x)
+    wanted.sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    handle = compiling.apply(model, backend="aot_eager")
+    made = model(x)
+    made.sum().backward()
+    torch.testing.assert_close(made, wanted)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
+    handle.remove()
+    assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("compiled"), layers=4, hidden=64, positions=256)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"zero": 3}, {"zero": 3, "tp": 2}, {"zero": 3, "tp": 2, "sequence_parallel": True}, {"zero": 1, "pp": 2},
+     {"zero": 3, "cp": 2}],
+)  # fmt: skip
+def test_ranks_compile_however_a_model_is_split(llama, settings):
+    split = Split(gpus=4, gpus_per_node=4, micro_batch=2, **settings)
+    plain, made = (
+        estimate_ranks(llama, split, seq=256, precision="bf16-mixed", compiled=compiled) for compiled in (False, True)
+    )
+    assert not [note for note in made.not_modelled if "torch.compile" in note]
+    assert made.worst.peak_bytes.allocated < plain.worst.peak_bytes.allocated
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"zero_bubble": True, "pp": 2}, "--zero-bubble"), ({"ep": 2}, "--ep")],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_refused(llama, settings, told):
+    with pytest.raises(UnsupportedError, match=told):
+        estimate_ranks(llama, Split(gpus=2, gpus_per_node=2, **settings), seq=64, compiled=True)
+
+
+@pytest.mark.parametrize("asked", [{"compiled": True}, {"checkpointing": "alternate"}])
+def test_megatron_is_asked_for_neither(llama, asked):
+    with pytest.raises(UnsupportedError, match="Megatron-LM"):
+        estimate_ranks(llama, Split(gpus=2, gpus_per_node=2), engine="megatron", precision="bf16", seq=64, **asked)
