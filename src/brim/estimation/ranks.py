@@ -137,12 +137,14 @@ def estimate_ranks(
         checkpointing=checkpointing,
     )  # fmt: skip
     place = place_of(gpu)
-    job = _job(find_model(model), workload, split, place, fused_loss=fused_loss)
+    job = _job(find_model(model), workload, split, place, fused_loss=fused_loss, compiled=compiled)
     stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
     return _assembled(job, engine, stages, place, alloc_conf, notes)
 
 
-def _job(source: Source, workload: Workload, split: Split, place: Place, *, fused_loss: bool = True) -> ParallelJob:
+def _job(
+    source: Source, workload: Workload, split: Split, place: Place, *, fused_loss: bool = True, compiled: bool = False
+) -> ParallelJob:
     return ParallelJob(
         source=source,
         workload=workload,
