@@ -35,7 +35,7 @@ def test_ctrl_c_while_measuring_leaves_no_file(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        _wait_for_scratch_file(process)
+        _wait_for_scratch_file(process, tmp_path)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=250)
     finally:
@@ -46,12 +46,13 @@ def test_ctrl_c_while_measuring_leaves_no_file(tmp_path):
     assert list(tmp_path.rglob("*")) == []
 
 
-def _wait_for_scratch_file(process: subprocess.Popen[str]) -> None:
+def _wait_for_scratch_file(process: subprocess.Popen[str], folder: Path) -> None:
     stop_s = time.monotonic() + 120
     while time.monotonic() < stop_s and process.poll() is None:
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
             try:
-                if ".brim-probe-" in str(link.readlink()):
+                opened = str(link.readlink())
+                if opened.startswith(str(folder)) and opened.endswith(" (deleted)"):  # it has no name
                     return
             except FileNotFoundError:
                 continue
