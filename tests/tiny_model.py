@@ -64,6 +64,6 @@ def held(*roots: Path) -> dict[str, Any]:
     return {
         "threads": threads,
         "files": sorted(name for name in files if name.startswith("/") and not name.startswith("/proc")),
-        "mapped": sorted({line.split(maxsplit=5)[5] for line in maps if "safetensors" in line or "brim-" in line}),
+        "mapped": sorted({line.split(maxsplit=5)[5] for line in maps if "safetensors" in line or "/#" in line}),
         "names": names,
     }
