@@ -24,7 +24,8 @@ OPTIONS: dict[str, Any] = {"steps": STEPS, "save_every": 1, "offload_optimizer":
 
 def is_scratch(fd: int, *_: object) -> bool:
     """Whether the call is about the scratch file, which has the optimizer's states."""
-    return "/brim-" in str(Path(f"/proc/self/fd/{fd}").readlink())
+    opened = str(Path(f"/proc/self/fd/{fd}").readlink())
+    return "/#" in opened and opened.endswith(" (deleted)")  # it never had a name
 
 
 def run(model: Path, data: Path, output: Path, **more: Any) -> Training:
