@@ -142,8 +142,9 @@ class TensorMeter(TorchDispatchMode):
 class Watched:
     """A rank's memory over the first steps of a run: the first makes the optimizer's states, the others have all.
 
-    Those others do the same, and the least of their peaks is told: gloo's threads let go of a buffer some time after
-    they have told that it is sent, and what is late in one step is not in all. On a GPU the caching allocator counts,
+    Those others do the same, with all that the first has and its states beside it, and the least of their peaks is
+    told (that of the first, where there is no other): gloo's threads let go of a buffer some time after they have
+    told that it is sent, and what is late in one step is not in all. On a GPU the caching allocator counts,
     for the whole run, and a timeline has only what rests in RAM.
     """
 
@@ -185,8 +186,7 @@ class Watched:
         return self._most(RAM) if self._offloads else 0
 
     def _most(self, tier: str) -> int:
-        peaks = [peak[tier] for peak in self._peaks]
-        return max([*peaks[:1], min(peaks[1:], default=0)], default=0)
+        return min((peak[tier] for peak in self._peaks[1:] or self._peaks), default=0)
 
     def write(self, output: Path) -> None:
         """``timeline-RANK.json`` for ``brim explain``."""
