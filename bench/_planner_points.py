@@ -17,7 +17,6 @@ from brim.cli.plan import INFEASIBLE
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
-from brim.measure.capacity import resident_bytes
 from brim.planner.step_profile import FULL, KEEP, Frame, Way
 from brim.planner.streaming import plan_of
 from brim.run import plan_file
@@ -221,7 +220,8 @@ def _spread(names: Sequence[str], share: float) -> set[str]:
 
 def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
     """Ways as people set them up by hand, and mixes of them."""
-    start_bytes, machine = resident_bytes(), _largest(cell, folder)
+    machine = _largest(cell, folder)
+    start_bytes = machine.start_bytes()
     request = cell.request(folder, machine.budget_bytes)
     blocks = Planner(case_of(request, machine, start_bytes)).profile.blocks
     away = "disk" if machine.hardware.compute == RAM else "ram"

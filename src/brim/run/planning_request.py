@@ -16,7 +16,9 @@ from brim import catalog
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
+from brim.measure.capacity import resident_bytes
 from brim.measure.probe import probe
+from brim.memory import heap
 from brim.run.drives import reading_from
 from brim.run.fitting import budgets
 from brim.run.precision_rows import Row
@@ -109,11 +111,22 @@ def exact_bytes(amount: str | int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is planned for. ``assumed`` says which of its figures nobody measured."""
+    """What is planned for. ``assumed`` says which of its figures nobody measured.
+
+    ``left_bytes``: what measuring it has left in this process, where that was done just now.
+    """
 
     hardware: Hardware
     budget_bytes: Mapping[str, int]
     assumed: tuple[str, ...] = ()
+    left_bytes: int = field(default=0, compare=False)
+
+    def start_bytes(self) -> int:
+        """The resident set that this process would have if it had found the machine known.
+
+        A run does, so what it grows by is counted from there: what measuring warmed up and left would hide some.
+        """
+        return resident_bytes() - self.left_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,16 +248,19 @@ def ram_option(machine: Machine, budget_bytes: int) -> int:
 
 
 def _this(request: Request) -> Machine:
+    before_bytes = resident_bytes()
     hardware = probe()
     if request.task == "generate":  # what a training streams it writes anew
         hardware = reading_from(hardware, Path(request.model))
+    heap.give_back()
+    left_bytes = max(0, resident_bytes() - before_bytes)
     budget = budgets(hardware, request.vram, request.ram)
     if request.disk is not None:
         budget[DISK] = parse_bytes(request.disk)
     elif request.task == "train":  # where states would go, if they did
         folder = os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir()
         budget[DISK] = int(shutil.disk_usage(folder).free * _FREE_SHARE)
-    return Machine(hardware=hardware, budget_bytes=budget)
+    return Machine(hardware=hardware, budget_bytes=budget, left_bytes=left_bytes)
 
 
 def _card(request: Request) -> catalog.Gpu:

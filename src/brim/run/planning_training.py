@@ -59,7 +59,7 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
     """
     if request.method == "lora" and importlib.util.find_spec("peft") is not None:
         importlib.import_module("peft")  # as training does before its budget counts
-    start_bytes = resident_bytes()
+    start_bytes = machine.start_bytes()
     with quiet():
         planner = Planner(case_of(request, machine, start_bytes))
         found = planner.search(request.top)
@@ -170,7 +170,7 @@ def _rehearsal(
         batch=request.batch,
         hardware=machine.hardware,
         budget_bytes=machine.budget_bytes,
-        spent_bytes=_share(model, request, start_bytes) if here else (lambda: BESIDE_BYTES),
+        spent_bytes=_share(model, request, machine, start_bytes) if here else (lambda: BESIDE_BYTES),
     )
 
 
@@ -192,13 +192,14 @@ def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any])
     return seconds
 
 
-def _share(model: nn.Module, request: Request, start_bytes: int) -> Callable[[], Mapping[str, int]]:
+def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: int) -> Callable[[], Mapping[str, int]]:
     """What the program takes beside tensors on this machine: what it grew by, or did when it was new to that."""
 
     def share() -> dict[str, int]:
         found = program_bytes(start_bytes)
-        tokens = request.batch * request.seq
-        grown = most_grown(f"train {request.method}", model, tokens, found[RAM])
+        tokens, grown = request.batch * request.seq, found[RAM]
+        if not machine.left_bytes:  # what measuring left makes it more than a run's
+            grown = most_grown(f"train {request.method}", model, tokens, grown)
         return {**found, RAM: grown + _BETWEEN_RUNS_BYTES}
 
     return share
