@@ -12,7 +12,7 @@ that people use, and what the planner chooses in each of a few budgets. Every pl
 `brim generate --plan` or `brim train --plan` in a fresh process, which says what it measured.
 
 Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it,
-and with the fastest simple one; these few are run twice more, in turn, and their medians count. Predicted seconds are
+and with the fastest simple one; these few are run --rounds times in all, in turn, and their medians count. Predicted seconds are
 compared with measured ones over all plans. Rows are appended to --output cell by cell; what is there already of this
 machine is not run again. What a drive does changes from minute to minute where it is shared, so its rates are
 measured afresh for each plan, just before it is made and run.
@@ -43,7 +43,6 @@ from brim.units import format_seconds, parse_bytes
 
 PACKAGES = ("brim", "torch", "transformers")
 TIMEOUT_S = 300
-_MORE_ROUNDS = 2  # of the plans that choices are compared by
 
 
 def main() -> None:
@@ -81,7 +80,7 @@ def _cell(options: argparse.Namespace, cell: points.Cell, facts: dict[str, Any])
         made.append((point, row))
         _forget_rates()
     rows = [row for _, row in made]
-    for _ in range(0 if options.tiny else _MORE_ROUNDS):
+    for _ in range(options.rounds - 1):
         for point, row in made:
             if row["label"] in report.rivals(rows):
                 again = _measured(options, cell, point)
@@ -109,6 +108,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--vram-cap", type=parse_bytes, help="compute on CUDA within so much; default: the CPU")
     parser.add_argument("--seconds", action="store_true", help="time plans of large models, and run none")
+    parser.add_argument("--rounds", type=int, default=3, help="of the plans that choices are judged by")
     parser.add_argument("--tiny", action="store_true", help="models of some MB")
     parser.add_argument(
         "--output", type=Path, help="append one JSON line per plan here, and go on from what is there"

@@ -66,7 +66,17 @@ def test_what_went_wrong_is_told() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the counters come from /proc")
 def test_a_cell_is_measured_and_not_again(tmp_path: Path) -> None:
     rows, summary = tmp_path / "rows.jsonl", tmp_path / "summary.json"
-    command = ["--tiny", "--only", "tiny-generate", "--threads", "1", "--directory", str(tmp_path / "models")]
+    command = [
+        "--tiny",
+        "--only",
+        "tiny-generate",
+        "--threads",
+        "1",
+        "--rounds",
+        "1",
+        "--directory",
+        str(tmp_path / "models"),
+    ]
     command += ["--output", str(rows), "--summary", str(summary)]
     told = [
         subprocess.run(
