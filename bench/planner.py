@@ -12,10 +12,10 @@ that people use, and what the planner chooses in each of a few budgets. Every pl
 `brim generate --plan` or `brim train --plan` in a fresh process, which says what it measured.
 
 Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it,
-and with the fastest simple one; these few are run --rounds times in all, in turn, and their medians count. Predicted seconds are
-compared with measured ones over all plans. Rows are appended to --output cell by cell; what is there already of this
-machine is not run again. What a drive does changes from minute to minute where it is shared, so its rates are
-measured afresh for each plan, just before it is made and run.
+and with the fastest simple one; these few are run --rounds times in all, in turn, and their medians count. Predicted
+seconds are compared with measured ones over all plans. Rows are appended to --output cell by cell; what is there
+already of this machine is not run again. What a drive does changes from minute to minute where it is shared, so its
+rates are measured afresh for each plan, just before it is made and run.
 """
 
 from __future__ import annotations
