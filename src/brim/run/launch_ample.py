@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brim.core.hardware import RAM, VRAM
-from brim.measure.capacity import free_bytes, ram_capacity_bytes
+from brim.measure.capacity import free_bytes, ram_capacity_bytes, resident_bytes
+from brim.measure.monitor import KernelMeter
 from brim.run import launch_bound
 from brim.run.example_shapes import as_shapes
 from brim.run.launch import Settings
@@ -28,7 +29,7 @@ from brim.run.launch_hooks import Call, parameter_bytes
 from brim.run.launch_needs import living_optimizers, moves_itself, optimizers_of, plain
 from brim.run.launch_outcome import UNTOUCHED, Outcome
 from brim.run.launch_unseen import example_of, unseen, without_dynamo
-from brim.units import parse_bytes
+from brim.units import format_bytes, parse_bytes
 
 _ROOM = 8
 _FREE_SHARE = 0.9
@@ -45,7 +46,24 @@ class Ample:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._limit_bytes, self._tier = -1, RAM  # not known yet
+        self._begin_bytes = self._peak_bytes = 0  # the resident set without the first model; its high water then
+        self._names: list[str] = []
         self.outcomes: list[Outcome] = []
+
+    def told_at_the_end(self) -> str | None:
+        """What to say where the program has outgrown its budget all the same: later calls are not looked at."""
+        if self._tier != RAM or not self._names:
+            return None
+        peak_bytes = _high_water()
+        grown_bytes = peak_bytes - self._begin_bytes
+        if grown_bytes <= self._limit_bytes or peak_bytes == self._peak_bytes:
+            return None
+        names = ", ".join(dict.fromkeys(self._names))
+        return (
+            f"{names} was left as it is, as the first call fits without doubt; in all the program has grown by "
+            f"{format_bytes(grown_bytes)} since, and the budget is {format_bytes(self._limit_bytes)}: call it first "
+            "with as much as it will ever get"
+        )
 
     def outcome(self, call: Call) -> Outcome | None:
         """None: it is not known without a prediction whether the model fits."""
@@ -105,8 +123,19 @@ class Ample:
             has_optimizer=bool(optimizers),
             example=as_shapes(example, torch.empty, device="meta"),
         )
+        if not self._names:
+            self._begin_bytes, self._peak_bytes = resident_bytes() - _held_bytes(model, 0), _high_water()
+        self._names.append(made.name)
         self.outcomes.append(made)
         return made
+
+
+def _high_water() -> int:
+    """Of the resident set; 0 where the kernel does not tell."""
+    try:
+        return KernelMeter().peak_bytes()
+    except (OSError, StopIteration):
+        return 0
 
 
 def _trains(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:

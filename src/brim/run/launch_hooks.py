@@ -277,12 +277,13 @@ def living(kind: type[Any]) -> list[Any]:
 def living_of(*kinds: type[Any]) -> list[list[Any]]:
     """As ``living``, of each of ``kinds``, none of them part of another: a look at all objects takes a while."""
     found: list[list[Any]] = [[] for _ in kinds]
-    lists = {one: found[number] for number, kind in enumerate(kinds) for one in _with_subclasses(kind)}
+    # By identity: a class is no key where its metaclass has an ``__eq__`` and no ``__hash__``.
+    lists = {id(one): found[number] for number, kind in enumerate(kinds) for one in _with_subclasses(kind)}
     if gc.get_freeze_count():  # what the program has frozen is not told of
         gc.unfreeze()
     for one in gc.get_objects():
-        if type(one) in lists:
-            lists[type(one)].append(one)
+        if id(type(one)) in lists:
+            lists[id(type(one))].append(one)
     return found
 
 

@@ -78,6 +78,8 @@ class Launched:
     def end(self) -> None:
         """The program is over."""
         self._watcher.end()
+        if self._ample is not None and (told := self._ample.told_at_the_end()) is not None:
+            sys.stderr.write(f"brim: {told}\n")
         if self._unified is not None:
             self._unified.tell(sys.stderr)
         if self.settings.report is not None:

@@ -219,3 +219,28 @@ def test_data_parallel_without_a_gpu_is_what_is_in_it(monkeypatch: pytest.Monkey
     with torch.no_grad():
         found = Decisions(Settings(device="cpu"), lambda *_: None).decide(call(model, x(4, 256)))
     assert found is not None and found.why == "" and found.untouched_bytes["ram"] >= 256 * 257 * 4
+
+
+OUTGROWS = """
+    import torch
+    from torch import nn
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    with torch.no_grad():
+        for rows in (ROWS):
+            print(model(torch.zeros(rows, 512)).shape)
+"""
+
+
+@pytest.mark.parametrize(("rows", "told"), [("8, 8, 40_000", True), ("8, 8, 8", False)])
+def test_a_program_that_outgrows_its_budget_later_is_told_of_when_it_ends(
+    rows: str, told: bool, tmp_path: Path
+) -> None:
+    """It was left alone for its first call; nothing looks at those that follow."""
+    script = tmp_path / "outgrows.py"
+    script.write_text(textwrap.dedent(OUTGROWS.replace("ROWS", rows)))
+    command = [sys.executable, "-m", "brim", "run", "--ram", "100MiB", "--device", "cpu", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if "has grown by" in line]
+    assert len(lines) == told
+    assert not told or lines[0].startswith("brim: Sequential was left as it is")

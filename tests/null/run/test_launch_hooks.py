@@ -218,3 +218,20 @@ def test_what_the_program_has_frozen_is_found() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     gc.freeze()
     assert any(one is optimizer for one in living(torch.optim.Optimizer))
+
+
+def test_a_class_that_is_no_key_is_no_hindrance() -> None:
+    """Its metaclass has an ``__eq__`` and no ``__hash__``."""
+
+    class Meta(type):
+        def __eq__(cls, other: object) -> bool:
+            return cls is other
+
+        __hash__ = None  # type: ignore[assignment]
+
+    class Odd(metaclass=Meta):
+        def __init__(self) -> None:
+            self.me = [self]  # the collector knows it
+
+    odd, model = Odd(), nn.Linear(2, 2)
+    assert odd.me and any(one is model for one in living(nn.Module))
