@@ -110,7 +110,8 @@ def show(document: dict[str, Any]) -> None:
         console.print(
             f"predicted seconds: median error {document['error_median']:.1%}, largest {document['error_max']:.1%}"
         )
-    for text in (*document["over_budget"], *document["problems"]):
+    slower = [f"{cell}: its choice is slower than a simple plan" for cell in document["slower_than_simple"]]
+    for text in (*document["over_budget"], *slower, *document["problems"]):
         console.print(f"wrong: {text}", markup=False)
 
 

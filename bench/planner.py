@@ -47,7 +47,7 @@ TIMEOUT_S = 300
 
 def main() -> None:
     options = _options()
-    facts = harness.machine_facts(PACKAGES)
+    facts = harness.machine_facts(PACKAGES) | {"code": _code()}
     if options.seconds:
         _seconds(options, facts)
         return
@@ -117,8 +117,16 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _code() -> str:
+    """The commit that is measured, marked where files differ from it; nothing outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=10"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
 def _known(output: Path | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of this very machine and these versions."""
+    """Rows of this very machine and this very code."""
     if output is None or not output.exists():
         return []
     rows = [json.loads(line) for line in output.read_text().splitlines() if line.strip()]

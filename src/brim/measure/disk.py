@@ -51,7 +51,7 @@ class UncachedFile:
 
 @contextmanager
 def uncached_file(directory: Path) -> Iterator[UncachedFile]:
-    """Something to read on the disk of ``directory``: a scratch file, never left behind, not even by a crash.
+    """Something to read on the disk of ``directory``: a scratch file, which on Linux has no name to be left behind.
 
     In a directory that cannot be written, its largest file is read instead. Raises UsageError when ``directory``
     is none, or holds nothing to read; TransferError when the disk is full or fails.
@@ -113,7 +113,10 @@ def file_rate(path: Path) -> float | None:
     if not hasattr(os, "preadv") or size_bytes < _LEAST_FILE_BYTES:
         os.close(descriptor)
         return None
-    descriptor, direct = _past_the_cache(descriptor)
+    try:
+        descriptor, direct = _past_the_cache(descriptor)
+    except OSError as error:
+        raise TransferError(f"{path} was to be read past the page cache.", f"{error.strerror}.") from error
     file = UncachedFile(descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False)
     try:
         way = (RUN_CHUNK_BYTES, _RUN_CONCURRENCY)

@@ -155,7 +155,7 @@ class OpenFiles:
             return self._handles[path]
 
     def adopt(self, path: str, fd: int) -> None:
-        """Let ``path`` stand for a file that has no name any more: ``fd`` is opened again, to read and write."""
+        """Let ``path`` stand for a file that has no name: ``fd`` is opened again, to read and write."""
         with self._lock:
             self._handles[path] = self._open(f"/proc/self/fd/{fd}", os.O_RDWR)
 

@@ -10,6 +10,7 @@ CPU plays (``techniques.sharding_offload``).
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,6 +56,8 @@ class TensorMeter(TorchDispatchMode):
         self._plays_gpu = offloads and device.type == "cpu"
         self._live: dict[int, _Held] = {}
         self._resting = Resting()
+        # gloo's threads let go of storages too; and garbage may be collected, and more let go, while one is counted.
+        self._counting = threading.RLock()
         self._count = 0
         self._begin_s = time.perf_counter()
 
@@ -127,10 +130,11 @@ class TensorMeter(TorchDispatchMode):
 
     def _change(self, kind: EventKind, held: _Held, label: str, category: str) -> None:
         tier, size = held.tier, held.bytes
-        self._live_bytes[tier] += size if kind is EventKind.ALLOC else -size
-        self.peak_bytes[tier] = max(self.peak_bytes[tier], self._live_bytes[tier])
-        now_s = time.perf_counter() - self._begin_s
-        self.timeline.add(kind, tier, size, storage=held.number, label=label, category=category, time_s=now_s)
+        with self._counting:
+            self._live_bytes[tier] += size if kind is EventKind.ALLOC else -size
+            self.peak_bytes[tier] = max(self.peak_bytes[tier], self._live_bytes[tier])
+            now_s = time.perf_counter() - self._begin_s
+            self.timeline.add(kind, tier, size, storage=held.number, label=label, category=category, time_s=now_s)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
