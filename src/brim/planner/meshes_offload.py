@@ -97,7 +97,8 @@ class _Search:
     refused: dict[Mesh, ModelError | UnsupportedError] = field(default_factory=dict)
 
     def fitting(self) -> list[Mesh]:
-        return sorted((one for one, told in self.proved.items() if told.fits), key=lambda one: self.proved[one].step_s)
+        fits = (one for one, told in self.proved.items() if told.fits)
+        return sorted(fits, key=lambda one: self.proved[one].step_s)
 
     def following(self, top: int, doubt: float) -> Mesh | None:
         """What to prove next, None where that would tell nothing more, or was enough."""
