@@ -25,16 +25,18 @@ INFEASIBLE = 3
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """``rows``: the fastest that fit, with what was proved of them. ``looked_at`` by closed forms, of which so many
-    were ``traced``; ``least_bytes``: the smallest of those on a GPU."""
+    were ``traced``; ``least_bytes``: the least of those on a GPU, and in a node's RAM where shards lie there."""
 
     rows: list[tuple[Mesh, ParallelEstimate]]
     looked_at: int
     traced: int
-    least_bytes: int | None
+    least_bytes: dict[str, int]
 
     def none(self) -> str:
         """Why there are no rows."""
-        least = f"; the smallest takes {self.least_bytes:,} B on a GPU" if self.least_bytes is not None else ""
+        of = {"vram": "on a GPU", "ram": "of a node's RAM"}
+        needs = " and ".join(f"{count:,} B {of[tier]}" for tier, count in self.least_bytes.items())
+        least = f"; they take {needs} at least" if needs else ""
         if self.traced == self.looked_at:
             return f"No mesh fits{least}"
         return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} looked at{least}"
@@ -66,15 +68,22 @@ def fastest(model: str, options: dict[str, Any]) -> Found:
     on_gpus = _ways(_on_gpus, model, options, proofs)
     in_ram = _ways(_in_ram, model, options, proofs) if not on_gpus.chosen and options["gpus"] > 1 else _Ways()
     rows = [(mesh, told) for mesh in (*on_gpus.chosen, *in_ram.chosen) if (told := proofs[mesh]) is not None]
-    least = min((told.worst.peak_bytes.process for told in proofs.values() if told is not None), default=None)
     rows.sort(key=lambda row: row[1].step_s or row[0].step_s)
     found = Found(
-        rows=rows, looked_at=on_gpus.looked_at + in_ram.looked_at, traced=len(proofs), least_bytes=least
+        rows=rows, looked_at=on_gpus.looked_at + in_ram.looked_at, traced=len(proofs),
+        least_bytes=_least(proofs),
     )  # fmt: skip
     refusals = [error for error in (on_gpus.refused, in_ram.refused) if error is not None]
     if not rows and refusals:
         raise _refusal(on_gpus, in_ram, refusals, found)
     return found
+
+
+def _least(proofs: _Proofs) -> dict[str, int]:
+    traced = [(mesh, told) for mesh, told in proofs.items() if told is not None]
+    in_ram = [told.node_ram_bytes for mesh, told in traced if mesh.split.offload_shards]
+    vram = [told.worst.peak_bytes.process for _, told in traced]
+    return {tier: min(counts) for tier, counts in (("vram", vram), ("ram", in_ram)) if counts}
 
 
 _Proofs = dict["Mesh", "ParallelEstimate | None"]  # None: its fullest stage alone does not fit

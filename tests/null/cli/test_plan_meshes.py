@@ -117,14 +117,15 @@ def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either(capsys
     assert main(["plan", "llama-3.2-1b", "--task", "train", *given]) == 2
     error = capsys.readouterr().err
     assert "B on each of them at least, and one has" in error
-    assert "Nor with its shards in RAM: None of 1 traced meshes fits, of 9 looked at; the smallest takes" in error
+    told = "Nor with its shards in RAM: None of 1 traced meshes fits, of 9 looked at; they take "
+    assert told in error and "B on a GPU and" in error and "B of a node's RAM at least" in error
 
 
 @pytest.mark.slow
 def test_ram_that_is_too_small_is_told_beside_what_was_traced(capsys):
     assert main([*SMALL, "--gpus", "2", "--ram", "8GiB", "--engine", "torch"]) == 2
     error = capsys.readouterr().err
-    assert "traced meshes fits, of 83 looked at; the smallest takes" in error
+    assert "traced meshes fits, of 83 looked at; they take" in error
     assert "Nor with its shards in RAM: The states of one node's ranks take" in error
 
 

@@ -32,6 +32,10 @@ def test_all_keep_shards_in_ram_and_the_fastest_comes_first(llama):
     assert {mesh.split.tp for mesh in meshes} == {1, 2}
 
 
+def test_fused_products_are_not_split_in_ram_either():
+    assert {mesh.split.tp for mesh in found(shape_of(find_model("phi-3-mini")))} == {1}
+
+
 def test_more_rows_at_once_bring_the_weights_more_seldom(llama):
     seconds = {
         mesh.split.micro_batch: mesh.step_s

@@ -53,9 +53,11 @@ def test_all_stages_of_zero_are_looked_at_and_no_way_comes_twice(found):
     assert len(set(ways)) == len(ways)
 
 
-def test_fused_queries_are_not_split_over_ranks():
-    splits = list(run_splits(shape("gpt2-xl"), 8, 8, 1024, 64))
+@pytest.mark.parametrize("model", ["gpt2-xl", "phi-3-mini"])
+def test_fused_queries_are_not_split_over_ranks(model):
+    splits = list(run_splits(shape(model), 8, 8, 1024, 64))
     assert splits and all(split.tp == 1 for split in splits)
+    assert any(split.tp > 1 for split in run_splits(shape("llama-3-8b"), 8, 8, 1024, 64))
 
 
 @pytest.mark.parametrize(
