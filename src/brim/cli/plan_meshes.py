@@ -187,8 +187,6 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
 def _check(options: dict[str, Any]) -> None:
     if options["task"] != "train":
         raise UnsupportedError("--gpus was given for generating.", "Training is split, so far.", "Use --task train.")
-    if options["engine"] not in (None, "torch", "megatron"):
-        raise UsageError(f"--engine {options['engine']} was given.", "It is one of torch, megatron.")
     if not options["gpu"]:
         raise UsageError("--gpus was given without --gpu.", "Seconds and memory need one.", 'Add --gpu "A100 80GB".')
 

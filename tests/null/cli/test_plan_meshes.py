@@ -36,7 +36,7 @@ def test_the_table_tells_split_memory_and_seconds(capsys):
         (["--task", "train", "--gpus", "8"], "--gpu"),
         (["--task", "train", "--gpus-per-node", "8"], "--gpus"),
         (["--task", "train", "--engine", "torch"], "--gpus"),
-        (["--task", "train", "--gpus", "8", "--gpu", "H100", "--engine", "jax"], "one of torch, megatron"),
+        (["--task", "train", "--gpus", "8", "--gpu", "H100", "--engine", "jax"], "'torch', 'megatron'"),
         (["--task", "train", "--gpus", "1", "--gpu", "RTX 4090"], "hold its states"),
     ],
 )
@@ -66,11 +66,31 @@ def test_numbers_of_gpus_are_compared_for_the_same_batch(capsys, tmp_path):
         (["--compare-gpus", "1,2", "--gpu", "H100"], "compares trainings"),
         (["--compare-gpus", "two", "--task", "train", "--gpu", "H100"], "numbers of GPUs"),
         (["--price", "2"], "--compare-gpus"),
+        (["--compare-gpus", "1,2", "--task", "train", "--gpu", "H100", "--engine", "jax"], "'torch', 'megatron'"),
     ],
 )
 def test_a_comparison_that_cannot_be_is_one_clear_error(capsys, arguments, told):
     assert main(["plan", "llama-3-8b", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+UNUSED = [
+    ["--optimizer", "sgd"], ["--precision", "fp32"], ["--method", "lora"], ["--vram", "8GiB"],
+    ["--prefer", "memory"], ["--batch", "4"], ["--new-tokens", "8"], ["--regimes"], ["--precisions"],
+    ["--router-statistics", "auto"], ["--html", "page.html"],
+]  # fmt: skip
+ONE_OF_THEM = [["--disk", "1TiB"], ["--lossless"], ["--price", "2"]]  # one GPU's plan in a comparison takes them
+
+
+@pytest.mark.parametrize(
+    ("several", "option"),
+    [(["--gpus", "2"], option) for option in UNUSED + ONE_OF_THEM]
+    + [(["--compare-gpus", "1,2"], option) for option in [*UNUSED, ["--top", "2"], ["--gpus", "4"]]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_would_change_nothing_is_refused_by_name(capsys, several, option):
+    assert main(["plan", "llama-3.2-1b", "--task", "train", "--gpu", "H100", *several, *option]) == 2
+    assert f"{option[0]} was given beside {several[0]}." in capsys.readouterr().err
 
 
 SMALL = ["plan", "llama-3.2-1b", "--task", "train", "--gpu", "RTX 3060 12GB", "--seq", "128", "--global-batch", "4"]
