@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from brim.cli.loading import load
 from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json
@@ -49,6 +50,7 @@ _OPTIONS = [
     click.option("--gpus-per-node", type=_COUNT, help="GPUs of one machine, beside --gpus. [default: 8]"),
     click.option(
         "--engine",
+        type=click.Choice(["torch", "megatron"]),
         help="Whose seconds and bytes, beside --gpus: megatron (with Transformer Engine) or torch, "
         "which brim train runs. [default: megatron]",
     ),
@@ -70,6 +72,14 @@ _OPTIONS = [
     html_option,
     json_option,
 ]  # everything but MODEL, in the order of the help
+
+
+# What several GPUs' plans take into account; of a comparison one GPU's is one, which may have RAM and disk.
+_SEVERAL = {"model", "task", "gpu", "ram", "seq", "gpus_per_node", "engine", "global_batch", "output", "as_json"}
+_USED = {
+    "compare_gpus": _SEVERAL | {"compare_gpus", "price", "disk", "lossless"},
+    "gpus": _SEVERAL | {"gpus", "top"},
+}
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,17 +107,18 @@ def plan(
     file.py:build, a function that returns a model and its inputs as a pair. Exit code 3 says that nothing fits, and
     the answer then is what would have to change.
     """
+    _refuse_unused(click.get_current_context())
     compared, price = options.pop("compare_gpus"), options.pop("price")
     if compared is not None:
         from brim.cli import plan_compare
 
         return plan_compare.show(model, plan_compare.numbers(compared), options, price, output, as_json=as_json)
-    if price is not None:
-        raise UsageError("--price was given without --compare-gpus.", todo="Give --compare-gpus 1,2,4.")
     if options["gpus"] is not None:
         from brim.cli import plan_meshes
 
         return plan_meshes.show(model, options, output, as_json)
+    if price is not None:
+        raise UsageError("--price was given without --compare-gpus.", todo="Give --compare-gpus 1,2,4.")
     _leave_out_several(options)
     load("brim.run.planning")
     from brim.run.planning_request import Request
@@ -120,6 +131,26 @@ def plan(
         raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
     _show_regimes(request, output, html, as_json)
     return None
+
+
+def _refuse_unused(context: click.Context) -> None:
+    """Raise UsageError for what was given beside several GPUs and would do nothing there."""
+    asked = next((name for name in _USED if context.params[name] is not None), None)
+    if asked is None:
+        return
+    flags = {option.name or "": option.opts[0] for option in context.command.params}
+    unused = [flags[name] for name in flags if name not in _USED[asked] and _given(context, name)]
+    if unused:
+        given = ", ".join(unused)
+        raise UsageError(
+            f"{given} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
+            "It would change nothing there: splits are searched for AdamW, full training and bf16.",
+            f"Leave out {given}, or {flags[asked]}.",
+        )  # fmt: skip
+
+
+def _given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def _show_regimes(request: Request, output: Path | None, html: Path | None, as_json: bool) -> None:

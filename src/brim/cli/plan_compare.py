@@ -105,11 +105,11 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
     from brim.cli.plan_meshes import fastest
 
     asked = {**options, "gpus": count, "gpus_per_node": min(options["gpus_per_node"] or 8, count), "top": 1}
-    rows, _ = fastest(model, {**asked, "global_batch": batch})
+    found = fastest(model, {**asked, "global_batch": batch})
     tokens = batch * options["seq"]
-    if not rows:
-        return Row(gpus=count, way="does not fit", tokens=tokens)
-    mesh, proof = rows[0]
+    if not found.rows:
+        return Row(gpus=count, way=f"does not fit: {found.none()}", tokens=tokens)
+    mesh, proof = found.rows[0]
     way = f"{mesh.split.describe().partition(': ')[2]}, recompute {mesh.checkpointing}"
     step_s, offload = proof.step_s or mesh.step_s, mesh.split.offload_shards
     peak = {"vram": proof.worst.peak_bytes.process} | ({"ram": proof.node_ram_bytes} if offload else {})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
-from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
+from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -20,6 +22,26 @@ if TYPE_CHECKING:
 INFEASIBLE = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """``rows``: the fastest that fit, with what was proved of them. ``looked_at`` by closed forms, of which so many
+    were ``traced``; ``least_bytes``: the least of those on a GPU, and in a node's RAM where shards lie there."""
+
+    rows: list[tuple[Mesh, ParallelEstimate]]
+    looked_at: int
+    traced: int
+    least_bytes: dict[str, int]
+
+    def none(self) -> str:
+        """Why there are no rows."""
+        of = {"vram": "on a GPU", "ram": "of a node's RAM"}
+        needs = " and ".join(f"{count:,} B {of[tier]}" for tier, count in self.least_bytes.items())
+        least = f"; they take {needs} at least" if needs else ""
+        if self.traced == self.looked_at:
+            return f"No mesh fits{least}"
+        return f"None of {self.traced} traced meshes fits, of {self.looked_at:,} looked at{least}"
+
+
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
     """Search, prove and print, and write the first to ``output``; the exit code where nothing fits."""
     from rich.console import Console
@@ -28,69 +50,87 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
     started = time.perf_counter()
     load("brim.estimation.ranks", MODELS)
     with Console(stderr=True).status("Looking at meshes"):
-        rows, looked_at = fastest(model, options)
+        found = fastest(model, options)
     took_s = time.perf_counter() - started
-    if output is not None and rows:
-        _write(output, model, options, *rows[0])
+    if output is not None and found.rows:
+        _write(output, model, options, *found.rows[0])
     if as_json:
-        print_json(_document(model, options, rows, looked_at, took_s))
+        print_json(_document(model, options, found, took_s))
     else:
-        _print(model, options, rows, looked_at, took_s)
-    return None if rows else INFEASIBLE
+        _print(model, options, found, took_s)
+    return None if found.rows else INFEASIBLE
 
 
-def fastest(model: str, options: dict[str, Any]) -> tuple[list[tuple[Mesh, ParallelEstimate]], int]:
-    """The fastest meshes that are proved to fit, and how many were looked at; where none does on several GPUs, with
-    shards in RAM. Raises BudgetError where neither can be."""
-    from brim.planner import meshes
+def fastest(model: str, options: dict[str, Any]) -> Found:
+    """The fastest meshes that are proved to fit; where none does on several GPUs, with shards in RAM. Raises
+    BudgetError where closed forms or a node's RAM rule out all of one kind, and none of the other fits."""
+    proofs: _Proofs = {}
+    on_gpus = _ways(_on_gpus, model, options, proofs)
+    in_ram = _ways(_in_ram, model, options, proofs) if not on_gpus.chosen and options["gpus"] > 1 else _Ways()
+    rows = [(mesh, told) for mesh in (*on_gpus.chosen, *in_ram.chosen) if (told := proofs[mesh]) is not None]
+    rows.sort(key=lambda row: row[1].step_s or row[0].step_s)
+    found = Found(
+        rows=rows, looked_at=on_gpus.looked_at + in_ram.looked_at, traced=len(proofs),
+        least_bytes=_least(proofs),
+    )  # fmt: skip
+    refusals = [error for error in (on_gpus.refused, in_ram.refused) if error is not None]
+    if not rows and refusals:
+        raise _refusal(on_gpus, in_ram, refusals, found)
+    return found
 
-    proofs: dict[Mesh, ParallelEstimate] = {}
-    looked_at, refused = 0, None
-    sizes = _sizes(model, options) | {"global_batch": options["global_batch"] or 0}
+
+def _least(proofs: _Proofs) -> dict[str, int]:
+    traced = [(mesh, told) for mesh, told in proofs.items() if told is not None]
+    in_ram = [told.node_ram_bytes for mesh, told in traced if mesh.split.offload_shards]
+    vram = [told.worst.peak_bytes.process for _, told in traced]
+    return {tier: min(counts) for tier, counts in (("vram", vram), ("ram", in_ram)) if counts}
+
+
+_Proofs = dict["Mesh", "ParallelEstimate | None"]  # None: its fullest stage alone does not fit
+_Search = Callable[[str, dict[str, Any], _Proofs], tuple[list["Mesh"], int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ways:
+    """What one search found, or why it looked at nothing."""
+
+    chosen: tuple[Mesh, ...] = ()
+    looked_at: int = 0
+    refused: BudgetError | None = None
+
+
+def _ways(search: _Search, model: str, options: dict[str, Any], proofs: _Proofs) -> _Ways:
     try:
-        if options["engine"] == "torch":
-            chosen, looked_at = _run(model, options, sizes, proofs)
-        else:
-            found = meshes.meshes(**sizes)
-            looked_at = len(found)
-            chosen = meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"])
+        chosen, looked_at = search(model, options, proofs)
     except BudgetError as error:
-        chosen, refused = [], error
-    if not chosen and options["gpus"] > 1:
-        try:
-            chosen, looked = _in_ram(model, options, proofs)
-            looked_at += looked
-        except BudgetError as error:
-            if refused is not None:
-                both = f"{refused.found}\nNor with its shards in RAM: {error.found}"
-                raise BudgetError(refused.asked, both, f"{refused.todo} {error.todo}") from error
-    elif refused is not None:
-        raise refused
-    rows = [(mesh, proofs[mesh]) for mesh in chosen]
-    return sorted(rows, key=lambda row: row[1].step_s or row[0].step_s), looked_at
+        return _Ways(refused=error)
+    return _Ways(chosen=tuple(chosen), looked_at=looked_at)
 
 
-def _run(
-    model: str, options: dict[str, Any], sizes: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]
-) -> tuple[list[Mesh], int]:
-    """The fastest under the engine that ``brim train`` runs, and how many were looked at."""
-    from brim.planner import meshes_offload
+def _refusal(on_gpus: _Ways, in_ram: _Ways, refusals: list[BudgetError], found: Found) -> BudgetError:
+    """What each of the searches says, with the bytes that are missing."""
+    told = [on_gpus.refused.found if on_gpus.refused else f"{found.none()}."]
+    if in_ram.refused or in_ram.looked_at:
+        told.append(f"Nor with its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{found.none()}.'}")
+    least = {tier: count for error in refusals for tier, count in error.smallest_bytes.items()}
+    todo = " ".join(error.todo for error in refusals)
+    return BudgetError(refusals[0].asked, "\n".join(told), todo, smallest_bytes=least)
+
+
+def _on_gpus(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
+    """The fastest with all of it on the GPUs, and how many were looked at."""
+    from brim.planner import meshes
     from brim.planner.meshes_torch import DOUBT, run_meshes
 
-    found = run_meshes(**sizes)
-
-    def proof(mesh: Mesh) -> meshes_offload.Proof:
-        try:
-            fits = _proved(model, mesh, options, proofs)
-        except (ModelError, UnsupportedError):  # what this model's layers do not split into
-            return meshes_offload.Proof(bytes=mesh.peak_bytes, step_s=mesh.step_s, fits=False)
-        told = proofs[mesh]
-        return meshes_offload.Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s or mesh.step_s, fits=fits)
-
-    return meshes_offload.best(found, proof, options["top"], sizes["gpu"].capacity_bytes, DOUBT), len(found)
+    sizes = _sizes(model, options) | {"global_batch": options["global_batch"] or 0}
+    if options["engine"] == "torch":
+        found = run_meshes(**sizes)
+        return _best(found, model, options, proofs, doubt=DOUBT), len(found)
+    found = meshes.meshes(**sizes)
+    return meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"]), len(found)
 
 
-def _in_ram(model: str, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> tuple[list[Mesh], int]:
+def _in_ram(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
     """The fastest with shards in RAM, and how many were looked at."""
     from brim.planner import meshes_offload
     from brim.planner.meshes import SEQUENCES_PER_GPU
@@ -100,13 +140,25 @@ def _in_ram(model: str, options: dict[str, Any], proofs: dict[Mesh, ParallelEsti
     ram_bytes = machine_of(asked).budget_bytes["ram"]
     sizes, batch = _sizes(model, options), options["global_batch"] or SEQUENCES_PER_GPU * options["gpus"]
     found = meshes_offload.offloaded(global_batch=batch, ram_bytes=ram_bytes, **sizes)
+    return _best(found, model, options, proofs, ram_bytes=ram_bytes), len(found)
+
+
+def _best(
+    found: list[Mesh], model: str, options: dict[str, Any], proofs: _Proofs, *, doubt: float = 0.0,
+    ram_bytes: int | None = None,
+) -> list[Mesh]:  # fmt: skip
+    """Under the engine that ``brim train`` runs; ``ram_bytes`` of a node, where shards lie there."""
+    from brim import catalog
+    from brim.planner import meshes_offload
 
     def proof(mesh: Mesh) -> meshes_offload.Proof:
-        fits = _proved(model, mesh, options, proofs) and proofs[mesh].node_ram_bytes <= ram_bytes
+        fits = _proved(model, mesh, options, proofs)
         told = proofs[mesh]
+        assert told is not None  # no stage of this engine's is looked at alone
+        fits = fits and (ram_bytes is None or told.node_ram_bytes <= ram_bytes)
         return meshes_offload.Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s or mesh.step_s, fits=fits)
 
-    return meshes_offload.best(found, proof, options["top"], sizes["gpu"].capacity_bytes), len(found)
+    return meshes_offload.best(found, proof, options["top"], catalog.gpu(options["gpu"]).capacity_bytes, doubt)
 
 
 def _sizes(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -135,13 +187,11 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
 def _check(options: dict[str, Any]) -> None:
     if options["task"] != "train":
         raise UnsupportedError("--gpus was given for generating.", "Training is split, so far.", "Use --task train.")
-    if options["engine"] not in (None, "torch", "megatron"):
-        raise UsageError(f"--engine {options['engine']} was given.", "It is one of torch, megatron.")
     if not options["gpu"]:
         raise UsageError("--gpus was given without --gpu.", "Seconds and memory need one.", 'Add --gpu "A100 80GB".')
 
 
-def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: dict[Mesh, ParallelEstimate]) -> bool:
+def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) -> bool:
     """Whether every rank fits, told rank by rank."""
     from brim import catalog
     from brim.estimation.ranks import estimate_ranks, stage_fits
@@ -151,6 +201,7 @@ def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: dict[Mesh, 
         model, mesh.split, mesh.fullest, seq=options["seq"], gpu=catalog.gpu(options["gpu"]),
         checkpointing=mesh.checkpointing,
     ):  # fmt: skip
+        proofs[mesh] = None
         return False
     proofs[mesh] = found = estimate_ranks(
         model, mesh.split, engine=engine, seq=options["seq"], gpu=options["gpu"], checkpointing=mesh.checkpointing,
@@ -183,11 +234,9 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", engine])
 
 
-def _document(
-    model: str, options: dict[str, Any], rows: list[tuple[Mesh, ParallelEstimate]], looked_at: int, took_s: float
-) -> dict[str, Any]:
+def _document(model: str, options: dict[str, Any], found: Found, took_s: float) -> dict[str, Any]:
     proposals = []
-    for mesh, proof in rows:
+    for mesh, proof in found.rows:
         document = proof.to_json()
         document.pop("ranks")
         proposals.append(document | {
@@ -197,7 +246,10 @@ def _document(
             "offload_shards": mesh.split.offload_shards, "zero_bubble": mesh.split.zero_bubble,
             "command": _command(model, options, mesh),
         })  # fmt: skip
-    return {"model": model, "gpus": options["gpus"], "meshes": looked_at, "proposals": proposals, "took_s": took_s}
+    return {
+        "model": model, "gpus": options["gpus"], "meshes": found.looked_at, "traced": found.traced,
+        "least_bytes": found.least_bytes, "proposals": proposals, "took_s": took_s,
+    }  # fmt: skip
 
 
 def _size(split: Split, axis: str) -> str:
@@ -205,13 +257,12 @@ def _size(split: Split, axis: str) -> str:
     return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
-def _print(
-    model: str, options: dict[str, Any], rows: list[tuple[Mesh, ParallelEstimate]], looked_at: int, took_s: float
-) -> None:
+def _print(model: str, options: dict[str, Any], found: Found, took_s: float) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
+    rows = found.rows
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
     table = Table(box=box.SIMPLE, pad_edge=False)
@@ -241,7 +292,8 @@ def _print(
         console.print(told, markup=False)
         console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
     else:
-        console.print("No mesh fits: more GPUs, larger ones, or a shorter sequence would.", markup=False)
+        console.print(f"{found.none()}. More GPUs, larger ones, or a shorter sequence would do.", markup=False)
     for note in rows[0][1].notes if rows else ():
         console.print(note, markup=False)
-    console.print(f"looked at {looked_at:,} meshes in {format_seconds(took_s)}", markup=False)
+    counts = f"looked at {found.looked_at:,} meshes in {format_seconds(took_s)}, {found.traced} of them traced"
+    console.print(counts, markup=False)

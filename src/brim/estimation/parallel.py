@@ -306,7 +306,20 @@ def _check_zero_bubble(split: Split) -> None:
             "A stage's weights and gradients stay whole between the two halves of a backward pass.",
             "Use --zero 1 or 0.",
         )
+    if not cuts_in_halves(split):
+        raise UnsupportedError(
+            f"--zero-bubble was given with --tp {split.tp} --sp and {split.pp * split.interleave} pipeline stages.",
+            "What a stage between others sends is a view there, which PyTorch's pipelines cannot cut off.",
+            "Leave out --sp or --zero-bubble, or use --pp 2 without --interleave.",
+        )
     _check_rounds(split, "--zero-bubble", "Zero-bubble pipelines")
+
+
+def cuts_in_halves(split: Split) -> bool:
+    """Whether PyTorch can take this split's backward passes in halves: what a stage between others sends is a view
+    where the sequence is split by tensor-parallel ranks, which it cannot cut off
+    (torch/distributed/pipelining/_backward.py)."""
+    return not split.sequence_parallel or split.pp * split.interleave <= 2
 
 
 def _check_rounds(split: Split, given: str, what: str) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers.initialization import no_init_weights
+
 from brim.errors import UnsupportedError
-from brim.estimation.models import Source, transformers_config
+from brim.estimation.models import Source, class_of, transformers_config
 from brim.estimation.parallel import Sizes
+from brim.techniques.checkpointing import blocks
 from brim.techniques.context_parallel import narrow
+from brim.techniques.sharding_plan import fused_products, has_turned
 
 # Decoders whose layer is norm, attention, norm, feed-forward, in that order, and what is special about each.
 _GATED = ("llama", "mistral", "qwen2", "phi3", "gemma", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -44,7 +49,7 @@ class Experts:
 class Shape:
     """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
     ``windowed``: its attention does not look at all that went before. ``fused_queries``: they are one product with
-    keys and values, of a kind that ``brim train`` does not split."""
+    keys and values, or others of its layers are, of a kind that ``brim train`` does not split."""
 
     name: str
     layers: int
@@ -120,8 +125,19 @@ def shape_of(source: Source) -> Shape:
         latent=_latent(config),
         experts=_experts(config),
         windowed=narrow(config) is not None,
-        fused_queries=kind == "gpt2",
+        fused_queries=_fused(source, config),
     )
+
+
+def _fused(source: Source, config: Any) -> bool:
+    """By the layers themselves: a configuration does not say."""
+    kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
+    if kind is None:
+        return False
+    with torch.device("meta"), no_init_weights():
+        model = kind._from_config(config)
+    layers = [model.get_submodule(path) for path in blocks(model)[:1]]
+    return any(fused_products(layer) or has_turned(layer) for layer in layers)
 
 
 def _latent(config: Any) -> Latent | None:

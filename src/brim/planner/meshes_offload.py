@@ -8,13 +8,12 @@ Bytes are estimates, which say what to prove next; what fits is told by the proo
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from brim import catalog
 from brim.core import Op, Phase
-from brim.errors import BudgetError, UsageError
+from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
 from brim.estimation.parallel import Split, check_sizes
 from brim.estimation.parallel_script import Sent
 from brim.estimation.parallel_shape import Shape
@@ -22,9 +21,9 @@ from brim.estimation.parallel_time import StepTime, crossed_s, host_s, sent_s
 from brim.planner.meshes import RECOMPUTE, Mesh, Pieces, nccl_bytes
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-_MOST_PROOFS = 8
-_LATE_S = 30.0  # no further proof is begun after that, once something fits: each takes 10 to 20 s
-_DOUBT = 1.1  # times the room: what may fit after all
+_MOST_PROOFS = 8  # while nothing fits; then only the smallest of each family
+_FURTHER_PROOFS = 4  # once something fits: each takes 10 to 20 s
+_DOUBT = 1.1  # times the room: what may fit after all, of a family of which nothing was proved
 _STATES = 16  # bytes of a parameter in RAM: weight, gradient and two moments in float32
 _STEPPED = 32  # bytes that AdamW goes through: all of them, there and back
 _ADDED = 12  # and a further micro-batch's gradient: two read, one written
@@ -73,30 +72,93 @@ def best(
     """The ``top`` fastest that fit, one of each split, with few proofs: each tells how far estimates are off.
 
     ``room`` is what a GPU has. What may fit is proved in the order in which it is expected to be fast, until none is
-    left that might be faster than what was found, by the share of ``doubt`` of what is expected.
+    left that might be faster than what was found, by the share of ``doubt`` of what is expected. While nothing fits
+    the smallest is proved before the search ends. Of what raises ModelError or UnsupportedError, and of what splits
+    all that and more, nothing is proved; the first such error is raised where nothing else was left.
     """
-    proved: dict[Mesh, Proof] = {}
-    fitting: list[Mesh] = []
-    late_s = time.monotonic() + _LATE_S
-    while len(proved) < _MOST_PROOFS and not (fitting and time.monotonic() > late_s):
-        failed = [mesh for mesh, told in proved.items() if not told.fits]
-        left = [
-            mesh for mesh in found
-            if mesh not in proved and not any(_same_split(mesh, one) for one in fitting)
+    search = _Search(found=found, room=room)
+    while (mesh := search.following(top, doubt)) is not None:
+        try:
+            search.proved[mesh] = proof(mesh)
+        except (ModelError, UnsupportedError) as error:  # what this model's layers do not split into
+            search.refused[mesh] = error
+    if search.refused and not search.proved:
+        raise next(iter(search.refused.values()))
+    return search.fitting()[:top]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """What was proved so far, in that order, and what could not be."""
+
+    found: Sequence[Mesh]
+    room: int
+    proved: dict[Mesh, Proof] = field(default_factory=dict)
+    refused: dict[Mesh, ModelError | UnsupportedError] = field(default_factory=dict)
+
+    def fitting(self) -> list[Mesh]:
+        fits = (one for one, told in self.proved.items() if told.fits)
+        return sorted(fits, key=lambda one: self.proved[one].step_s)
+
+    def following(self, top: int, doubt: float) -> Mesh | None:
+        """What to prove next, None where that would tell nothing more, or was enough."""
+        fitting, left = self.fitting(), self._left()
+        likely = [mesh for mesh in left if self._may_fit(mesh)]
+        if not fitting:
+            if likely and len(self.proved) < _MOST_PROOFS:
+                return min(likely, key=self._seconds)
+            return self._smallest(left)
+        since = len(self.proved) - 1 - [told.fits for told in self.proved.values()].index(True)
+        if not likely or since >= _FURTHER_PROOFS:
+            return None
+        mesh = min(likely, key=self._seconds)
+        if len(fitting) >= top and self.proved[fitting[top - 1]].step_s <= (1 - doubt) * self._seconds(mesh):
+            return None
+        return mesh
+
+    def _left(self) -> list[Mesh]:
+        fitting = self.fitting()
+        failed = [mesh for mesh, told in self.proved.items() if not told.fits]
+        return [
+            mesh for mesh in self.found
+            if mesh not in self.proved and not any(_uses(one) <= _uses(mesh) for one in self.refused)
+            and not any(_same_split(mesh, one) for one in fitting)
             and not any(_takes_more(mesh, one) for one in failed)
         ]  # fmt: skip
-        likely = [mesh for mesh in left if _expected(mesh, proved)[0] <= _DOUBT * room]
-        if not left or (fitting and not likely):
-            break
-        if likely:
-            mesh = min(likely, key=lambda one: _expected(one, proved)[1])
-        else:
-            mesh = min(left, key=lambda one: one.peak_bytes)
-        if len(fitting) >= top and proved[fitting[top - 1]].step_s <= (1 - doubt) * _expected(mesh, proved)[1]:
-            break
-        proved[mesh] = proof(mesh)
-        fitting = sorted((one for one in proved if proved[one].fits), key=lambda one: proved[one].step_s)
-    return fitting[:top]
+
+    def _smallest(self, left: Sequence[Mesh]) -> Mesh | None:
+        """The smallest of the families whose smallest was not proved, where it may fit or is the smallest of all."""
+        least: dict[tuple[int, bool, bool], Mesh] = {}
+        for mesh in self.found:
+            if not any(_uses(one) <= _uses(mesh) for one in self.refused):
+                first = least.setdefault(_family(mesh), mesh)
+                least[_family(mesh)] = min(first, mesh, key=lambda one: one.peak_bytes)
+        still = set(left)
+        smallest = min((mesh for mesh in least.values() if mesh in still), key=self._bytes, default=None)
+        told = [one.bytes for one in self.proved.values()]
+        if smallest is None or self._may_fit(smallest) or not told or self._bytes(smallest) < min(told):
+            return smallest
+        return None
+
+    def _may_fit(self, mesh: Mesh) -> bool:
+        known = any(_family(one) == _family(mesh) for one in self.proved)
+        return self._bytes(mesh) <= (1.0 if known else _DOUBT) * self.room
+
+    def _bytes(self, mesh: Mesh) -> float:
+        return _expected(mesh, self.proved)[0]
+
+    def _seconds(self, mesh: Mesh) -> float:
+        return _expected(mesh, self.proved)[1]
+
+
+def _uses(mesh: Mesh) -> frozenset[str]:
+    """What a model's layers have to allow for. ZeRO's first stage they all do."""
+    split = mesh.split
+    axes = {name for name in ("tp", "pp", "cp", "ep", "interleave") if getattr(split, name) > 1}
+    kinds = {name for name in ("sequence_parallel", "zero_bubble") if getattr(split, name)}
+    zero = {f"zero {split.zero}"} if split.zero > 1 else set()
+    recompute = {mesh.checkpointing} if mesh.checkpointing != RECOMPUTE[0] else set()
+    return frozenset(axes | kinds | zero | recompute)
 
 
 def _same_split(one: Mesh, other: Mesh) -> bool:
@@ -139,7 +201,7 @@ def _takes_more(mesh: Mesh, other: Mesh) -> bool:
 
 
 def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
-    whole = shape.experts is not None or shape.latent is not None  # are not split by tensors
+    whole = shape.experts is not None or shape.latent is not None or shape.fused_queries  # not split by tensors
     tensors = [n for n in range(1, 1 + (1 if whole else min(gpus_per_node, gpus))) if gpus % n == 0]
     divides = False
     for tp, micro in itertools.product(tensors, _MICRO_BATCHES):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from brim.errors import UnsupportedError, UsageError
-from brim.estimation.parallel import Split, check_context, check_experts, check_sizes
+from brim.estimation.parallel import Split, check_context, check_experts, check_sizes, cuts_in_halves
 from brim.estimation.parallel_shape import Shape
 
 _MICRO_BATCHES = (1, 2, 4, 8)
@@ -52,11 +52,8 @@ def _further_stages(split: Split) -> tuple[int, ...]:
 
 
 def _takes_halves(split: Split) -> bool:
-    """Whether PyTorch's zero-bubble pipeline runs it: what a stage between others sends is a view where the sequence
-    is split by tensor-parallel ranks, which it cannot cut off (torch/distributed/pipelining/_backward.py)."""
-    return (
-        split.pp > 1 and split.micro_batches % split.pp == 0 and (split.tp == 1 or split.pp * split.interleave == 2)
-    )
+    """Whether PyTorch's zero-bubble pipeline runs it."""
+    return split.pp > 1 and split.micro_batches % split.pp == 0 and cuts_in_halves(split)
 
 
 def _shared(shape: Shape, gpus: int, tp: int, pp: int, chunks: int) -> Iterator[dict[str, int]]:

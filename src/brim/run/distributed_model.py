@@ -21,6 +21,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 from brim.run.trainee import Method, Trainee, open_trainee
 from brim.techniques import checkpointing, context_parallel, optimizers, pipeline, sharding
+from brim.techniques.sharding_plan import check_fused, has_turned
 from brim.techniques.weight_streaming import Weights
 
 COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
@@ -87,7 +88,9 @@ def check(trainee: Trainee, recipe: Recipe) -> None:
     check_sizes(split, sizes_of(config, recipe.sequence))
     check_experts(split)
     check_context(split)
-    if split.tp > 1 and any(type(module).__name__ == "Conv1D" for module in trainee.module.modules()):
+    layers = (trainee.module.get_submodule(path) for path in checkpointing.blocks(trainee.module))
+    check_fused(layers, split.tp, type(trainee.module).__name__)
+    if split.tp > 1 and has_turned(trainee.module):
         raise UnsupportedError(
             f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",
             "Its queries, keys and values are one product, whose parts no checkpoint would find again.",

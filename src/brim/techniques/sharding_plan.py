@@ -7,7 +7,7 @@ residual stream are split along the sequence (Korthikanti et al., arXiv 2205.051
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def split_block(path: str, block: nn.Module, mesh: DeviceMesh, *, sequence_paral
     Raises UsageError for a product that does not divide, UnsupportedError for a block that has none of the known
     names.
     """
+    check_fused([block], mesh.size(), path)
     _linearize(block, mesh.size())
     plan = _block_plan(path, block, mesh.size(), sequence_parallel)
     parallelize_module(block, mesh, plan, src_data_rank=None)
@@ -52,6 +53,38 @@ def split_outside(
     parallelize_module(model, mesh, dict(_outer_plan(model, blocks, sequence_parallel)), src_data_rank=None)
     for first, second in tied:
         model.get_submodule(second).weight = model.get_submodule(first).weight
+
+
+def fused_products(block: nn.Module) -> list[str]:
+    """Products of a decoder layer that several are made one of, such as queries, keys and values: those of no known
+    name beside one that is split by its inputs. A rank's rows of such a product are not its part of each."""
+    linear = [name for name, module in block.named_modules() if isinstance(module, nn.Linear) or _is_turned(module)]
+    parts = {name.rpartition(".")[0] for name in linear if name.rpartition(".")[2] in _WRITES}
+    return [
+        name for name in linear
+        if name.rpartition(".")[0] in parts and name.rpartition(".")[2] not in (*_READS, *_WRITES)
+    ]  # fmt: skip
+
+
+def check_fused(blocks: Iterable[nn.Module], ranks: int, model: str) -> None:
+    """Raise UnsupportedError for decoder layers whose products are not split by tensors."""
+    found = next((names for block in blocks if (names := fused_products(block))), None)
+    if ranks > 1 and found:
+        raise UnsupportedError(
+            f"--tp {ranks} was asked for {model}.",
+            f"Of its layers {', '.join(found)} is one product each of what a rank needs its own part of.",
+            "Split it by --zero or --pp.",
+        )
+
+
+def has_turned(block: nn.Module) -> bool:
+    """Whether weights lie the other way round, with queries, keys and values in one: they can be traced when split,
+    and no checkpoint would find their parts again."""
+    return any(_is_turned(module) for module in block.modules())
+
+
+def _is_turned(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
 
 
 def _block_plan(path: str, block: nn.Module, ranks: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -135,7 +168,7 @@ def _linearize(block: nn.Module, ranks: int) -> None:
     Of queries, keys and values in one product every rank gets its part of each.
     """
     for name, module in list(block.named_modules()):
-        if type(module).__name__ != "Conv1D":
+        if not _is_turned(module):
             continue
         parent, _, leaf = name.rpartition(".")
         weight = module.weight.detach().t()

@@ -108,6 +108,15 @@ def test_what_cannot_be_is_one_clear_error_naming_what_works(model, capsys, argu
     assert "Traceback" not in error
 
 
+def test_products_that_several_are_one_of_are_not_split_by_tensors(capsys):
+    asked = ["estimate", "phi-3-mini", "--gpus", "2", "--seq", "64"]
+    assert main([*asked, "--tp", "2"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    for told in ("--tp 2 was asked", "self_attn.qkv_proj, mlp.gate_up_proj", "by --zero or --pp"):
+        assert told in error
+    assert main([*asked, "--pp", "2"]) == 0
+
+
 def test_blocks_are_compiled_when_that_is_asked_for(model, capsys):
     asked = ["estimate", model, "--gpus", "2", "--zero", "3", "--seq", "256", "--micro-batch", "2", "--json"]
     peaks = []

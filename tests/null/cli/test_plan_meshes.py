@@ -36,7 +36,7 @@ def test_the_table_tells_split_memory_and_seconds(capsys):
         (["--task", "train", "--gpus", "8"], "--gpu"),
         (["--task", "train", "--gpus-per-node", "8"], "--gpus"),
         (["--task", "train", "--engine", "torch"], "--gpus"),
-        (["--task", "train", "--gpus", "8", "--gpu", "H100", "--engine", "jax"], "one of torch, megatron"),
+        (["--task", "train", "--gpus", "8", "--gpu", "H100", "--engine", "jax"], "'torch', 'megatron'"),
         (["--task", "train", "--gpus", "1", "--gpu", "RTX 4090"], "hold its states"),
     ],
 )
@@ -66,11 +66,31 @@ def test_numbers_of_gpus_are_compared_for_the_same_batch(capsys, tmp_path):
         (["--compare-gpus", "1,2", "--gpu", "H100"], "compares trainings"),
         (["--compare-gpus", "two", "--task", "train", "--gpu", "H100"], "numbers of GPUs"),
         (["--price", "2"], "--compare-gpus"),
+        (["--compare-gpus", "1,2", "--task", "train", "--gpu", "H100", "--engine", "jax"], "'torch', 'megatron'"),
     ],
 )
 def test_a_comparison_that_cannot_be_is_one_clear_error(capsys, arguments, told):
     assert main(["plan", "llama-3-8b", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+UNUSED = [
+    ["--optimizer", "sgd"], ["--precision", "fp32"], ["--method", "lora"], ["--vram", "8GiB"],
+    ["--prefer", "memory"], ["--batch", "4"], ["--new-tokens", "8"], ["--regimes"], ["--precisions"],
+    ["--router-statistics", "auto"], ["--html", "page.html"],
+]  # fmt: skip
+ONE_OF_THEM = [["--disk", "1TiB"], ["--lossless"], ["--price", "2"]]  # one GPU's plan in a comparison takes them
+
+
+@pytest.mark.parametrize(
+    ("several", "option"),
+    [(["--gpus", "2"], option) for option in UNUSED + ONE_OF_THEM]
+    + [(["--compare-gpus", "1,2"], option) for option in [*UNUSED, ["--top", "2"], ["--gpus", "4"]]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_would_change_nothing_is_refused_by_name(capsys, several, option):
+    assert main(["plan", "llama-3.2-1b", "--task", "train", "--gpu", "H100", *several, *option]) == 2
+    assert f"{option[0]} was given beside {several[0]}." in capsys.readouterr().err
 
 
 SMALL = ["plan", "llama-3.2-1b", "--task", "train", "--gpu", "RTX 3060 12GB", "--seq", "128", "--global-batch", "4"]
@@ -110,6 +130,23 @@ def test_ram_that_is_too_small_for_shards_is_told(capsys):
     assert main([*SMALL, "--gpus", "2", "--ram", "8GiB"]) == 2
     error = capsys.readouterr().err
     assert "Nor with its shards in RAM" in error and "--ram" in error
+
+
+def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either(capsys):
+    given = ["--gpus", "2", "--gpu", "RTX 3060 12GB", "--seq", "32768", "--global-batch", "2"]
+    assert main(["plan", "llama-3.2-1b", "--task", "train", *given]) == 2
+    error = capsys.readouterr().err
+    assert "B on each of them at least, and one has" in error
+    told = "Nor with its shards in RAM: None of 1 traced meshes fits, of 9 looked at; they take "
+    assert told in error and "B on a GPU and" in error and "B of a node's RAM at least" in error
+
+
+@pytest.mark.slow
+def test_ram_that_is_too_small_is_told_beside_what_was_traced(capsys):
+    assert main([*SMALL, "--gpus", "2", "--ram", "8GiB", "--engine", "torch"]) == 2
+    error = capsys.readouterr().err
+    assert "traced meshes fits, of 83 looked at; they take" in error
+    assert "Nor with its shards in RAM: The states of one node's ranks take" in error
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import ScheduleInterleavedZeroBubble
 
-from brim.errors import UsageError
+from brim.errors import UnsupportedError, UsageError
 from brim.estimation.parallel import Sizes, Split, check_sizes, in_flight, nearest, stage_layers
 from brim.estimation.parallel_schedule import brief, turns
 
@@ -60,6 +60,15 @@ def test_sequence_parallelism_and_interleaving_need_what_they_split():
         Split(gpus=8, zero_bubble=True)
     with pytest.raises(UsageError, match="stay whole between the two halves"):
         Split(gpus=8, pp=4, zero_bubble=True, zero=3)
+
+
+@pytest.mark.parametrize(("pp", "interleave"), [(4, 1), (2, 2)])
+def test_halves_of_backward_are_refused_where_an_inner_stage_sends_a_view(pp, interleave):
+    sizes = {"gpus": 2 * pp, "tp": 2, "pp": pp, "interleave": interleave, "global_batch": 8, "zero_bubble": True}
+    with pytest.raises(UnsupportedError, match=r"--tp 2 --sp and 4 pipeline stages.*\n.*view.*\nLeave out --sp"):
+        Split(**sizes, sequence_parallel=True)
+    assert Split(**sizes).zero_bubble
+    assert Split(gpus=4, tp=2, pp=2, sequence_parallel=True, zero_bubble=True).zero_bubble
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Meshes with shards in RAM: the fastest first, bounds that never leave out what fits, and few proofs."""
 
+from dataclasses import replace
+
 import pytest
 
 from brim import catalog
-from brim.errors import BudgetError, UsageError
+from brim.errors import BudgetError, UnsupportedError, UsageError
 from brim.estimation.models import find_model
 from brim.estimation.parallel_shape import shape_of
 from brim.estimation.ranks import estimate_ranks
-from brim.planner import meshes_offload
 from brim.planner.meshes_offload import Proof, best, offloaded
 
 RTX = catalog.gpu("RTX 3090")
@@ -29,6 +30,10 @@ def test_all_keep_shards_in_ram_and_the_fastest_comes_first(llama):
     assert all(mesh.split.offload_shards and mesh.split.zero == 3 for mesh in meshes)
     assert [mesh.step_s for mesh in meshes] == sorted(mesh.step_s for mesh in meshes)
     assert {mesh.split.tp for mesh in meshes} == {1, 2}
+
+
+def test_fused_products_are_not_split_in_ram_either():
+    assert {mesh.split.tp for mesh in found(shape_of(find_model("phi-3-mini")))} == {1}
 
 
 def test_more_rows_at_once_bring_the_weights_more_seldom(llama):
@@ -110,12 +115,39 @@ def test_each_split_is_offered_once(llama):
     assert [mesh.step_s for mesh in chosen] == sorted(mesh.step_s for mesh in chosen)
 
 
-def test_once_something_fits_no_proof_is_begun_late(llama, monkeypatch):
+def test_once_something_fits_few_further_proofs_are_made(llama):
     asked = []
 
     def proof(mesh):
         asked.append(mesh)
-        return Proof(bytes=mesh.peak_bytes, step_s=mesh.step_s, fits=len(asked) > 1)
+        return Proof(bytes=mesh.peak_bytes, step_s=2 * mesh.step_s / len(asked), fits=len(asked) > 1)
 
-    monkeypatch.setattr(meshes_offload, "_LATE_S", 0.0)
-    assert best(found(llama), proof, 3, int(80e9)) == asked[1:] and len(asked) == 2
+    chosen = best(found(llama), proof, 9, int(80e9))
+    assert set(chosen) == set(asked[1:]) and len(asked) == 1 + 1 + 4
+
+
+def test_what_raises_is_no_proof_and_rules_out_what_splits_as_much(llama):
+    asked = []
+
+    def proof(mesh):
+        asked.append(mesh)
+        if mesh.split.tp > 1:
+            raise UnsupportedError("Tensors were to be split.")
+        return Proof(bytes=mesh.peak_bytes, step_s=1000 * mesh.step_s, fits=True)
+
+    meshes = sorted(found(llama), key=lambda mesh: -mesh.split.tp)
+    chosen = best([replace(mesh, time=meshes[0].time) for mesh in meshes], proof, 1, int(80e9))
+    assert chosen and chosen[0].split.tp == 1
+    assert sum(mesh.split.tp > 1 for mesh in asked) <= 3  # one of each kind of recomputation
+
+
+def test_where_all_raise_the_first_error_is_told(llama):
+    asked = []
+
+    def proof(mesh):
+        asked.append(mesh)
+        raise UnsupportedError(f"Number {len(asked)} was to be split.")
+
+    with pytest.raises(UnsupportedError, match="Number 1 was"):
+        best(found(llama), proof, 1, int(80e9))
+    assert len(asked) < 8

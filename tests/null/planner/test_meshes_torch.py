@@ -53,9 +53,11 @@ def test_all_stages_of_zero_are_looked_at_and_no_way_comes_twice(found):
     assert len(set(ways)) == len(ways)
 
 
-def test_fused_queries_are_not_split_over_ranks():
-    splits = list(run_splits(shape("gpt2-xl"), 8, 8, 1024, 64))
+@pytest.mark.parametrize("model", ["gpt2-xl", "phi-3-mini"])
+def test_fused_queries_are_not_split_over_ranks(model):
+    splits = list(run_splits(shape(model), 8, 8, 1024, 64))
     assert splits and all(split.tp == 1 for split in splits)
+    assert any(split.tp > 1 for split in run_splits(shape("llama-3-8b"), 8, 8, 1024, 64))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,30 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
         check_experts(split)
         check_context(split)
     assert looked_at >= ({"ep", True, False} if model == "mixtral-8x7b" else {"cp", False})
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """Little room: most ways are a bit too large for it."""
+    gpu = catalog.gpu("RTX 4090")
+    return run_meshes(shape("qwen2.5-7b"), gpus=8, gpus_per_node=8, gpu=gpu, sequence=1024), gpu.capacity_bytes
+
+
+@pytest.mark.parametrize("off", [-4e9, -2e9, 0, 1e9, 2e9, 4e9, 8e9])
+def test_what_fits_is_found_however_far_estimates_are_off(tight, off):
+    found, room = tight
+    asked = []
+
+    def proof(mesh):
+        asked.append(mesh)
+        return Proof(bytes=int(mesh.peak_bytes + off), step_s=mesh.step_s, fits=mesh.peak_bytes + off <= room)
+
+    chosen = best(found, proof, 5, room, DOUBT)
+    fitting = [mesh for mesh in found if mesh.peak_bytes + off <= room]
+    assert chosen[:1] == fitting[:1]
+    assert len(asked) <= 12
+    if not fitting:
+        assert min(found, key=lambda mesh: mesh.peak_bytes) in asked
 
 
 @pytest.fixture(scope="module")
