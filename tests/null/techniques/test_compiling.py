@@ -14,6 +14,7 @@ from brim.core import Category, Trace
 from brim.errors import UnsupportedError
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import estimate_ranks
+from brim.predict.compiled_kernels import Kernel, Program
 from brim.techniques import checkpointing, compiling
 from compiled_model import Block, Model
 from tiny_model import save_llama
@@ -111,6 +112,46 @@ def test_what_lies_between_the_operations_of_one_kernel_is_in_no_memory():
     assert forward(plain) > 2 * 7
     assert forward(made) <= 2 * 2 + 1  # of each block the product and what it gives; and the sum's gradient
     assert any(op.name.startswith("brim.fused") for op in made.ops)
+
+
+def written_bytes(trace: Trace) -> list[int]:
+    return [op.written_bytes for op in trace.ops if op.name.startswith("brim.fused")]
+
+
+@pytest.mark.parametrize("choice", checkpointing.CHOICES)
+def test_every_kernel_of_a_graph_is_in_the_trace_with_all_that_it_writes(choice, monkeypatch):
+    wanted: list[int] = []
+    plays = Program.play
+
+    def play(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        own = [kernel for kernel in program.kernels if kernel.call is None]
+        wanted.extend(sum(node.meta["val"].nbytes for node in kernel.nodes) for kernel in own)
+        in_place.extend(kernel for kernel in own if len(kernel.over) == len(kernel.nodes))
+        return plays(program, inputs)
+
+    in_place: list[Kernel] = []
+    monkeypatch.setattr(Program, "play", play)
+    made = traced(choice=choice)
+    assert in_place
+    assert written_bytes(made) == wanted
+
+
+class AddsTo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(_WIDTH, _WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight(x) + x
+
+
+def test_what_a_kernel_writes_over_is_read_once_and_written_once():
+    made, size = traced(AddsTo), 2 * _TOKENS * _WIDTH * 4
+    forward = [op for op in made.ops if op.name.startswith("brim.fused") and op.phase == "forward"]
+    assert [(op.read_bytes, op.written_bytes) for op in forward] == [(2 * size, size)] * 2
+    products = [op.at for op in made.ops if op.phase == "forward" and "mm" in op.name]
+    held = [s for s in made.storages if s.bytes == size and products[0] <= s.born <= forward[-1].at]
+    assert len(held) == len(products)  # the sum is where the product was
 
 
 class Counting(nn.Module):
