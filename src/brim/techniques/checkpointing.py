@@ -160,10 +160,11 @@ def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManag
     ``alternate``: every other matrix product too."""
     kept = [getattr(torch.ops.aten, name).default for name in KEPT]
     product = torch.ops.aten.mm.default
-    products = itertools.count()
+    # Apart, as some versions of PyTorch ask again while they compute again and others remember what was said.
+    products = {again: itertools.count() for again in (False, True)}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = op in kept and not (op is product and next(products) % 2)
+        keeps = op in kept and not (op is product and next(products[context.is_recompute]) % 2)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
