@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 
 import brim
 from brim.core import Category, Trace
-from brim.errors import UnsupportedError
+from brim.errors import UnsupportedError, UsageError
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import estimate_ranks
+from brim.predict.compiled import is_captured
+from brim.predict.compiled_graph import Layout
 from brim.predict.compiled_kernels import Kernel, Program
 from brim.techniques import checkpointing, compiling
 from compiled_model import Block, Model
@@ -173,6 +176,49 @@ def test_a_block_that_is_no_one_graph_runs_as_it_is_written_and_the_trace_says_s
     assert made.storages == plain.storages
 
 
+class Wrong(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.weight, self.error = nn.Linear(_WIDTH, _WIDTH), error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if is_captured():
+            raise self.error
+        return self.weight(x)
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), AssertionError("theirs")])
+def test_what_others_refuse_to_make_a_graph_of_runs_as_it_is_written(error):
+    assert any("theirs" in note for note in traced(lambda: Wrong(error)).not_modelled)
+
+
+def test_brims_own_errors_are_not_taken_for_the_modules(monkeypatch):
+    with pytest.raises(UnsupportedError, match="brim's"):
+        traced(lambda: Wrong(UnsupportedError("brim's")))
+
+    bug: dict[str, Any] = {"__name__": "brim.predict.compiled_graph"}
+    exec("def made(layout):\n    assert False, 'a bug'", bug)  # an assertion of the module that it says it is of
+    monkeypatch.setattr(Layout, "made", bug["made"])
+    with pytest.raises(AssertionError, match="a bug"):
+        traced()
+
+
+def test_blocks_that_are_checkpointed_in_another_way_are_another_graph():
+    def kept(choices: dict[str, str]) -> int:
+        def build() -> Callable[[], None]:
+            model, x = Model(block), source()
+            checkpointing.apply(model, choices)
+            compiling.apply(model)
+            return lambda: model(x).sum().backward()
+
+        return kept_bytes(brim.trace(build, steps=1, target="cpu"))
+
+    none, both = kept({}), kept({"layers.0": "full", "layers.1": "full"})
+    one = [kept({f"layers.{index}": "full"}) for index in range(2)]
+    assert both < one[0] < none
+    assert both < one[1] < none
+
+
 def test_without_gradients_it_runs_as_it_is_written():
     def build() -> Callable[[], torch.Tensor]:
         model = Model(block)
@@ -198,6 +244,41 @@ def test_a_real_model_is_compiled_with_the_same_results_and_given_back():
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
     handle.remove()
     assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+def test_compiling_twice_is_an_error_and_what_was_there_comes_back():
+    model = Model(block)
+    before = [dict(vars(layer)) for layer in model.layers]
+    handle = compiling.apply(model, ["layers.0"])
+    for names in (["layers.0"], None, ["layers.1", "layers.1"]):
+        with pytest.raises(UsageError, match="compiled"):
+            compiling.apply(model, names)
+    assert "forward" not in vars(model.layers[1])  # nothing was begun
+    handle.remove()
+    handle.remove()
+    assert [dict(vars(layer)) for layer in model.layers] == before
+    compiling.apply(model, ["layers.0"]).remove()
+    assert [dict(vars(layer)) for layer in model.layers] == before
+
+
+def test_a_block_within_a_compiled_one_and_a_path_that_is_not_there_are_errors():
+    model = Model(block)
+    with pytest.raises(UsageError, match="inside the other"):
+        compiling.apply(model, ["layers.0", "layers.0.q"])
+    with pytest.raises(UsageError, match="no such part"):
+        compiling.apply(model, ["layers.7"])
+    assert all("forward" not in vars(part) for part in model.modules())
+
+
+def test_handles_are_removed_in_any_order():
+    model, x = Model(block), source()
+    wanted = model(x)
+    checkpoints = checkpointing.apply(model, {"layers.0": "full"})
+    handle = compiling.apply(model, ["layers.0"], backend="aot_eager")
+    checkpoints.remove()
+    handle.remove()
+    torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
+    assert not [part for part in model.modules() if isinstance(vars(part).get("forward"), compiling._Forward)]
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
