@@ -270,15 +270,21 @@ def test_a_block_within_a_compiled_one_and_a_path_that_is_not_there_are_errors()
     assert all("forward" not in vars(part) for part in model.modules())
 
 
-def test_handles_are_removed_in_any_order():
-    model, x = Model(block), source()
-    wanted = model(x)
-    checkpoints = checkpointing.apply(model, {"layers.0": "full"})
-    handle = compiling.apply(model, ["layers.0"], backend="aot_eager")
-    checkpoints.remove()
-    handle.remove()
-    torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
-    assert not [part for part in model.modules() if isinstance(vars(part).get("forward"), compiling._Forward)]
+@pytest.mark.parametrize("lower_first", [True, False])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_handles_are_removed_in_any_order(compiled_first, lower_first):
+    model = Model(block)
+    places = [
+        lambda: compiling.apply(model, ["layers.0"], backend="no such backend"),
+        lambda: checkpointing.apply(model, {"layers.0": "full"}),
+    ]
+    handles = [place() for place in (places if compiled_first else places[::-1])]
+    compiled = handles[0 if compiled_first else 1]
+    for handle in handles if lower_first else handles[::-1]:
+        handle.remove()
+        if handle is compiled:
+            model(source()).sum().backward()  # nothing is compiled any more
+    assert "forward" not in vars(model.layers[0])
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
