@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from brim.cli.options import BYTES, device_option, html_option, json_option, print_json, write_html
-from brim.errors import UnsupportedError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -97,7 +96,6 @@ def _how() -> list[Callable[..., Any]]:
         ),
         click.option("--save-every", type=click.IntRange(min=1), help="Steps from one checkpoint to the next."),
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
-        click.option("--compile", "compiled", is_flag=True, help="Not yet: `brim estimate --gpus` predicts it."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
     ]
@@ -147,12 +145,6 @@ def train(model: str, html: Path | None, as_json: bool, disk: tuple[str, int | N
     from brim.run.training import Request
     from brim.run.training import train as run
 
-    if options.pop("compiled"):
-        raise UnsupportedError(
-            "--compile was given to brim train.",
-            "It runs models as they are written; what a compiled one takes is predicted by brim estimate --gpus N "
-            "--compile.", "Leave it out.",
-        )  # fmt: skip
     over_ranks = train_split.asked_for(options)
     split = {name: options.pop(name) for name in train_split.SPLIT}
     folder, limit = disk or (None, None)

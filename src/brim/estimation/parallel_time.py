@@ -144,6 +144,7 @@ def played_s(stages: Sequence[StageTime], split: Split) -> float:
     done_s: dict[tuple[bool, int, int], float] = {}  # forward, micro-batch, part of the model
     last = split.pp * split.interleave - 1
     while any(position < len(order) for position, order in zip(at, orders, strict=True)):
+        before = sum(at)
         for stage, order in enumerate(orders):
             while at[stage] < len(order):
                 turn = order[at[stage]]
@@ -158,6 +159,7 @@ def played_s(stages: Sequence[StageTime], split: Split) -> float:
                 if turn.half != "weight":
                     done_s[turn.forward, turn.micro_batch, part] = ready_s[stage]
                 at[stage] += 1
+        assert sum(at) > before, f"pipeline ranks wait for one another after {at} turns"
     return max(ready_s)
 
 

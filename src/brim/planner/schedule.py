@@ -64,6 +64,14 @@ class Schedule:
             found[task.lane] = found.get(task.lane, 0.0) + end - begin
         return found
 
+    def limited_by(self) -> str:
+        """The lane of what is busy longest. A processor's update is time of the one processor: the two lanes count
+        together, and the larger of them is told."""
+        busy = self.busy_s()
+        together = [lane for lane in (COMPUTE, UPDATE) if lane in busy]
+        all_s = sum(busy[lane] for lane in together)
+        return max(busy, key=lambda lane: (all_s if lane in together else busy[lane], busy[lane]))
+
     def waits_s(self, lane: str = COMPUTE) -> dict[str, float]:
         """Seconds in which ``lane`` stood still, by the lane of the task that it waited for."""
         found: dict[str, float] = {}

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from brim.errors import BrimError
 from brim.predict.compiled_graph import Graphs, Layout, captured, local
 from brim.predict.compiled_kernels import Program
 from brim.predict.patches import silenced
@@ -79,6 +80,8 @@ class CompiledBlock:
             with silenced("torch._functorch"):
                 graphs = captured(flat, layouts, len(own))
         except Exception as error:
+            if _is_brims_own(error):
+                raise
             raise NotOneGraph(f"{type(error).__name__}: {error}") from error
         kept = _inputs_kept(graphs)
         return _Compiled(
@@ -139,6 +142,15 @@ def _like(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
         if own.stride() == layout.stride
         else torch.empty_strided(layout.size, layout.stride, dtype=own.dtype, device=own.device).copy_(own)
     )
+
+
+def _is_brims_own(error: Exception) -> bool:
+    """Whether it says nothing of the module: PyTorch asserts that a module is one graph, brim that brim is right."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    raised_in = "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
+    return isinstance(error, BrimError) or (isinstance(error, AssertionError) and raised_in.startswith("brim."))
 
 
 def _inputs_kept(graphs: Graphs) -> list[int]:

@@ -194,7 +194,9 @@ def _run(kernel: Kernel, env: dict[fx.Node, Any]) -> None:
         env[kernel.call] = kernel.call.target(*arguments[0], **arguments[1])  # type: ignore[operator]
     else:
         fresh = [node for node in kernel.nodes if node not in kernel.over]
-        made = fused([env[node] for node in kernel.reads], [node.meta["val"] for node in fresh])
+        places = list(kernel.over.values())
+        reads = [env[node] for node in kernel.reads if node not in places]
+        made = fused(reads, [node.meta["val"] for node in fresh], [env[node] for node in places])
         env.update(zip(fresh, made, strict=True))
         for node, place in kernel.over.items():
             value = node.meta["val"]

@@ -9,20 +9,36 @@ import torch
 # Defined by hand: ``custom_op`` adds autograd and checks to every call, of which a trace makes thousands.
 _LIBRARY = torch.library.Library("brim", "FRAGMENT")
 _LIBRARY.define("fused(Tensor[] inputs, str layouts) -> Tensor[]")
+_LIBRARY.define("fused_(Tensor[] inputs, Tensor(a!)[] over, str layouts) -> Tensor[]")
 
 
 def _on_fake_tensors(inputs: Sequence[torch.Tensor], layouts: str) -> list[torch.Tensor]:
-    return [_made(layout) for layout in layouts.split("|")]
+    return [_made(layout) for layout in layouts.split("|")] if layouts else []
+
+
+def _over_fake_tensors(
+    inputs: Sequence[torch.Tensor], over: Sequence[torch.Tensor], layouts: str
+) -> list[torch.Tensor]:
+    return _on_fake_tensors(inputs, layouts)
 
 
 torch.library.register_fake("brim::fused", _on_fake_tensors, lib=_LIBRARY)
+torch.library.register_fake("brim::fused_", _over_fake_tensors, lib=_LIBRARY)
 
 
-def fused(inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors laid out like ``results``, as one kernel makes them that reads ``inputs``."""
-    if not results:
-        return []
-    made: list[torch.Tensor] = torch.ops.brim.fused(list(inputs), "|".join(map(_layout, results)))
+def fused(
+    inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor], over: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Tensors laid out like ``results``, as one kernel makes them that reads ``inputs``.
+
+    The rest of what it gives lies ``over`` what it reads besides: without new tensors it still runs, and is recorded.
+    """
+    layouts = "|".join(map(_layout, results))
+    made: list[torch.Tensor] = (
+        torch.ops.brim.fused_(list(inputs), list(over), layouts)
+        if over
+        else torch.ops.brim.fused(list(inputs), layouts)
+    )
     return made
 
 

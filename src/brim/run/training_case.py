@@ -31,8 +31,7 @@ class Found:
     @property
     def limited_by(self) -> str:
         """The lane that the step waits for: the one that is busy longest."""
-        busy = self.schedule.busy_s()
-        return max(busy, key=lambda lane: busy[lane])
+        return self.schedule.limited_by()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,14 +266,13 @@ class Planner:
         choice = self.choice(way)
         peaks = self.peaks(way, choice)
         seconds, schedule = self._timed(way)
-        busy = schedule.busy_s()
         heap_s = self._heap_s(choice, peaks)
         seconds += heap_s
         prediction = Prediction(
             peak_bytes=peaks,
             step_s=seconds,
             bound_s=min(way.bound_s or seconds, seconds),
-            limited_by=max(busy, key=lambda lane: busy[lane]),
+            limited_by=schedule.limited_by(),
         )
         return Found(way=way, choice=choice, prediction=prediction, step_s=seconds, schedule=schedule, heap_s=heap_s)
 

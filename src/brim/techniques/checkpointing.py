@@ -26,6 +26,7 @@ from brim.predict.cost import base_name, op_s
 from brim.techniques.base import Option
 from brim.techniques.blocks import is_container
 from brim.techniques.recomputing import BuffersBefore, Together, Unwritten, copy_of_cache, is_cache
+from brim.techniques.stand_in import StandIn, in_force
 
 NAME = "checkpointing"
 NONE, SELECTIVE, ALTERNATE, FULL = "none", "selective", "alternate", "full"
@@ -95,14 +96,12 @@ class Checkpointing:
             )
 
 
-class _Checkpointed:
-    """Stands in a module's instance for its forward. Hooks stay outside: they are not run a second time."""
+class _Checkpointed(StandIn):
+    """As hooks stay outside, they are not run a second time."""
 
     def __init__(self, module: nn.Module, choice: str, on_cache: Callable[[], None]) -> None:
-        self._module, self.choice, self._on_cache = module, choice, on_cache
-        self._before = vars(module).get("forward")  # set by someone else; None: the class's own is in force
-        self._active = True
-        vars(module)["forward"] = self
+        super().__init__(module)
+        self.choice, self._on_cache = choice, on_cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._active and self._module.training and torch.is_grad_enabled()):
@@ -133,20 +132,6 @@ class _Checkpointed:
         unwritten.check(self._module)
         return made
 
-    def remove(self) -> None:
-        """What another technique placed on top keeps working: this one then only passes on."""
-        self._active = False
-        if vars(self._module).get("forward") is self:
-            if self._before is None:
-                del vars(self._module)["forward"]
-            else:
-                vars(self._module)["forward"] = self._before
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            return self._before(*args, **kwargs)
-        return type(self._module).forward(self._module, *args, **kwargs)
-
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         before = BuffersBefore(self._module)
         if self.choice == FULL:
@@ -160,10 +145,11 @@ def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManag
     ``alternate``: every other matrix product too."""
     kept = [getattr(torch.ops.aten, name).default for name in KEPT]
     product = torch.ops.aten.mm.default
-    products = itertools.count()
+    # Apart, as some versions of PyTorch ask again while they compute again and others remember what was said.
+    products = {again: itertools.count() for again in (False, True)}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = op in kept and not (op is product and next(products) % 2)
+        keeps = op in kept and not (op is product and next(products[context.is_recompute]) % 2)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
@@ -255,7 +241,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    if isinstance(vars(module).get("forward"), _Checkpointed):
+    if any(isinstance(placed, _Checkpointed) for placed in in_force(module)):
         raise UsageError(f"{name} was to be checkpointed.", "It is already.", "Remove the first handle before.")
     inside = {id(part): path for path, part in modules.items() if part is not module}
     for part in module.modules():

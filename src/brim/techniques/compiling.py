@@ -6,15 +6,17 @@ between the operations of one kernel is in no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from brim.errors import UsageError
 from brim.predict.compiled import is_traced, note_not_compiled
 from brim.predict.compiled_block import CompiledBlock, NotOneGraph
 from brim.techniques.checkpointing import blocks
+from brim.techniques.stand_in import StandIn, in_force
 
 NAME = "compiling"
 
@@ -24,9 +26,15 @@ def apply(model: nn.Module, names: Iterable[str] | None = None, *, backend: str 
 
     In a trace, what was placed in them before, such as checkpointing, is compiled with them; hooks on them stay
     outside. A module that is no one graph runs as it is written there, and the trace says so.
+
+    Raises UsageError for an unknown path, a block inside another one, or one that is compiled already.
     """
     chosen = list(blocks(model) if names is None else names)
-    return Compiling([model.get_submodule(name) for name in chosen], backend)
+    modules = [_module(model, name) for name in chosen]
+    _refuse(model, dict(zip(chosen, modules, strict=True)))
+    if len(set(modules)) < len(modules) and names is not None:
+        raise UsageError(f"{', '.join(chosen)} were to be compiled.", "One of them is there twice.", "Name it once.")
+    return Compiling(dict.fromkeys(modules), backend)
 
 
 class Compiling:
@@ -42,35 +50,54 @@ class Compiling:
         self._placed = []
 
 
-class _Forward:
-    """Stands in a module's instance for its forward."""
-
+class _Forward(StandIn):
     def __init__(self, module: nn.Module, known: dict[Any, Any], backend: str) -> None:
-        self._module, self._before = module, vars(module).get("forward")
-        self._traced = CompiledBlock(module, self._plain, known)
+        super().__init__(module)
+        self._traced = CompiledBlock(module, self._forward, known)
         self._backend = backend
         self._compiled: Callable[..., Any] | None = None
-        vars(module)["forward"] = self
+
+    @property
+    def choice(self) -> tuple[Any, ...]:
+        """What is compiled with it: blocks that are checkpointed in other ways are other graphs."""
+        return tuple(getattr(placed, "choice", None) for placed in in_force(self._module) if placed is not self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._active:
+            return self._forward(*args, **kwargs)
         if is_traced():
             try:
                 return self._traced(*args, **kwargs)
             except NotOneGraph as error:
                 note_not_compiled(self._module, str(error))
-                return self._plain(*args, **kwargs)
+                return self._forward(*args, **kwargs)
         if self._compiled is None:
-            self._compiled = torch.compile(self._plain, fullgraph=True, backend=self._backend)
+            self._compiled = torch.compile(self._forward, fullgraph=True, backend=self._backend)
         return self._compiled(*args, **kwargs)
 
-    def remove(self) -> None:
-        if vars(self._module).get("forward") is self:
-            if self._before is None:
-                del vars(self._module)["forward"]
-            else:
-                vars(self._module)["forward"] = self._before
 
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            return self._before(*args, **kwargs)
-        return type(self._module).forward(self._module, *args, **kwargs)
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise UsageError(f"{name!r} of {type(model).__name__} was to be compiled.", "It has no such part.") from error
+
+
+def _refuse(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    """A graph within a graph, or the same one twice."""
+    there = [(path, part) for path, part in model.named_modules() if _is_compiled(part)]
+    for name, module in chosen.items():
+        inside = set(module.modules())
+        for path, part in there:
+            if part in inside or module in set(part.modules()):
+                where = "It is" if part is module else f"{path} is"
+                raise UsageError(
+                    f"{name} was to be compiled.", f"{where} already.", "Remove the first handle before."
+                )
+        for other, part in chosen.items():
+            if part is not module and part in inside:
+                raise UsageError(f"{name} was to be compiled, and so was {other}.", "One is inside the other.")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return any(isinstance(placed, _Forward) for placed in in_force(module))

@@ -7,7 +7,9 @@ import pytest
 from brim import catalog
 from brim.core import Op, Phase
 from brim.errors import UsageError
+from brim.estimation import parallel_time
 from brim.estimation.parallel import Split
+from brim.estimation.parallel_schedule import turns
 from brim.estimation.parallel_script import Sent
 from brim.estimation.parallel_time import (
     StageTime,
@@ -67,6 +69,12 @@ def test_pipelines_take_what_their_papers_say(stages, micro_batches):
     halved = step_time(times, split_of(stages, micro_batches, zero_bubble=True))
     assert halved.bubble_s == stages - 1
     assert halved.step_s == 3 * micro_batches + (stages - 1) + 0.5
+
+
+def test_an_order_that_cannot_go_on_is_told_instead_of_played_for_ever(monkeypatch):
+    monkeypatch.setattr(parallel_time, "turns", lambda split, stage: turns(split, stage)[::-1])
+    with pytest.raises(AssertionError, match="wait for one another"):
+        played_s([STAGE] * 2, split_of(2, 4))
 
 
 def test_chunks_of_a_rank_shorten_its_wait():

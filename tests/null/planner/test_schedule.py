@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from brim.core import EventKind
 from brim.core.hardware import DISK, RAM
-from brim.planner.schedule import COMPUTE, Task, simulate, way
+from brim.planner.schedule import COMPUTE, UPDATE, Task, simulate, way
 
 LINK = way(DISK, RAM)
 
@@ -23,6 +23,17 @@ def test_lanes_work_beside_each_other_and_in_order() -> None:
     assert made.span_s == 7.0
     assert made.busy_s() == {LINK: 4.0, COMPUTE: 4.0}
     assert made.waits_s() == {LINK: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "update_s", "read_s", "told"),
+    [(4.0, 4.0, 5.0, COMPUTE), (3.0, 4.0, 5.0, UPDATE), (4.0, 4.0, 9.0, LINK), (6.0, 0.5, 5.0, COMPUTE)],
+)
+def test_an_update_and_the_rest_of_compute_are_the_one_processors_time(
+    compute_s: float, update_s: float, read_s: float, told: str
+) -> None:
+    made = simulate([work(COMPUTE, compute_s), work(UPDATE, update_s, 0), work(LINK, read_s)])
+    assert made.limited_by() == told
 
 
 def test_two_ways_of_a_link_share_it_only_while_both_are_busy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from torch import nn
 
 import brim
 from brim.core import Category, Trace
-from brim.errors import UnsupportedError
+from brim.errors import UnsupportedError, UsageError
 from brim.estimation.parallel import Split
 from brim.estimation.ranks import estimate_ranks
+from brim.predict.compiled import is_captured
+from brim.predict.compiled_graph import Layout
+from brim.predict.compiled_kernels import Kernel, Program
 from brim.techniques import checkpointing, compiling
 from compiled_model import Block, Model
 from tiny_model import save_llama
@@ -113,6 +117,46 @@ def test_what_lies_between_the_operations_of_one_kernel_is_in_no_memory():
     assert any(op.name.startswith("brim.fused") for op in made.ops)
 
 
+def written_bytes(trace: Trace) -> list[int]:
+    return [op.written_bytes for op in trace.ops if op.name.startswith("brim.fused")]
+
+
+@pytest.mark.parametrize("choice", checkpointing.CHOICES)
+def test_every_kernel_of_a_graph_is_in_the_trace_with_all_that_it_writes(choice, monkeypatch):
+    wanted: list[int] = []
+    plays = Program.play
+
+    def play(program: Program, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        own = [kernel for kernel in program.kernels if kernel.call is None]
+        wanted.extend(sum(node.meta["val"].nbytes for node in kernel.nodes) for kernel in own)
+        in_place.extend(kernel for kernel in own if len(kernel.over) == len(kernel.nodes))
+        return plays(program, inputs)
+
+    in_place: list[Kernel] = []
+    monkeypatch.setattr(Program, "play", play)
+    made = traced(choice=choice)
+    assert in_place
+    assert written_bytes(made) == wanted
+
+
+class AddsTo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(_WIDTH, _WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight(x) + x
+
+
+def test_what_a_kernel_writes_over_is_read_once_and_written_once():
+    made, size = traced(AddsTo), 2 * _TOKENS * _WIDTH * 4
+    forward = [op for op in made.ops if op.name.startswith("brim.fused") and op.phase == "forward"]
+    assert [(op.read_bytes, op.written_bytes) for op in forward] == [(2 * size, size)] * 2
+    products = [op.at for op in made.ops if op.phase == "forward" and "mm" in op.name]
+    held = [s for s in made.storages if s.bytes == size and products[0] <= s.born <= forward[-1].at]
+    assert len(held) == len(products)  # the sum is where the product was
+
+
 class Counting(nn.Module):
     """Writes to a buffer, which is no graph of tensors alone."""
 
@@ -130,6 +174,49 @@ def test_a_block_that_is_no_one_graph_runs_as_it_is_written_and_the_trace_says_s
     made, plain = traced(Counting), traced(Counting, compiled=False)
     assert [note for note in made.not_modelled if note.startswith("torch.compile: run as it is written: Counting")]
     assert made.storages == plain.storages
+
+
+class Wrong(nn.Module):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.weight, self.error = nn.Linear(_WIDTH, _WIDTH), error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if is_captured():
+            raise self.error
+        return self.weight(x)
+
+
+@pytest.mark.parametrize("error", [ValueError("theirs"), AssertionError("theirs")])
+def test_what_others_refuse_to_make_a_graph_of_runs_as_it_is_written(error):
+    assert any("theirs" in note for note in traced(lambda: Wrong(error)).not_modelled)
+
+
+def test_brims_own_errors_are_not_taken_for_the_modules(monkeypatch):
+    with pytest.raises(UnsupportedError, match="brim's"):
+        traced(lambda: Wrong(UnsupportedError("brim's")))
+
+    bug: dict[str, Any] = {"__name__": "brim.predict.compiled_graph"}
+    exec("def made(layout):\n    assert False, 'a bug'", bug)  # an assertion of the module that it says it is of
+    monkeypatch.setattr(Layout, "made", bug["made"])
+    with pytest.raises(AssertionError, match="a bug"):
+        traced()
+
+
+def test_blocks_that_are_checkpointed_in_another_way_are_another_graph():
+    def kept(choices: dict[str, str]) -> int:
+        def build() -> Callable[[], None]:
+            model, x = Model(block), source()
+            checkpointing.apply(model, choices)
+            compiling.apply(model)
+            return lambda: model(x).sum().backward()
+
+        return kept_bytes(brim.trace(build, steps=1, target="cpu"))
+
+    none, both = kept({}), kept({"layers.0": "full", "layers.1": "full"})
+    one = [kept({f"layers.{index}": "full"}) for index in range(2)]
+    assert both < one[0] < none
+    assert both < one[1] < none
 
 
 def test_without_gradients_it_runs_as_it_is_written():
@@ -157,6 +244,47 @@ def test_a_real_model_is_compiled_with_the_same_results_and_given_back():
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
     handle.remove()
     assert all("forward" not in vars(layer) for layer in model.layers)
+
+
+def test_compiling_twice_is_an_error_and_what_was_there_comes_back():
+    model = Model(block)
+    before = [dict(vars(layer)) for layer in model.layers]
+    handle = compiling.apply(model, ["layers.0"])
+    for names in (["layers.0"], None, ["layers.1", "layers.1"]):
+        with pytest.raises(UsageError, match="compiled"):
+            compiling.apply(model, names)
+    assert "forward" not in vars(model.layers[1])  # nothing was begun
+    handle.remove()
+    handle.remove()
+    assert [dict(vars(layer)) for layer in model.layers] == before
+    compiling.apply(model, ["layers.0"]).remove()
+    assert [dict(vars(layer)) for layer in model.layers] == before
+
+
+def test_a_block_within_a_compiled_one_and_a_path_that_is_not_there_are_errors():
+    model = Model(block)
+    with pytest.raises(UsageError, match="inside the other"):
+        compiling.apply(model, ["layers.0", "layers.0.q"])
+    with pytest.raises(UsageError, match="no such part"):
+        compiling.apply(model, ["layers.7"])
+    assert all("forward" not in vars(part) for part in model.modules())
+
+
+@pytest.mark.parametrize("lower_first", [True, False])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_handles_are_removed_in_any_order(compiled_first, lower_first):
+    model = Model(block)
+    places = [
+        lambda: compiling.apply(model, ["layers.0"], backend="no such backend"),
+        lambda: checkpointing.apply(model, {"layers.0": "full"}),
+    ]
+    handles = [place() for place in (places if compiled_first else places[::-1])]
+    compiled = handles[0 if compiled_first else 1]
+    for handle in handles if lower_first else handles[::-1]:
+        handle.remove()
+        if handle is compiled:
+            model(source()).sum().backward()  # nothing is compiled any more
+    assert "forward" not in vars(model.layers[0])
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------
