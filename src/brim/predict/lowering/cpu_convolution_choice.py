@@ -1,0 +1,94 @@
+"""Into which layout oneDNN brings a convolution on the CPU, by the instructions that it may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from brim.predict.lowering import cpu_convolution_avx512 as avx512
+from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES
+from brim.predict.lowering.cpu_convolution_direct import Direct
+from brim.predict.lowering.cpu_convolution_shape import AVX2_LANES, WIDEST_KERNEL, Convolution, lanes, padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """``block``: channels that lie together; 0 where columns are made of plain tensors.
+
+    ``flat``: a first layer's source is read where it is, and the weight's input channels are not padded.
+    """
+
+    block: int
+    flat: bool = False
+
+
+_COLUMNS = Layout(block=0)
+
+
+def result_layout(conv: Convolution) -> Layout:
+    """A transposed convolution is the gradient of another one's source."""
+    return _source(conv) if conv.transposed and lanes() > AVX2_LANES else _forward(conv)
+
+
+def source_layout(conv: Convolution) -> Layout:
+    """Of the gradient of the source."""
+    return _forward(conv) if conv.transposed and lanes() > AVX2_LANES else _source(conv)
+
+
+def _forward(conv: Convolution) -> Layout:
+    if lanes() == AVX2_LANES:
+        return _avx2_forward(conv)
+    direct = Direct.of(conv)
+    block = avx512.forward_block(direct)
+    if not block:  # the kernel of AVX2 is asked next
+        return _avx2_forward(conv) if _fills_avx2(direct) else _COLUMNS
+    return Layout(block=block, flat=direct.narrow and not direct.pointwise)
+
+
+def _avx2_forward(conv: Convolution) -> Layout:
+    if conv.by_gemm(AVX2_LANES) or conv.far_padded:
+        return _COLUMNS
+    return Layout(block=AVX2_LANES, flat=conv.groups == 1 and conv.inputs < AVX2_LANES)
+
+
+def _source(conv: Convolution) -> Layout:
+    if lanes() == AVX2_LANES:
+        by_gemm = conv.by_gemm(AVX2_LANES) or (conv.strided and not conv.depthwise and not conv.transposed)
+        return _COLUMNS if by_gemm else Layout(block=AVX2_LANES)
+    return Layout(block=avx512.source_block(Direct.of(conv)))
+
+
+def weight_layout(conv: Convolution) -> Layout:
+    if lanes() == AVX2_LANES:
+        return _avx2_weight(conv)
+    direct = Direct.of(conv)
+    if avx512.weight_taken(direct):
+        return Layout(block=avx512.BLOCK, flat=direct.narrow and not direct.pointwise)
+    return _avx2_weight(conv) if _fills_avx2(direct) else _COLUMNS
+
+
+def _avx2_weight(conv: Convolution) -> Layout:
+    """What the blocked kernel leaves to columns (``init_conf`` of jit_avx2_conv_kernel_f32.cpp)."""
+    kernels, sides = conv.weight.shape[2:], conv.source.shape[2:]
+    by_gemm = conv.by_gemm(AVX2_LANES) or conv.dilated or (len(sides) == 3 and conv.padding[0] > 0)
+    by_gemm = by_gemm or (conv.depthwise and kernels[-1] > 3) or kernels[-1] > WIDEST_KERNEL
+    if by_gemm or any(side < kernel for side, kernel in zip(sides, kernels, strict=True)):
+        return _COLUMNS
+    return Layout(block=AVX2_LANES, flat=conv.groups == 1 and conv.inputs == 3)
+
+
+def _fills_avx2(direct: Direct) -> bool:
+    return direct.groups == 1 or (direct.inputs % AVX2_LANES == 0 and direct.outputs % AVX2_LANES == 0)
+
+
+def forward_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: bool) -> int:
+    """A bias as long as the blocked channels, or a source without the points that strides leave out."""
+    count, threads = conv.outputs // (1 if conv.depthwise else conv.groups), torch.get_num_threads()
+    bias = padded(conv.outputs, layout.block) * 4 + ALIGN_BYTES if has_bias and count % layout.block else 0
+    pointwise = conv.pointwise and conv.strided and conv.groups == 1
+    if lanes() == AVX2_LANES:
+        return bias or (threads * conv.inputs * conv.points * 4 + ALIGN_BYTES if pointwise else 0)
+    if pointwise and Direct.of(conv).pointwise:
+        bias += threads * padded(conv.inputs, layout.block) * conv.points * conv.item_bytes + ALIGN_BYTES
+    return 0 if conv.transposed else bias
