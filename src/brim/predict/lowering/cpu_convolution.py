@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from brim.predict.lowering.cpu_convolution_blocking import forward_columns_bytes
 from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES
+from brim.predict.lowering.cpu_convolution_blocking import forward_columns_bytes
 from brim.predict.lowering.cpu_convolution_choice import forward_scratchpad_bytes, result_layout
 from brim.predict.lowering.cpu_convolution_gradient import (
     brgemm_batch_bytes,
@@ -93,7 +93,7 @@ def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
     handles = [kernel.temp(forward_scratchpad_bytes(conv, layout, has_bias=has_bias))]
     if not layout.flat:
         handles.append(kernel.temp(conv.blocked(conv.inputs, conv.source_points, layout.block)))
-    handles.append(kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat)))
+    handles.append(kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat, pair=layout.pair)))
     result = kernel.temp(conv.blocked(conv.outputs, conv.points, layout.block))
     _free(kernel, handles)
     return result

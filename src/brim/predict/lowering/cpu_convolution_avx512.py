@@ -18,7 +18,8 @@ from brim.predict.lowering.cpu_convolution_shape import padded
 
 BLOCK = 16
 ALIGN_BYTES = 128  # what oneDNN adds to each piece of a scratchpad to align it
-_BARRIER_BYTES = 2 * 4096  # where threads meet before they sum: a page, and another to align it
+PAGE_BYTES = 4096
+_BARRIER_BYTES = 2 * PAGE_BYTES  # where threads meet before they sum: a page, and another to align it
 _REGISTERS = 28
 _ALL_REGISTERS = 31
 _CODE = 256 * 1024 // 15  # instructions of a kernel at most
@@ -183,7 +184,7 @@ def weight_scratchpad_bytes(direct: Direct, *, has_bias: bool) -> int:
         parts = _pointwise_parts(direct)
         sizes.append(inputs * outputs * (parts.images - 1) * 4)
         if max(direct.stride) > 1:
-            channels = _best_divider(inputs // BLOCK, 5, inputs // BLOCK, largest=False) * BLOCK
+            channels = best_divider(inputs // BLOCK, 5, inputs // BLOCK, largest=False) * BLOCK
             points = direct.result[0] * direct.result[1] * direct.result[2]
             sizes.append(parts.all * channels * points * 4)
     else:
@@ -197,7 +198,7 @@ def weight_scratchpad_bytes(direct: Direct, *, has_bias: bool) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
+class Parts:
     """Among how many threads each direction is shared."""
 
     images: int = 1  # and rows or planes, over which is summed
@@ -210,17 +211,17 @@ class _Parts:
         return self.images * self.outputs * self.inputs * self.groups
 
 
-def _candidates(threads: int, images: int, outputs: int, inputs: int, groups: int) -> Iterator[_Parts]:
+def candidates(threads: int, images: int, outputs: int, inputs: int, groups: int) -> Iterator[Parts]:
     for some in range(1, min(threads, images) + 1):
         for parts in range(1, min(threads // some, outputs) + 1):
-            yield _Parts(images=some, outputs=parts, inputs=min(threads // some // parts, inputs), groups=groups)
+            yield Parts(images=some, outputs=parts, inputs=min(threads // some // parts, inputs), groups=groups)
 
 
-def _weight_parts(direct: Direct) -> _Parts:
+def _weight_parts(direct: Direct) -> Parts:
     """``balance`` of jit_avx512_common_conv_kernel.cpp: least memory moved, then least work of a thread."""
     threads, groups = torch.get_num_threads(), direct.groups
     if threads < groups:
-        return _Parts(groups=threads)
+        return Parts(groups=threads)
     block = direct.inputs if direct.narrow else BLOCK
     inputs, outputs = -(-direct.inputs // block), -(-direct.outputs // BLOCK)
     (depth, high, wide), (planes, rows, columns) = direct.source, direct.result
@@ -229,19 +230,19 @@ def _weight_parts(direct: Direct) -> _Parts:
     shared = max(1, result_rows // _ROWS)
     images = direct.batch * planes * shared
 
-    def memory(parts: _Parts) -> int:
+    def memory(parts: Parts) -> int:
         some, other = -(-outputs // parts.outputs), -(-inputs // parts.inputs)
         read = -(-direct.batch * source_rows // parts.images) * other * block * (high // source_rows) * wide * depth
         read = read // direct.stride[0] // direct.stride[1] // direct.stride[2]
         written = -(-direct.batch * result_rows // parts.images) * some * BLOCK * (rows // result_rows) * columns
         return read + written * planes + 8 * some * other * direct.window * block * BLOCK
 
-    def work(parts: _Parts) -> int:
+    def work(parts: Parts) -> int:
         each = -(-direct.batch * result_rows // parts.images)
         return each * -(-outputs // parts.outputs) * -(-inputs // parts.inputs)
 
-    tried = list(_candidates(threads // groups, images, outputs, inputs, groups))
-    found = _Parts(groups=groups)
+    tried = list(candidates(threads // groups, images, outputs, inputs, groups))
+    found = Parts(groups=groups)
     least = memory(found)
     for parts in tried:
         if memory(parts) <= least:
@@ -251,38 +252,40 @@ def _weight_parts(direct: Direct) -> _Parts:
         if (work(parts) <= quickest and memory(parts) < 1.1 * least) or 4 * work(parts) <= 3 * quickest:
             found, quickest = parts, work(parts)
     if threads // 2 < found.images < threads:
-        return _Parts(images=min(images, threads), outputs=found.outputs, inputs=found.inputs, groups=groups)
+        return Parts(images=min(images, threads), outputs=found.outputs, inputs=found.inputs, groups=groups)
     return found
 
 
-def _pointwise_parts(direct: Direct) -> _Parts:
+def _pointwise_parts(direct: Direct) -> Parts:
     """``balance`` of jit_avx512_common_1x1_conv_kernel.cpp."""
     threads = torch.get_num_threads()
     points, width = direct.result[0] * direct.result[1] * direct.result[2], direct.result[2]
-    reduced = _best_divider(points, 7, 16, largest=True)
+    reduced = best_divider(points, 7, 16, largest=True)
     if points % reduced:
-        reduced = _best_divider(width, 4, width, largest=False)
+        reduced = best_divider(width, 4, width, largest=False)
     reduced = 1 if reduced > 256 else reduced
     inputs, outputs = -(-direct.inputs // BLOCK), -(-direct.outputs // BLOCK)
     lines = direct.batch * -(-points // reduced)
 
-    def memory(parts: _Parts) -> int:
+    def memory(parts: Parts) -> int:
         each, some, other = -(-lines // parts.images), -(-outputs // parts.outputs), -(-inputs // parts.inputs)
         return each * (other + some) * BLOCK * reduced + 12 * some * other * BLOCK * BLOCK
 
-    found = _Parts()
+    found = Parts()
     least = memory(found)
-    for parts in _candidates(threads, lines, outputs, inputs, 1):
+    for parts in candidates(threads, lines, outputs, inputs, 1):
         if memory(parts) <= least:
             found, least = parts, memory(parts)
     if threads // 2 < found.images < threads:
-        return _Parts(images=min(direct.batch, threads), outputs=found.outputs, inputs=found.inputs)
+        return Parts(images=min(direct.batch, threads), outputs=found.outputs, inputs=found.inputs)
     return found
 
 
-def _best_divider(value: int, least: int, most: int, *, largest: bool) -> int:
+def best_divider(value: int, least: int, most: int, *, largest: bool, by: int = 1) -> int:
     """Of the sizes allowed the one that wastes least of its last multiple."""
     most = max(1, min(most, value))
     least = max(1, min(least, most))
-    order = range(most, least - 1, -1) if largest else range(least, most + 1)
-    return min(order, key=lambda size: (padded(value, size) - value) / padded(value, size))
+    sizes = list(range(most, least - 1, -by))
+    return min(
+        sizes if largest else reversed(sizes), key=lambda size: (padded(value, size) - value) / padded(value, size)
+    )

@@ -8,6 +8,8 @@ import torch
 
 from brim.predict.lowering import cpu_convolution_avx512 as avx512
 from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES
+from brim.predict.lowering.cpu_convolution_bfloat16 import forward_scratchpad_bytes as _half_forward
+from brim.predict.lowering.cpu_convolution_bfloat16 import source_scratchpad_bytes as _half_source
 from brim.predict.lowering.cpu_convolution_direct import Direct
 from brim.predict.lowering.cpu_convolution_shape import AVX2_LANES, WIDEST_KERNEL, Convolution, lanes, padded
 
@@ -16,11 +18,13 @@ from brim.predict.lowering.cpu_convolution_shape import AVX2_LANES, WIDEST_KERNE
 class Layout:
     """``block``: channels that lie together; 0 where columns are made of plain tensors.
 
-    ``flat``: a first layer's source is read where it is, and the weight's input channels are not padded.
+    ``flat``: a first layer's source is read where it is, and the weight's input channels are padded to ``pair`` only:
+    bfloat16 is multiplied by twos.
     """
 
     block: int
     flat: bool = False
+    pair: int = 1
 
 
 _COLUMNS = Layout(block=0)
@@ -43,7 +47,7 @@ def _forward(conv: Convolution) -> Layout:
     block = avx512.forward_block(direct)
     if not block:  # the kernel of AVX2 is asked next
         return _avx2_forward(conv) if _fills_avx2(direct) else _COLUMNS
-    return Layout(block=block, flat=direct.narrow and not direct.pointwise)
+    return Layout(block=block, flat=direct.narrow and not direct.pointwise, pair=4 // conv.item_bytes)
 
 
 def _avx2_forward(conv: Convolution) -> Layout:
@@ -84,11 +88,21 @@ def _fills_avx2(direct: Direct) -> bool:
 
 def forward_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: bool) -> int:
     """A bias as long as the blocked channels, or a source without the points that strides leave out."""
+    if conv.item_bytes == 2:
+        direct = Direct.of(conv)
+        return _half_source(direct) if conv.transposed else _half_forward(direct, has_bias=has_bias)
     count, threads = conv.outputs // (1 if conv.depthwise else conv.groups), torch.get_num_threads()
     bias = padded(conv.outputs, layout.block) * 4 + ALIGN_BYTES if has_bias and count % layout.block else 0
     pointwise = conv.pointwise and conv.strided and conv.groups == 1
     if lanes() == AVX2_LANES:
         return bias or (threads * conv.inputs * conv.points * 4 + ALIGN_BYTES if pointwise else 0)
     if pointwise and Direct.of(conv).pointwise:
-        bias += threads * padded(conv.inputs, layout.block) * conv.points * conv.item_bytes + ALIGN_BYTES
+        bias += threads * padded(conv.inputs, layout.block) * conv.points * 4 + ALIGN_BYTES
     return 0 if conv.transposed else bias
+
+
+def source_scratchpad_bytes(conv: Convolution) -> int:
+    if conv.item_bytes != 2:
+        return 0
+    direct = Direct.of(conv)
+    return _half_forward(direct, has_bias=False) if conv.transposed else _half_source(direct)

@@ -13,7 +13,8 @@ from math import prod
 import torch
 
 from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES, weight_scratchpad_bytes
-from brim.predict.lowering.cpu_convolution_choice import Layout, source_layout, weight_layout
+from brim.predict.lowering.cpu_convolution_bfloat16 import weight_scratchpad_bytes as half_weight_scratchpad_bytes
+from brim.predict.lowering.cpu_convolution_choice import Layout, source_layout, source_scratchpad_bytes, weight_layout
 from brim.predict.lowering.cpu_convolution_direct import Direct
 from brim.predict.lowering.cpu_convolution_shape import AVX2_LANES, Convolution, lanes, padded
 from brim.predict.lowering.kernel import Kernel, nbytes
@@ -50,10 +51,12 @@ def strided_scratchpad_bytes(conv: Convolution) -> int:
         small_channels, large_channels = large_channels, small_channels
     sizes = zip(small, large, window, conv.stride, conv.padding, strict=True)
     points = prod(out + _overhang(out, side, kernel, step, pad) for out, side, kernel, step, pad in sizes)
-    buffers = [padded(points * small_channels, _PAGE) * 4, _PAGE]
+    buffers = [padded(points * small_channels, _PAGE) * conv.item_bytes, _PAGE]
     if large[-1] % conv.stride[-1]:
         row = padded(large[-1], conv.stride[-1]) * conv.stride[-1]
-        buffers.append(padded(row * large_channels, _PAGE) * 4)
+        buffers.append(padded(row * large_channels, _PAGE) * conv.item_bytes)
+    if conv.item_bytes == 2:  # sums of a row before they are rounded
+        buffers.append(-(-large[-1] // conv.stride[-1]) * _strided_block(conv) * 4)
     return brgemm_batch_bytes(prod(window)) + sum(torch.get_num_threads() * size + _PAGE for size in buffers)
 
 
@@ -65,13 +68,17 @@ def _overhang(out: int, side: int, kernel: int, stride: int, before: int) -> int
 
 def strided_weight_bytes(conv: Convolution) -> int:
     """Input channels in the blocks of brgemm that waste least of the last; output channels as they are."""
-    inputs, outputs, block = conv.inputs, conv.outputs, lanes()
-    if conv.transposed:
-        inputs, outputs = outputs, inputs
-    inputs //= conv.groups
-    blocks = range(1, min(-(-inputs // block), _MOST_BLOCKS) + 1)
-    channels = min(padded(inputs, count * block) for count in blocks)
-    return channels * outputs * conv.window * conv.item_bytes
+    inputs, outputs = (conv.outputs, conv.inputs) if conv.transposed else (conv.inputs, conv.outputs)
+    channels = padded(inputs // conv.groups, _strided_block(conv))
+    return (
+        channels * conv.groups * padded(outputs // conv.groups, 4 // conv.item_bytes) * conv.window * conv.item_bytes
+    )
+
+
+def _strided_block(conv: Convolution) -> int:
+    inputs, block = (conv.outputs if conv.transposed else conv.inputs) // conv.groups, lanes()
+    counts = range(min(-(-inputs // block), _MOST_BLOCKS), 0, -1)
+    return min((count * block for count in counts), key=lambda size: padded(inputs, size))
 
 
 def threads_of_columns(conv: Convolution, *, weight: bool) -> int:
@@ -126,8 +133,9 @@ def _in_layout(kernel: Kernel, conv: Convolution, output: int, layout: Layout) -
         kernel.free(kernel.temp(_columns_within(conv, threads, _SHARE_OF_SOURCE) + ALIGN_BYTES))
     else:
         handles = [kernel.temp(0 if layout.flat else conv.blocked(conv.outputs, conv.points, layout.block))]
-        handles.append(kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat)))
+        handles.append(kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat, pair=layout.pair)))
         result = kernel.temp(conv.blocked(conv.inputs, conv.source_points, layout.block))
+        handles.append(kernel.temp(source_scratchpad_bytes(conv)))
         _free(kernel, handles)
     kernel.emit(output)
     kernel.free(result)
@@ -140,8 +148,8 @@ def _by_strided_brgemm(kernel: Kernel, conv: Convolution, output: int) -> None:
         kernel.emit(output)
         _free(kernel, [kernel.temp(weight), kernel.temp(scratchpad)])
         return
-    result_bytes = conv.batch * conv.inputs * conv.source_points * 4
-    handles = [kernel.temp(conv.batch * conv.outputs * conv.points * 4), kernel.temp(weight)]
+    result_bytes = conv.batch * conv.inputs * conv.source_points * conv.item_bytes
+    handles = [kernel.temp(conv.batch * conv.outputs * conv.points * conv.item_bytes), kernel.temp(weight)]
     result = kernel.temp(result_bytes)
     handles.append(kernel.temp(scratchpad))
     _free(kernel, handles)
@@ -186,7 +194,8 @@ def _weight_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: boo
         columns = _columns_within(conv, each, _SHARE_OF_WEIGHT, reduction + ALIGN_BYTES)
         return columns + reduction + 2 * ALIGN_BYTES + nested
     if layout.block > AVX2_LANES:
-        found = weight_scratchpad_bytes(Direct.of(conv), has_bias=has_bias and not conv.transposed)
+        booked = half_weight_scratchpad_bytes if conv.item_bytes == 2 else weight_scratchpad_bytes
+        found = booked(Direct.of(conv), has_bias=has_bias and not conv.transposed)
         return found + nested if found else 0
     return _avx2_weight_bytes(conv, has_bias=has_bias)
 

@@ -130,13 +130,13 @@ class Convolution:
     def blocked(self, channels: int, points: int, block: int) -> int:
         return self.batch * padded(channels, block) * points * self.item_bytes
 
-    def blocked_weight(self, block: int, *, flat: bool) -> int:
+    def blocked_weight(self, block: int, *, flat: bool, pair: int = 1) -> int:
         if self.depthwise:
             return padded(self.groups, block) * self.window * self.item_bytes
         inputs, outputs = self.inputs // self.groups, self.outputs // self.groups
         if self.transposed:
             inputs, outputs = outputs, inputs
-        inputs = inputs if flat else padded(inputs, block)
+        inputs = padded(inputs, pair if flat else block)
         return self.groups * padded(outputs, block) * inputs * self.window * self.item_bytes
 
     @property
