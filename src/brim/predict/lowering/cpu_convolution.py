@@ -12,7 +12,7 @@ import torch
 
 from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES
 from brim.predict.lowering.cpu_convolution_blocking import forward_columns_bytes
-from brim.predict.lowering.cpu_convolution_choice import forward_scratchpad_bytes, result_layout
+from brim.predict.lowering.cpu_convolution_choice import forward_scratchpad_bytes, last_layout, result_layout
 from brim.predict.lowering.cpu_convolution_gradient import (
     brgemm_batch_bytes,
     gradient_of_source,
@@ -21,7 +21,7 @@ from brim.predict.lowering.cpu_convolution_gradient import (
     strided_weight_bytes,
     threads_of_columns,
 )
-from brim.predict.lowering.cpu_convolution_shape import Convolution, lanes
+from brim.predict.lowering.cpu_convolution_shape import AVX2_LANES, Convolution, lanes
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -68,10 +68,7 @@ def _forward(kernel: Kernel) -> None:
         return
     _copies(kernel, source, weight, channels_last=conv.channels_last)
     if conv.channels_last:
-        kernel.emit()
-        handles = [] if conv.depthwise else [kernel.temp(brgemm_batch_bytes(conv.window))]
-        handles.append(kernel.temp(conv.blocked_weight(lanes(), flat=conv.flat)))
-        _free(kernel, handles)
+        _channels_last(kernel, conv)
         return
     if transposed and conv.strided:
         _strided_transposed(kernel, conv, bias is not None)
@@ -79,6 +76,17 @@ def _forward(kernel: Kernel) -> None:
     result = _onednn_forward(kernel, conv, bias is not None)
     kernel.emit()
     kernel.free(result)
+
+
+def _channels_last(kernel: Kernel, conv: Convolution) -> None:
+    kernel.emit()
+    layout = last_layout(conv)
+    if layout.block:
+        kernel.free(kernel.temp(conv.blocked_weight(layout.block, flat=False)))
+        return
+    handles = [] if conv.depthwise else [kernel.temp(brgemm_batch_bytes(conv.window))]
+    handles.append(kernel.temp(conv.blocked_weight(lanes(), flat=conv.flat or lanes() > AVX2_LANES)))
+    _free(kernel, handles)
 
 
 def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:

@@ -132,21 +132,20 @@ def _source_line(direct: Direct, block: int) -> tuple[int, int]:
     return min(width, _ALL_REGISTERS // (count + 1)), count
 
 
-def weight_taken(direct: Direct) -> bool:
+def weight_taken(direct: Direct, *, channels_last: bool) -> bool:
     """Whether the kernel for the gradient of the weight takes the convolution."""
-    if direct.pointwise:
+    if direct.pointwise or (direct.depthwise and depthwise_weight_taken(direct)):
         return True
-    if direct.depthwise:
-        return _depthwise_weight_taken(direct)
-    if direct.groups > 1 and (direct.inputs % BLOCK or direct.outputs % BLOCK):
-        return False
+    if not channels_last:
+        if direct.groups > 1 and (direct.inputs % BLOCK or direct.outputs % BLOCK):
+            return False
+        if direct.narrow and direct.inputs > 3:
+            return False
     if any(apart > 1 and step > 1 for apart, step in zip(direct.dilation[:2], direct.stride[:2], strict=True)):
         return False
     if direct.dilation[0] > 1 or (direct.dilation[1] > 1 and direct.extent[1] > direct.source[1]):
         return False
-    if direct.kernel[2] > _WIDEST_OF_WEIGHT or (direct.narrow and direct.inputs > 3):
-        return False
-    return _weight_padding_taken(direct)
+    return direct.kernel[2] <= _WIDEST_OF_WEIGHT and _weight_padding_taken(direct)
 
 
 def _weight_padding_taken(direct: Direct) -> bool:
@@ -159,7 +158,7 @@ def _weight_padding_taken(direct: Direct) -> bool:
     return max(width[:2]) < width[2] and max(width[:2]) <= _REGISTERS
 
 
-def _depthwise_weight_taken(direct: Direct) -> bool:
+def depthwise_weight_taken(direct: Direct) -> bool:
     """``init_conf`` of jit_uni_dw_conv_kernel_utils.cpp."""
     if direct.rank > 2 or direct.dilated or direct.kernel[2] > 3 or direct.stride[2] > direct.kernel[2]:
         return False
@@ -170,13 +169,17 @@ def _depthwise_weight_taken(direct: Direct) -> bool:
     return all(pad <= 1 or pad % step == 0 for pad in (top, bottom))
 
 
-def weight_scratchpad_bytes(direct: Direct, *, has_bias: bool) -> int:
+def weight_scratchpad_bytes(direct: Direct, *, has_bias: bool, channels_last: bool) -> int:
     """What sums of threads take before they are put together, and the padded bias."""
     inputs, outputs = padded(direct.inputs, BLOCK), padded(direct.outputs, BLOCK)
     sizes = []
-    if direct.depthwise:
+    if direct.depthwise and depthwise_weight_taken(direct):
         channels = padded(direct.groups, BLOCK)
-        images = min(max(1, torch.get_num_threads() // min(channels // BLOCK, torch.get_num_threads())), direct.batch)
+        images = (
+            torch.get_num_threads()
+            if channels_last
+            else min(max(1, torch.get_num_threads() // min(channels // BLOCK, torch.get_num_threads())), direct.batch)
+        )
         sizes = [channels * direct.window * (images - 1) * 4]
         sizes.append(channels * (images - 1) * 4 if has_bias else 0)
         return sum(size + ALIGN_BYTES for size in sizes if size)
@@ -188,7 +191,7 @@ def weight_scratchpad_bytes(direct: Direct, *, has_bias: bool) -> int:
             points = direct.result[0] * direct.result[1] * direct.result[2]
             sizes.append(parts.all * channels * points * 4)
     else:
-        parts = _weight_parts(direct)
+        parts = _weight_parts(direct, channels_last=channels_last)
         of_copy = direct.groups * outputs * ((direct.inputs if direct.narrow else inputs) * direct.window + 1)
         sizes.append(of_copy * (parts.images - 1) * 4)
     if has_bias and direct.outputs % BLOCK:
@@ -217,7 +220,7 @@ def candidates(threads: int, images: int, outputs: int, inputs: int, groups: int
             yield Parts(images=some, outputs=parts, inputs=min(threads // some // parts, inputs), groups=groups)
 
 
-def _weight_parts(direct: Direct) -> Parts:
+def _weight_parts(direct: Direct, *, channels_last: bool) -> Parts:
     """``balance`` of jit_avx512_common_conv_kernel.cpp: least memory moved, then least work of a thread."""
     threads, groups = torch.get_num_threads(), direct.groups
     if threads < groups:
@@ -225,7 +228,7 @@ def _weight_parts(direct: Direct) -> Parts:
     block = direct.inputs if direct.narrow else BLOCK
     inputs, outputs = -(-direct.inputs // block), -(-direct.outputs // BLOCK)
     (depth, high, wide), (planes, rows, columns) = direct.source, direct.result
-    by_rows = direct.rank == 2 and direct.dilation[1] == 1 and rows > _ROWS
+    by_rows = not channels_last and direct.rank == 2 and direct.dilation[1] == 1 and rows > _ROWS
     source_rows, result_rows = (high, rows) if by_rows else (1, 1)
     shared = max(1, result_rows // _ROWS)
     images = direct.batch * planes * shared

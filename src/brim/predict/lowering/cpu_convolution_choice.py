@@ -19,12 +19,13 @@ class Layout:
     """``block``: channels that lie together; 0 where columns are made of plain tensors.
 
     ``flat``: a first layer's source is read where it is, and the weight's input channels are padded to ``pair`` only:
-    bfloat16 is multiplied by twos.
+    bfloat16 is multiplied by twos. ``dense``: the one channel of every group takes a block of its own.
     """
 
     block: int
     flat: bool = False
     pair: int = 1
+    dense: bool = False
 
 
 _COLUMNS = Layout(block=0)
@@ -67,8 +68,11 @@ def weight_layout(conv: Convolution) -> Layout:
     if lanes() == AVX2_LANES:
         return _avx2_weight(conv)
     direct = Direct.of(conv)
-    if avx512.weight_taken(direct):
-        return Layout(block=avx512.BLOCK, flat=direct.narrow and not direct.pointwise)
+    if avx512.weight_taken(direct, channels_last=conv.channels_last):
+        dense = direct.depthwise and not avx512.depthwise_weight_taken(direct)
+        return Layout(block=avx512.BLOCK, flat=direct.narrow and not direct.pointwise, dense=dense)
+    if conv.channels_last:
+        return _COLUMNS
     return _avx2_weight(conv) if _fills_avx2(direct) else _COLUMNS
 
 
@@ -106,3 +110,12 @@ def source_scratchpad_bytes(conv: Convolution) -> int:
         return 0
     direct = Direct.of(conv)
     return _half_forward(direct, has_bias=False) if conv.transposed else _half_source(direct)
+
+
+def last_layout(conv: Convolution) -> Layout:
+    """With the channels last: 0 for brgemm, else the blocks that its kernel for narrow groups makes of the weight."""
+    direct = Direct.of(conv)
+    narrow = max(direct.inputs, direct.outputs) < avx512.BLOCK
+    if lanes() == AVX2_LANES or conv.groups == 1 or conv.depthwise or not narrow:
+        return _COLUMNS
+    return Layout(block=avx512.forward_block(direct))

@@ -14,7 +14,13 @@ import torch
 
 from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES, weight_scratchpad_bytes
 from brim.predict.lowering.cpu_convolution_bfloat16 import weight_scratchpad_bytes as half_weight_scratchpad_bytes
-from brim.predict.lowering.cpu_convolution_choice import Layout, source_layout, source_scratchpad_bytes, weight_layout
+from brim.predict.lowering.cpu_convolution_choice import (
+    Layout,
+    last_layout,
+    source_layout,
+    source_scratchpad_bytes,
+    weight_layout,
+)
 from brim.predict.lowering.cpu_convolution_direct import Direct
 from brim.predict.lowering.cpu_convolution_shape import AVX2_LANES, Convolution, lanes, padded
 from brim.predict.lowering.kernel import Kernel, nbytes
@@ -118,12 +124,18 @@ def gradient_of_source(kernel: Kernel, conv: Convolution, output: int) -> None:
         _by_strided_brgemm(kernel, conv, output)
     elif conv.channels_last:
         kernel.emit(output)
-        handles = [kernel.temp(conv.blocked_weight(lanes(), flat=False))]
-        if not conv.depthwise:
-            handles.append(kernel.temp(brgemm_batch_bytes() + ALIGN_BYTES))
-        _free(kernel, handles)
+        _channels_last(kernel, conv)
     else:
         _in_layout(kernel, conv, output, source_layout(conv))
+
+
+def _channels_last(kernel: Kernel, conv: Convolution) -> None:
+    layout = last_layout(conv)
+    if layout.block or conv.depthwise:
+        kernel.free(kernel.temp(conv.blocked_weight(layout.block or lanes(), flat=False)))
+        return
+    weight = strided_weight_bytes(conv) if lanes() > AVX2_LANES else conv.blocked_weight(AVX2_LANES, flat=False)
+    _free(kernel, [kernel.temp(weight), kernel.temp(brgemm_batch_bytes(conv.window) + ALIGN_BYTES)])
 
 
 def _in_layout(kernel: Kernel, conv: Convolution, output: int, layout: Layout) -> None:
@@ -162,8 +174,10 @@ def _by_strided_brgemm(kernel: Kernel, conv: Convolution, output: int) -> None:
 def gradient_of_weight(kernel: Kernel, conv: Convolution, made: dict[int, int]) -> None:
     layout = weight_layout(conv)
     handles = []
-    if conv.channels_last or not layout.block:
+    if not layout.block or (conv.channels_last and layout.block == AVX2_LANES):
         blocked = kernel.temp(nbytes(conv.weight))
+    elif conv.channels_last:
+        blocked = kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat, dense=layout.dense))
     else:
         of_result = (conv.outputs, conv.points)
         of_source = (conv.inputs, conv.source_points)
@@ -174,9 +188,10 @@ def gradient_of_weight(kernel: Kernel, conv: Convolution, made: dict[int, int]) 
             handles.append(kernel.temp(conv.blocked(*of_source, layout.block)))
         blocked = kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat))
     handles.append(kernel.temp(_weight_scratchpad_bytes(conv, layout, has_bias=2 in made)))
+    bias = kernel.temp(nbytes(kernel.outputs[made[2]]) if 2 in made else 0)
+    _free(kernel, handles)
     if 2 in made:
         kernel.emit(made[2])
-    _free(kernel, handles)
     if conv.channels_last:
         public = kernel.temp(nbytes(conv.weight))
         kernel.emit(made[1])
@@ -184,6 +199,7 @@ def gradient_of_weight(kernel: Kernel, conv: Convolution, made: dict[int, int]) 
     else:
         kernel.emit(made[1])
     kernel.free(blocked)
+    kernel.free(bias)
 
 
 def _weight_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: bool) -> int:
@@ -192,10 +208,16 @@ def _weight_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: boo
         each = threads_of_columns(conv, weight=True)
         reduction = 4 * each * nbytes(conv.weight)
         columns = _columns_within(conv, each, _SHARE_OF_WEIGHT, reduction + ALIGN_BYTES)
-        return columns + reduction + 2 * ALIGN_BYTES + nested
+        turned = 0
+        if conv.channels_last:  # the source with its points last, for every thread
+            turned = each * conv.inputs // conv.groups * conv.source_points * conv.item_bytes + ALIGN_BYTES
+        return columns + reduction + turned + 2 * ALIGN_BYTES + nested
     if layout.block > AVX2_LANES:
-        booked = half_weight_scratchpad_bytes if conv.item_bytes == 2 else weight_scratchpad_bytes
-        found = booked(Direct.of(conv), has_bias=has_bias and not conv.transposed)
+        direct, bias = Direct.of(conv), has_bias and not conv.transposed
+        if conv.item_bytes == 2:
+            found = half_weight_scratchpad_bytes(direct, has_bias=bias)
+        else:
+            found = weight_scratchpad_bytes(direct, has_bias=bias, channels_last=conv.channels_last)
         return found + nested if found else 0
     return _avx2_weight_bytes(conv, has_bias=has_bias)
 

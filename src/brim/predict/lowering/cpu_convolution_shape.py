@@ -130,8 +130,8 @@ class Convolution:
     def blocked(self, channels: int, points: int, block: int) -> int:
         return self.batch * padded(channels, block) * points * self.item_bytes
 
-    def blocked_weight(self, block: int, *, flat: bool, pair: int = 1) -> int:
-        if self.depthwise:
+    def blocked_weight(self, block: int, *, flat: bool, pair: int = 1, dense: bool = False) -> int:
+        if self.depthwise and not dense:
             return padded(self.groups, block) * self.window * self.item_bytes
         inputs, outputs = self.inputs // self.groups, self.outputs // self.groups
         if self.transposed:
