@@ -12,7 +12,12 @@ import torch
 
 from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES
 from brim.predict.lowering.cpu_convolution_blocking import forward_columns_bytes
-from brim.predict.lowering.cpu_convolution_choice import forward_scratchpad_bytes, last_layout, result_layout
+from brim.predict.lowering.cpu_convolution_choice import (
+    forward_scratchpad_bytes,
+    is_known,
+    last_layout,
+    result_layout,
+)
 from brim.predict.lowering.cpu_convolution_gradient import (
     brgemm_batch_bytes,
     gradient_of_source,
@@ -46,6 +51,11 @@ def _uses_onednn(conv: Convolution) -> bool:
     return worth and large
 
 
+def _tell_unknown(kernel: Kernel, conv: Convolution) -> None:
+    if not is_known(conv):
+        kernel.unknown = f"{kernel.func.overloadpacket}: oneDNN's buffers for {str(conv.source.dtype)[6:]}"
+
+
 def _copies(kernel: Kernel, *tensors: torch.Tensor, channels_last: bool) -> None:
     """Inputs are first brought into the layout that the kernel reads."""
     for tensor in tensors:
@@ -66,6 +76,7 @@ def _forward(kernel: Kernel) -> None:
     if not _uses_onednn(conv):
         _plain_forward(kernel, conv)
         return
+    _tell_unknown(kernel, conv)
     _copies(kernel, source, weight, channels_last=conv.channels_last)
     if conv.channels_last:
         _channels_last(kernel, conv)
@@ -145,6 +156,7 @@ def _backward(kernel: Kernel) -> None:
     if not _uses_onednn(conv):
         _plain_backward(kernel, conv, made)
         return
+    _tell_unknown(kernel, conv)
     _copies(kernel, grad, source, weight, channels_last=conv.channels_last)
     if mask[0]:
         gradient_of_source(kernel, conv, made[0])

@@ -119,3 +119,19 @@ def last_layout(conv: Convolution) -> Layout:
     if lanes() == AVX2_LANES or conv.groups == 1 or conv.depthwise or not narrow:
         return _COLUMNS
     return Layout(block=avx512.forward_block(direct))
+
+
+def is_known(conv: Convolution) -> bool:
+    """Whether what oneDNN takes inside is: of half precision only where its blocked kernels of AVX-512 compute."""
+    if conv.source.dtype == torch.float32:
+        return True
+    if conv.source.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported() or conv.channels_last:
+        return False
+    if Direct.of(conv).pointwise and conv.batch < torch.get_num_threads():
+        return False
+    layouts = [weight_layout(conv)]
+    if not (conv.transposed and conv.by_strided_brgemm):
+        layouts.append(result_layout(conv))
+    if conv.transposed or not conv.by_strided_brgemm:
+        layouts.append(source_layout(conv))
+    return all(layout.block == avx512.BLOCK for layout in layouts)
