@@ -17,11 +17,13 @@ from brim.predict.lowering.cpu_convolution_choice import (
     is_known,
     last_layout,
     result_layout,
+    strided_block,
 )
 from brim.predict.lowering.cpu_convolution_gradient import (
     brgemm_batch_bytes,
     gradient_of_source,
     gradient_of_weight,
+    source_columns_bytes,
     strided_scratchpad_bytes,
     strided_weight_bytes,
     threads_of_columns,
@@ -105,7 +107,10 @@ def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
     layout = result_layout(conv)
     if not layout.block:
         columns = forward_columns_bytes(conv) + ALIGN_BYTES
-        scratch = kernel.temp(columns if columns <= conv.most_scratch_bytes else 0)  # else the reference kernel
+        columns = columns if columns <= conv.most_scratch_bytes else 0  # else the reference kernel
+        if conv.transposed:  # the gradient of another one's source, within a scratchpad of its own
+            columns = source_columns_bytes(conv) + ALIGN_BYTES
+        scratch = kernel.temp(columns)
         result = kernel.temp(conv.batch * conv.outputs * conv.points * conv.item_bytes)
         kernel.free(scratch)
         return result
@@ -121,7 +126,7 @@ def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
 def _strided_transposed(kernel: Kernel, conv: Convolution, has_bias: bool) -> None:
     """The gradient of a strided convolution: its result is of oneDNN's layout and is copied."""
     result_bytes = conv.batch * conv.outputs * conv.points * conv.item_bytes
-    if not conv.by_strided_brgemm:
+    if not strided_block(conv):
         scratch = conv.columns(threads_of_columns(conv, weight=False)) + 2 * ALIGN_BYTES
         before_bias = result_bytes + ALIGN_BYTES if has_bias else 0  # the result, to which the bias is added
         handle = kernel.temp(scratch + before_bias)

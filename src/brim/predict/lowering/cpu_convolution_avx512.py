@@ -101,6 +101,8 @@ def source_block(direct: Direct) -> int:
     block = _group_block(direct)
     if not block or direct.depthwise or direct.pointwise:
         return block
+    if any(apart > 1 and step > 1 for apart, step in zip(direct.dilation, direct.stride, strict=True)):
+        return 0
     (_, _, wide), (_, _, stride), (_, _, width) = direct.kernel, direct.stride, direct.source
     reach = (wide - 1) * direct.dilation[2]
     line, inputs = _source_line(direct, block)

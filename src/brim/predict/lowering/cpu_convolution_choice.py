@@ -90,6 +90,22 @@ def _fills_avx2(direct: Direct) -> bool:
     return direct.groups == 1 or (direct.inputs % AVX2_LANES == 0 and direct.outputs % AVX2_LANES == 0)
 
 
+def strided_block(conv: Convolution) -> int:
+    """Lanes of oneDNN's kernel for gradients of strided sources (jit_brgemm_conv_bwd_utils.cpp, ``init_jcp``), or 0.
+
+    The gradient of the source, and of a transposed convolution the result itself. Groups have to be wider than a
+    register; where AVX-512 has no other kernel for narrow ones, that of AVX2 is asked too.
+    """
+    if not conv.strided or conv.dilated:
+        return 0
+    reduced = (conv.inputs if conv.transposed else conv.outputs) // conv.groups
+    if conv.groups == 1 or reduced > lanes():
+        return lanes()
+    if reduced > AVX2_LANES and not conv.depthwise and not avx512.source_block(Direct.of(conv)):
+        return AVX2_LANES
+    return 0
+
+
 def forward_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: bool) -> int:
     """A bias as long as the blocked channels, or a source without the points that strides leave out."""
     if conv.item_bytes == 2:
@@ -102,7 +118,9 @@ def forward_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: boo
         return bias or (threads * conv.inputs * conv.points * 4 + ALIGN_BYTES if pointwise else 0)
     if pointwise and Direct.of(conv).pointwise:
         bias += threads * padded(conv.inputs, layout.block) * conv.points * 4 + ALIGN_BYTES
-    return 0 if conv.transposed else bias
+    if conv.transposed:  # the result, to which the bias is added
+        return conv.blocked(conv.outputs, conv.points, layout.block) + ALIGN_BYTES if has_bias else 0
+    return bias
 
 
 def source_scratchpad_bytes(conv: Convolution) -> int:
@@ -130,8 +148,8 @@ def is_known(conv: Convolution) -> bool:
     if Direct.of(conv).pointwise and conv.batch < torch.get_num_threads():
         return False
     layouts = [weight_layout(conv)]
-    if not (conv.transposed and conv.by_strided_brgemm):
+    if not (conv.transposed and strided_block(conv)):
         layouts.append(result_layout(conv))
-    if conv.transposed or not conv.by_strided_brgemm:
+    if conv.transposed or not strided_block(conv):
         layouts.append(source_layout(conv))
     return all(layout.block == avx512.BLOCK for layout in layouts)

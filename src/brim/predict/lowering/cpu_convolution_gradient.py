@@ -14,11 +14,13 @@ import torch
 
 from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES, weight_scratchpad_bytes
 from brim.predict.lowering.cpu_convolution_bfloat16 import weight_scratchpad_bytes as half_weight_scratchpad_bytes
+from brim.predict.lowering.cpu_convolution_blocking import forward_columns_bytes
 from brim.predict.lowering.cpu_convolution_choice import (
     Layout,
     last_layout,
     source_layout,
     source_scratchpad_bytes,
+    strided_block,
     weight_layout,
 )
 from brim.predict.lowering.cpu_convolution_direct import Direct
@@ -82,7 +84,7 @@ def strided_weight_bytes(conv: Convolution) -> int:
 
 
 def _strided_block(conv: Convolution) -> int:
-    inputs, block = (conv.outputs if conv.transposed else conv.inputs) // conv.groups, lanes()
+    inputs, block = (conv.outputs if conv.transposed else conv.inputs) // conv.groups, strided_block(conv) or lanes()
     counts = range(min(-(-inputs // block), _MOST_BLOCKS), 0, -1)
     return min((count * block for count in counts), key=lambda size: padded(inputs, size))
 
@@ -104,6 +106,10 @@ def threads_of_columns(conv: Convolution, *, weight: bool) -> int:
     return threads if small and several and (evener or small_work) else 1
 
 
+def source_columns_bytes(conv: Convolution) -> int:
+    return _columns_within(conv, threads_of_columns(conv, weight=False), _SHARE_OF_SOURCE) + ALIGN_BYTES
+
+
 def _columns_within(conv: Convolution, threads: int, share: float, beside_bytes: int = 0) -> int:
     """Columns of all threads: of whole images, or where that is too much of a ``share`` of what there is room for."""
     whole, room = conv.columns(threads), conv.most_scratch_bytes - beside_bytes
@@ -120,7 +126,7 @@ def _free(kernel: Kernel, handles: list[int]) -> None:
 
 
 def gradient_of_source(kernel: Kernel, conv: Convolution, output: int) -> None:
-    if conv.by_strided_brgemm and not conv.transposed:
+    if strided_block(conv) and not conv.transposed:
         _by_strided_brgemm(kernel, conv, output)
     elif conv.channels_last:
         kernel.emit(output)
@@ -141,8 +147,8 @@ def _channels_last(kernel: Kernel, conv: Convolution) -> None:
 def _in_layout(kernel: Kernel, conv: Convolution, output: int, layout: Layout) -> None:
     if not layout.block:
         result = kernel.temp(conv.batch * conv.inputs * conv.source_points * conv.item_bytes)
-        threads = threads_of_columns(conv, weight=False)
-        kernel.free(kernel.temp(_columns_within(conv, threads, _SHARE_OF_SOURCE) + ALIGN_BYTES))
+        columns = forward_columns_bytes(conv) + 2 * ALIGN_BYTES if conv.transposed else source_columns_bytes(conv)
+        kernel.free(kernel.temp(columns))
     else:
         handles = [kernel.temp(0 if layout.flat else conv.blocked(conv.outputs, conv.points, layout.block))]
         handles.append(kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat, pair=layout.pair)))

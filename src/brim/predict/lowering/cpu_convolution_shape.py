@@ -116,17 +116,6 @@ class Convolution:
         far = self.strided and self.weight.size(-1) > _WIDEST_PADDED_STRIDE and any(self.padding)
         return far or self.padding[-1] > _WIDEST_PADDING
 
-    @property
-    def by_strided_brgemm(self) -> bool:
-        """oneDNN's kernel for gradients of strided sources does it (jit_brgemm_conv_bwd_utils.cpp, ``init_jcp``).
-
-        The gradient of the source, and of a transposed convolution the result itself.
-        """
-        if not self.strided or self.dilated:
-            return False
-        reduced = self.inputs if self.transposed else self.outputs
-        return self.groups == 1 or reduced // self.groups > lanes()
-
     def blocked(self, channels: int, points: int, block: int) -> int:
         return self.batch * padded(channels, block) * points * self.item_bytes
 
