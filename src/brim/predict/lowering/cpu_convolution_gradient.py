@@ -180,7 +180,7 @@ def _by_strided_brgemm(kernel: Kernel, conv: Convolution, output: int) -> None:
 def gradient_of_weight(kernel: Kernel, conv: Convolution, made: dict[int, int]) -> None:
     layout = weight_layout(conv)
     handles = []
-    if not layout.block or (conv.channels_last and layout.block == AVX2_LANES):
+    if not layout.block or (conv.channels_last and layout.block == AVX2_LANES and not layout.dense):
         blocked = kernel.temp(nbytes(conv.weight))
     elif conv.channels_last:
         blocked = kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat, dense=layout.dense))
@@ -225,6 +225,8 @@ def _weight_scratchpad_bytes(conv: Convolution, layout: Layout, *, has_bias: boo
         else:
             found = weight_scratchpad_bytes(direct, has_bias=bias, channels_last=conv.channels_last)
         return found + nested if found else 0
+    if layout.dense:
+        return conv.groups * AVX2_LANES * 4 + ALIGN_BYTES if has_bias else 0
     return _avx2_weight_bytes(conv, has_bias=has_bias)
 
 
