@@ -7,6 +7,8 @@ points of both operands are brought beside each other first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from brim.predict.lowering.cpu_convolution_avx512 import (
@@ -125,7 +127,9 @@ def _pointwise_weight(direct: Direct, *, has_bias: bool) -> int:
     return _booked(sums, bias, strided, pairs * left, pairs * right) + _barriers(1 if parts.images > 1 else 0)
 
 
-def _least(memory, images: int, outputs: int, inputs: int, groups: int, most_images: int) -> Parts:  # type: ignore[no-untyped-def]
+def _least(
+    memory: Callable[[Parts], float], images: int, outputs: int, inputs: int, groups: int, most_images: int
+) -> Parts:
     threads = torch.get_num_threads()
     found = Parts(groups=groups)
     least = memory(found)
