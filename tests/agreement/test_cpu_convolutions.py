@@ -36,6 +36,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "far-padded": {"batch": 8, "inputs": 32, "length": 41, "kernel": 10, "stride": 1, "padding": 5},
     "positions": {"rank": 1, "groups": 4, "inputs": 192, "outputs": 192, "length": 300, "kernel": 64, "stride": 1,
                   "padding": 32},
+    "narrow-groups": {"groups": 8, "inputs": 24, "outputs": 128, "length": 30, "stride": 3},
+    "dilated-stride": {"inputs": 16, "outputs": 64, "length": 40, "kernel": 5, "padding": 2, "dilation": 2},
+    "transposed-thin-groups": {"transposed": True, "batch": 1, "groups": 2, "inputs": 24, "outputs": 20, "length": 12,
+                               "kernel": 4, "stride": 1},
+    "blocks-of-eight": {"groups": 2, "inputs": 16, "outputs": 48, "stride": 1, "bias": True},
+    "pointwise": {"inputs": 24, "outputs": 48, "kernel": 1, "stride": 2, "padding": 0, "bias": True},
+    "depthwise": {"groups": 16, "inputs": 16, "outputs": 16, "stride": 1, "bias": True},
+    "last-depthwise": {"groups": 32, "inputs": 32, "kernel": 7, "stride": 1, "padding": 3, "bias": True,
+                       "channels_last": True},
+    "last-wide": {"kernel": 16, "stride": 1, "padding": 0, "bias": True, "channels_last": True},
+    "transposed-columns": {"transposed": True, "groups": 2, "inputs": 6, "outputs": 48, "length": 42, "kernel": 10,
+                           "stride": 3},
 }  # fmt: skip
 
 

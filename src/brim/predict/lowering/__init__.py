@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from brim.predict.lowering import cpu_attention, cpu_collectives, cpu_convolution, cpu_kernels, cuda_kernels
+from brim.predict.lowering import (
+    cpu_attention,
+    cpu_collectives,
+    cpu_convolution,
+    cpu_kernels,
+    cpu_products,
+    cuda_kernels,
+)
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]
@@ -17,6 +24,7 @@ _CPU: dict[torch._ops.OpOverload, Rule] = {
     **cpu_collectives.RULES,
     **cpu_convolution.RULES,
     **cpu_kernels.RULES,
+    **cpu_products.RULES,
 }
 
 

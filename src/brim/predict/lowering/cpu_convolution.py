@@ -1,24 +1,34 @@
 """What a convolution on the CPU allocates inside: oneDNN's blocked copies, or the columns of the plain kernel.
 
 Follows aten/src/ATen/native/Convolution.cpp (which kernel), mkldnn/Conv.cpp (copies in and out) and oneDNN's
-jit_avx2, brgemm and gemm convolutions (layouts, scratchpads). Tensors are blocked by as many channels as a vector
-register holds. Gradients are in ``cpu_convolution_gradient``.
+jit_avx2, jit_avx512, brgemm and gemm convolutions (layouts, scratchpads). Tensors are blocked by as many channels as
+a vector register holds; which kernel takes what is in ``cpu_convolution_choice``, gradients in
+``cpu_convolution_gradient``.
 """
 
 from __future__ import annotations
 
 import torch
 
+from brim.predict.lowering.cpu_convolution_avx512 import ALIGN_BYTES
 from brim.predict.lowering.cpu_convolution_blocking import forward_columns_bytes
+from brim.predict.lowering.cpu_convolution_choice import (
+    forward_scratchpad_bytes,
+    is_known,
+    last_layout,
+    result_layout,
+    strided_block,
+)
 from brim.predict.lowering.cpu_convolution_gradient import (
-    ALIGN_BYTES,
     brgemm_batch_bytes,
     gradient_of_source,
     gradient_of_weight,
+    source_columns_bytes,
     strided_scratchpad_bytes,
+    strided_weight_bytes,
     threads_of_columns,
 )
-from brim.predict.lowering.cpu_convolution_shape import Convolution, lanes, padded
+from brim.predict.lowering.cpu_convolution_shape import AVX2_LANES, Convolution, lanes
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -43,6 +53,11 @@ def _uses_onednn(conv: Convolution) -> bool:
     return worth and large
 
 
+def _tell_unknown(kernel: Kernel, conv: Convolution) -> None:
+    if not is_known(conv):
+        kernel.unknown = f"{kernel.func.overloadpacket}: oneDNN's buffers for {str(conv.source.dtype)[6:]}"
+
+
 def _copies(kernel: Kernel, *tensors: torch.Tensor, channels_last: bool) -> None:
     """Inputs are first brought into the layout that the kernel reads."""
     for tensor in tensors:
@@ -63,12 +78,10 @@ def _forward(kernel: Kernel) -> None:
     if not _uses_onednn(conv):
         _plain_forward(kernel, conv)
         return
+    _tell_unknown(kernel, conv)
     _copies(kernel, source, weight, channels_last=conv.channels_last)
     if conv.channels_last:
-        kernel.emit()
-        handles = [] if conv.depthwise else [kernel.temp(brgemm_batch_bytes(conv.window))]
-        handles.append(kernel.temp(conv.blocked_weight(flat=conv.flat)))
-        _free(kernel, handles)
+        _channels_last(kernel, conv)
         return
     if transposed and conv.strided:
         _strided_transposed(kernel, conv, bias is not None)
@@ -78,33 +91,42 @@ def _forward(kernel: Kernel) -> None:
     kernel.free(result)
 
 
+def _channels_last(kernel: Kernel, conv: Convolution) -> None:
+    kernel.emit()
+    layout = last_layout(conv)
+    if layout.block:
+        kernel.free(kernel.temp(conv.blocked_weight(layout.block, flat=False)))
+        return
+    handles = [] if conv.depthwise else [kernel.temp(brgemm_batch_bytes(conv.window))]
+    handles.append(kernel.temp(conv.blocked_weight(lanes(), flat=conv.flat or lanes() > AVX2_LANES)))
+    _free(kernel, handles)
+
+
 def _onednn_forward(kernel: Kernel, conv: Convolution, has_bias: bool) -> int:
     """Scratchpad, copies of source and weight, result; returns the handle of the blocked result."""
-    if conv.by_gemm or conv.far_padded:
+    layout = result_layout(conv)
+    if not layout.block:
         columns = forward_columns_bytes(conv) + ALIGN_BYTES
-        scratch = kernel.temp(columns if columns <= conv.most_scratch_bytes else 0)  # else the reference kernel
-        result = kernel.temp(conv.batch * conv.outputs * conv.points * 4)
+        columns = columns if columns <= conv.most_scratch_bytes else 0  # else the reference kernel
+        if conv.transposed:  # the gradient of another one's source, within a scratchpad of its own
+            columns = source_columns_bytes(conv) + ALIGN_BYTES
+        scratch = kernel.temp(columns)
+        result = kernel.temp(conv.batch * conv.outputs * conv.points * conv.item_bytes)
         kernel.free(scratch)
         return result
-    handles = []
-    block = lanes()
-    padded_bias = has_bias and conv.outputs // (1 if conv.depthwise else conv.groups) % block
-    if padded_bias:
-        handles.append(kernel.temp(padded(conv.outputs, block) * 4 + ALIGN_BYTES))
-    elif conv.pointwise and conv.strided and conv.groups == 1:
-        handles.append(kernel.temp(torch.get_num_threads() * conv.inputs * conv.points * 4 + ALIGN_BYTES))
-    if not conv.flat:
-        handles.append(kernel.temp(conv.blocked(conv.inputs, conv.source_points)))
-    handles.append(kernel.temp(conv.blocked_weight(flat=conv.flat)))
-    result = kernel.temp(conv.blocked(conv.outputs, conv.points))
+    handles = [kernel.temp(forward_scratchpad_bytes(conv, layout, has_bias=has_bias))]
+    if not layout.flat:
+        handles.append(kernel.temp(conv.blocked(conv.inputs, conv.source_points, layout.block)))
+    handles.append(kernel.temp(conv.blocked_weight(layout.block, flat=layout.flat, pair=layout.pair)))
+    result = kernel.temp(conv.blocked(conv.outputs, conv.points, layout.block))
     _free(kernel, handles)
     return result
 
 
 def _strided_transposed(kernel: Kernel, conv: Convolution, has_bias: bool) -> None:
     """The gradient of a strided convolution: its result is of oneDNN's layout and is copied."""
-    result_bytes = conv.batch * conv.outputs * conv.points * 4
-    if not conv.by_strided_brgemm:
+    result_bytes = conv.batch * conv.outputs * conv.points * conv.item_bytes
+    if not strided_block(conv):
         scratch = conv.columns(threads_of_columns(conv, weight=False)) + 2 * ALIGN_BYTES
         before_bias = result_bytes + ALIGN_BYTES if has_bias else 0  # the result, to which the bias is added
         handle = kernel.temp(scratch + before_bias)
@@ -114,8 +136,8 @@ def _strided_transposed(kernel: Kernel, conv: Convolution, has_bias: bool) -> No
         kernel.free(result)
         return
     handles = [kernel.temp(strided_scratchpad_bytes(conv) + ALIGN_BYTES)]
-    handles.append(kernel.temp(conv.blocked(conv.inputs, conv.source_points)))
-    handles.append(kernel.temp(conv.blocked_weight(flat=False)))
+    handles.append(kernel.temp(conv.batch * conv.inputs * conv.source_points * conv.item_bytes))
+    handles.append(kernel.temp(strided_weight_bytes(conv)))
     result = kernel.temp(result_bytes)
     _free(kernel, handles)
     public = kernel.temp(result_bytes)
@@ -139,6 +161,7 @@ def _backward(kernel: Kernel) -> None:
     if not _uses_onednn(conv):
         _plain_backward(kernel, conv, made)
         return
+    _tell_unknown(kernel, conv)
     _copies(kernel, grad, source, weight, channels_last=conv.channels_last)
     if mask[0]:
         gradient_of_source(kernel, conv, made[0])

@@ -13,6 +13,7 @@ from math import prod, sqrt
 
 import torch
 
+from brim.predict.lowering.cpu_convolution_direct import Direct
 from brim.predict.lowering.cpu_convolution_shape import Convolution, lanes, padded
 
 _LEAST_CHANNELS = 8  # of a block
@@ -35,7 +36,7 @@ def forward_columns_bytes(conv: Convolution) -> int:
     """Columns of all threads together."""
     threads = torch.get_num_threads()
     images = conv.batch * conv.groups
-    points = prod(conv.sides)
+    points = prod(Direct.of(conv).result)
     small = images * points < threads * lanes() and points >= images
     if len(conv.sides) == 3 or small:
         return conv.columns(threads)
@@ -58,10 +59,11 @@ class _Search:
 
     @staticmethod
     def of(conv: Convolution) -> _Search:
-        points = prod(conv.sides)
+        direct = Direct.of(conv)
+        points = prod(direct.result)
         return _Search(
-            inputs=conv.inputs // conv.groups, outputs=conv.outputs // conv.groups, window=conv.window, points=points,
-            all_points=conv.batch * conv.groups * points, stride=conv.stride[-1], strides=prod(conv.stride[-2:]),
+            inputs=direct.inputs, outputs=direct.outputs, window=direct.window, points=points,
+            all_points=conv.batch * conv.groups * points, stride=direct.stride[-1], strides=prod(direct.stride[1:]),
             threads=torch.get_num_threads(), lanes=lanes(), cache=_cache_bytes() // 4,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
 
@@ -15,9 +16,19 @@ _WIDEST_PADDING = 3  # forward: the points of a row that it computes at once (l_
 _WIDEST_PADDED_STRIDE = 7  # forward: wider kernels are not both padded and strided
 
 
+AVX2_LANES = 8
+_AVX512 = "AVX512"  # what the names of its kinds begin with, in both variables below
+
+
 def lanes() -> int:
-    """float32 lanes of a vector register, which is how oneDNN blocks channels."""
-    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+    """float32 lanes of a vector register, which is how oneDNN blocks channels.
+
+    oneDNN asks the processor, and ONEDNN_MAX_CPU_ISA (once DNNL_MAX_CPU_ISA) holds it back; ATEN_CPU_CAPABILITY, that
+    holds PyTorch's own kernels back, it does not read.
+    """
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    allowed = most.upper() in ("", "ALL", "DEFAULT") or most.upper().startswith((_AVX512, "AVX10"))
+    return 16 if allowed and torch.cpu._is_avx512_supported() else AVX2_LANES
 
 
 def padded(count: int, block: int) -> int:
@@ -36,6 +47,10 @@ class Convolution:
     groups: int
     transposed: bool
     sides: list[int]  # of the result
+
+    @property
+    def item_bytes(self) -> int:
+        return self.source.element_size()
 
     @property
     def points(self) -> int:
@@ -87,43 +102,31 @@ class Convolution:
         """A first layer: fewer channels than a block are read where they are."""
         return self.groups == 1 and self.inputs < lanes()
 
-    @property
-    def by_gemm(self) -> bool:
+    def by_gemm(self, block: int) -> bool:
         """Groups whose channels do not fill blocks go through columns."""
-        block = lanes()
         if self.groups == 1 or self.depthwise:
             return False
         return bool(self.inputs // self.groups % block or self.outputs // self.groups % block)
 
     @property
     def far_padded(self) -> bool:
-        """Padded too far for the blocked forward kernel."""
-        if lanes() != 8 or self.depthwise or self.transposed:
+        """Padded too far for the blocked forward kernel of AVX2."""
+        if self.depthwise or self.transposed:
             return False
         far = self.strided and self.weight.size(-1) > _WIDEST_PADDED_STRIDE and any(self.padding)
         return far or self.padding[-1] > _WIDEST_PADDING
 
-    @property
-    def by_strided_brgemm(self) -> bool:
-        """oneDNN's kernel for gradients of strided sources does it (jit_brgemm_conv_bwd_utils.cpp, ``init_jcp``).
+    def blocked(self, channels: int, points: int, block: int) -> int:
+        return self.batch * padded(channels, block) * points * self.item_bytes
 
-        The gradient of the source, and of a transposed convolution the result itself.
-        """
-        if not self.strided or self.dilated:
-            return False
-        reduced = self.inputs if self.transposed else self.outputs
-        return self.groups == 1 or reduced // self.groups > lanes()
-
-    def blocked(self, channels: int, points: int) -> int:
-        return self.batch * padded(channels, lanes()) * points * 4
-
-    def blocked_weight(self, *, flat: bool) -> int:
-        block = lanes()
-        if self.depthwise:
-            return padded(self.groups, block) * self.window * 4
-        inputs = self.inputs // self.groups
-        inputs = inputs if flat else padded(inputs, block)
-        return self.groups * padded(self.outputs // self.groups, block) * inputs * self.window * 4
+    def blocked_weight(self, block: int, *, flat: bool, pair: int = 1, dense: bool = False) -> int:
+        if self.depthwise and not dense:
+            return padded(self.groups, block) * self.window * self.item_bytes
+        inputs, outputs = self.inputs // self.groups, self.outputs // self.groups
+        if self.transposed:
+            inputs, outputs = outputs, inputs
+        inputs = padded(inputs, pair if flat else block)
+        return self.groups * padded(outputs, block) * inputs * self.window * self.item_bytes
 
     @property
     def most_scratch_bytes(self) -> int:
