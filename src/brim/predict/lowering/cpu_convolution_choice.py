@@ -79,7 +79,8 @@ def weight_layout(conv: Convolution) -> Layout:
 def _avx2_weight(conv: Convolution) -> Layout:
     """What the blocked kernel leaves to columns (``init_conf`` of jit_avx2_conv_kernel_f32.cpp)."""
     kernels, sides = conv.weight.shape[2:], conv.source.shape[2:]
-    if conv.channels_last and conv.depthwise and 3 < kernels[-1] <= WIDEST_KERNEL and not conv.dilated:
+    fits = all(side >= kernel for side, kernel in zip(sides, kernels, strict=True))
+    if conv.channels_last and conv.depthwise and 3 < kernels[-1] <= WIDEST_KERNEL and fits and not conv.dilated:
         return Layout(block=AVX2_LANES, dense=True)
     by_gemm = conv.by_gemm(AVX2_LANES) or conv.dilated or (len(sides) == 3 and conv.padding[0] > 0)
     by_gemm = by_gemm or (conv.depthwise and kernels[-1] > 3) or kernels[-1] > WIDEST_KERNEL
