@@ -22,8 +22,9 @@ def test_the_predicted_peak_is_the_measured_one(name):
     traced = trace(build, steps=2, target="cpu")
     predicted = simulate(traced).peak_bytes.allocated
     measured = measured_peak_bytes(build, steps=2)
-    if traced.not_modelled:  # as products in bfloat16 on processors that have them
+    tolerance = 0.005 if name.startswith(CONVOLUTIONS) else 0.0005
+    if traced.not_modelled and predicted != pytest.approx(measured, rel=tolerance):
+        # As products in bfloat16 are on processors that have them.
         assert predicted == pytest.approx(measured, rel=0.05)
         pytest.skip(f"On this processor temporaries of {', '.join(traced.not_modelled)} are not known.")
-    tolerance = 0.005 if name.startswith(CONVOLUTIONS) else 0.0005
     assert predicted == pytest.approx(measured, rel=tolerance)

@@ -248,6 +248,7 @@ def ram_option(machine: Machine, budget_bytes: int) -> int:
 
 
 def _this(request: Request) -> Machine:
+    heap.give_back()  # or holes of before would be taken for what measuring did not leave
     before_bytes = resident_bytes()
     hardware = probe()
     if request.task == "generate":  # what a training streams it writes anew
