@@ -41,7 +41,7 @@ def test_reserved_is_within_ten_percent(predicted: list[tuple[Row, int, float]])
 
 
 def test_no_two_rows_of_a_table_are_the_other_way_round(predicted: list[tuple[Row, int, float]]) -> None:
-    """To the tenth of a GiB that the tables have: rows of 32k tokens a GPU, whatever there are in all, differ by less.
+    """To the tenth of a GiB that the tables have: rows of 32k tokens on each GPU differ by less in ours.
     Rows that differ in Float8 or asynchronous tensor parallelism alone are predicted alike."""
     for (row, ours, there), (other, others, elsewhere) in itertools.combinations(predicted, 2):
         if row["line"] == other["line"] and there != elsewhere:
