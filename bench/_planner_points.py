@@ -17,7 +17,7 @@ from brim.cli.plan import INFEASIBLE
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
-from brim.planner.step_profile import FULL, KEEP, Frame, Way
+from brim.planner.step_profile import FULL, KEEP, BlockProfile, Frame, Way
 from brim.planner.streaming import plan_of
 from brim.run import plan_file
 from brim.run.planning_opening import open_subject
@@ -224,8 +224,27 @@ def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
     start_bytes = machine.start_bytes()
     request = cell.request(folder, machine.budget_bytes)
     blocks = Planner(case_of(request, machine, start_bytes)).profile.blocks
-    away = "disk" if machine.hardware.compute == RAM else "ram"
-    home = FROM_DISK if machine.hardware.compute == RAM else FROM_RAM
+    for label, kind, way in _ways(cell, machine.hardware.compute, blocks):
+        machine = _largest(cell, folder)
+        planner = Planner(case_of(request, machine, start_bytes))
+        try:
+            found = planner.prove(way, corrects=False)
+        except BudgetError:
+            continue
+        if found is None:  # more than this machine has
+            continue
+        made = found.choice.plan(
+            model=folder.name,
+            hardware=machine.hardware.name,
+            budget_bytes=machine.budget_bytes,
+            promise=found.prediction.promise(),
+        )
+        yield Point(label=label, kind=kind, plan=_in(machine, made), machine=machine)
+
+
+def _ways(cell: Cell, compute: str, blocks: Sequence[BlockProfile]) -> Iterator[tuple[str, str, Way]]:
+    """What each is called, its kind, and the way."""
+    away, home = ("disk", FROM_DISK) if compute == RAM else ("ram", FROM_RAM)
     names = [block.name for block in blocks]
     keep: dict[str, str] = dict.fromkeys(names, KEEP)
     full = {block.name: FULL if FULL in block.kept_bytes else KEEP for block in blocks}
@@ -244,21 +263,6 @@ def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
         (f"all streamed, states in {away}", SIMPLE, fused, 0.0, full),
     )
     for label, kind, frame, share, activations in shapes[:: len(shapes) - 1] if cell.few else shapes:
-        machine = _largest(cell, folder)
-        planner = Planner(case_of(request, machine, start_bytes))
         kept = _spread(names, share)
         weights = {name: RESIDENT if name in kept else home for name in names}
-        way = Way(frame=frame, weights=weights, activations=activations)
-        try:
-            found = planner.prove(way, corrects=False)
-        except BudgetError:
-            continue
-        if found is None:  # more than this machine has
-            continue
-        made = found.choice.plan(
-            model=folder.name,
-            hardware=machine.hardware.name,
-            budget_bytes=machine.budget_bytes,
-            promise=found.prediction.promise(),
-        )
-        yield Point(label=label, kind=kind, plan=_in(machine, made), machine=machine)
+        yield label, kind, Way(frame=frame, weights=weights, activations=activations)

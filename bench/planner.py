@@ -166,20 +166,7 @@ def _append(output: Path | None, row: dict[str, Any]) -> None:
 
 def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Point) -> dict[str, Any]:
     """One plan in a fresh process, as its command line says what it took."""
-    row = {
-        "cell": cell.name,
-        "task": cell.task,
-        "label": point.label,
-        "kind": point.kind,
-        "budget_bytes": point.budget_bytes,
-        "predicted_s": point.plan.promise.step_s,
-        "promised_bytes": dict(point.plan.promise.peak_bytes),
-        "plan": point.plan.to_json(),
-        "measured_s": 0.0,
-        "rounds_s": [],
-        "measured_bytes": {},
-        "problem": "",
-    }
+    row = _promised(cell, point)
     options.directory.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="planner-", dir=options.directory))
     try:
@@ -205,6 +192,24 @@ def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Poin
         return row | {"problem": f"not finished after {TIMEOUT_S} s"}
     finally:
         shutil.rmtree(scratch)
+
+
+def _promised(cell: points.Cell, point: points.Point) -> dict[str, Any]:
+    """The row of a plan that was not run yet."""
+    return {
+        "cell": cell.name,
+        "task": cell.task,
+        "label": point.label,
+        "kind": point.kind,
+        "budget_bytes": point.budget_bytes,
+        "predicted_s": point.plan.promise.step_s,
+        "promised_bytes": dict(point.plan.promise.peak_bytes),
+        "plan": point.plan.to_json(),
+        "measured_s": 0.0,
+        "rounds_s": [],
+        "measured_bytes": {},
+        "problem": "",
+    }
 
 
 def say(what: str, text: str) -> None:

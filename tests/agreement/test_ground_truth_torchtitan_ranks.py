@@ -19,6 +19,9 @@ pytestmark = [
 # Sequences over ranks beside tensors and pipelines, which brim's engine does not do (docs/accuracy.md).
 LEFT_OUT = {f"405B FSDP {fsdp}, CP {cp}" for fsdp, cp in ((4, 2), (2, 4), (1, 8))}
 
+# 84.2 and 84.0 GiB were published; predicted are 84.340 and 84.342 (docs/accuracy.md).
+SWAPPED = [("8B FSDP 4, CP 2", "8B FSDP 2, CP 4")]
+
 
 @pytest.fixture(scope="module")
 def predicted() -> list[tuple[Row, int, float]]:
@@ -40,10 +43,10 @@ def test_reserved_is_within_ten_percent(predicted: list[tuple[Row, int, float]])
         assert abs(ours / there - 1) <= 0.10, (row["method"], ours / 2**30, there / 2**30)
 
 
-def test_no_two_rows_of_a_table_are_the_other_way_round(predicted: list[tuple[Row, int, float]]) -> None:
-    """To the tenth of a GiB that the tables have: rows of 32k tokens on each GPU differ by less in ours.
-    Rows that differ in Float8 or asynchronous tensor parallelism alone are predicted alike."""
+def test_no_two_rows_of_a_table_are_the_other_way_round_but_one_pair(predicted: list[tuple[Row, int, float]]) -> None:
+    """Rows that differ in Float8 or asynchronous tensor parallelism alone are predicted alike."""
+    wrong = []
     for (row, ours, there), (other, others, elsewhere) in itertools.combinations(predicted, 2):
-        if row["line"] == other["line"] and there != elsewhere:
-            mine, its = (round(count / 2**30, 1) for count in (ours, others))
-            assert (mine <= its) if there < elsewhere else (mine >= its), (row["method"], other["method"])
+        if row["line"] == other["line"] and there != elsewhere and (ours - others) * (there - elsewhere) < 0:
+            wrong.append((torchtitan_ranks.name_of(row), torchtitan_ranks.name_of(other)))
+    assert wrong == SWAPPED

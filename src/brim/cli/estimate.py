@@ -25,48 +25,49 @@ if TYPE_CHECKING:
 _MOST_MODULES = 12
 
 
+_OPTIONS: list[Callable[..., Any]] = [
+    click.option("--task", default="train", show_default=True, help="train or generate."),
+    click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once."),
+    click.option(
+        "--seq", type=int, help="Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]"
+    ),
+    click.option(
+        "--precision",
+        help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the configuration's]",
+    ),
+    click.option(
+        "--optimizer",
+        help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit (of torchao). "
+        "[default: adamw]",
+    ),
+    click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
+    click.option(
+        "--checkpointing",
+        help="none, selective, alternate (every other product is kept) or full. [default: none]",
+    ),
+    click.option(
+        "--compile",
+        "compiled",
+        is_flag=True,
+        default=None,
+        help="With --gpus: each block by torch.compile, with checkpointing inside.",
+    ),
+    click.option(
+        "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
+    ),
+    click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".'),
+    click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
+    split_options,
+    click.option(
+        "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
+    ),
+    html_option,
+    json_option,
+]  # everything but MODEL, in the order of the help
+
+
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Everything but MODEL, in the order of the help."""
-    options: list[Callable[..., Any]] = [
-        click.option("--task", default="train", show_default=True, help="train or generate."),
-        click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once."),
-        click.option(
-            "--seq", type=int, help="Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]"
-        ),
-        click.option(
-            "--precision",
-            help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the configuration's]",
-        ),
-        click.option(
-            "--optimizer",
-            help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit (of torchao). "
-            "[default: adamw]",
-        ),
-        click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
-        click.option(
-            "--checkpointing",
-            help="none, selective, alternate (every other product is kept) or full. [default: none]",
-        ),
-        click.option(
-            "--compile",
-            "compiled",
-            is_flag=True,
-            default=None,
-            help="With --gpus: each block by torch.compile, with checkpointing inside.",
-        ),
-        click.option(
-            "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
-        ),
-        click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".'),
-        click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
-        split_options,
-        click.option(
-            "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
-        ),
-        html_option,
-        json_option,
-    ]
-    for option in reversed(options):
+    for option in reversed(_OPTIONS):
         command = option(command)
     return command
 

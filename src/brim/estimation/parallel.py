@@ -289,12 +289,18 @@ def _check_offload(split: Split) -> None:
             "--offload-shards was given without --zero.", "What lies in RAM is what ZeRO splits.",
             "Give --zero 3, or 1 or 2, beside it.",
         )  # fmt: skip
-    for other, given, why in (
+    refuse_beside(
+        "--offload-shards",
         ("--ep", split.ep > 1, "Experts that are spread over ranks are split by no ZeRO, and stay."),
         ("--zero-bubble", split.zero_bubble, "Its gradients are reduced by hand, on the GPU."),
-    ):
+    )
+
+
+def refuse_beside(option: str, *others: tuple[str, bool, str]) -> None:
+    """Raise UnsupportedError for the first of ``others`` (its name, whether it is given, why not) that is given."""
+    for other, given, why in others:
         if given:
-            raise UnsupportedError(f"--offload-shards was given with {other}.", why, "Leave one of them out.")
+            raise UnsupportedError(f"{option} was given with {other}.", why, "Leave one of them out.")
 
 
 def _check_zero_bubble(split: Split) -> None:

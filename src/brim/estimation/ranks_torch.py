@@ -21,7 +21,15 @@ from brim.core.trace import TO_DEVICE, TO_RAM
 from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
-from brim.estimation.parallel import Sizes, Split, check_context, check_experts, check_sizes, experts_of
+from brim.estimation.parallel import (
+    Sizes,
+    Split,
+    check_context,
+    check_experts,
+    check_sizes,
+    experts_of,
+    refuse_beside,
+)
 from brim.estimation.parallel_balance import stages_of
 from brim.estimation.parallel_chunk import TracedChunk
 from brim.estimation.parallel_compose import OPTIMIZER, Composer, mark_of, traced_order
@@ -111,12 +119,11 @@ def _check(job: ParallelJob) -> None:
 
 
 def _check_compiled(split: Split) -> None:
-    for option, given, why in (
+    refuse_beside(
+        "--compile",
         ("--ep", split.ep > 1, "Which experts tokens go to is decided by values, where a graph ends."),
         ("--zero-bubble", split.zero_bubble, "A compiled block's backward pass is one, and has no halves."),
-    ):
-        if given:
-            raise UnsupportedError(f"--compile was given with {option}.", why, "Leave one of them out.")
+    )
 
 
 def _sizes(job: ParallelJob) -> Sizes:
