@@ -39,6 +39,10 @@ class PinnedSource(HostSource):
                 )
         return tensor
 
+    def row(self, bytes: int, count: int) -> list[torch.Tensor]:
+        """Each in a mapping of its own: the driver locks what it is told of, and lets go of the same."""
+        return [self.make(bytes) for _ in range(count)]
+
     def release(self, tensor: torch.Tensor) -> None:
         if tensor.numel():
             torch.cuda.synchronize()  # a copy out of this memory may still be under way

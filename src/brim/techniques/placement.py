@@ -118,7 +118,8 @@ class Placement:
         if host is None or not passing:
             return None
         size = max(packed_layout(sources).bytes for sources in passing)
-        slots = [host.allocate(size, f"staging {i}") for i in range(self._plan.settings.get(STAGING_SLOTS, 2))]
+        count = self._plan.settings.get(STAGING_SLOTS, 2)
+        slots = host.allocate_row(size, [f"staging {i}" for i in range(count)])
         self.buffers += slots
         self._memory.staging = Staging(slots)
         return self._memory.staging

@@ -239,7 +239,7 @@ class WeightStreaming:
             return
         size = max(home.layout.bytes for home in homes.values())
         count = self.plan.settings[RING_SLOTS]
-        slots = [self.memory.compute.allocate(size, f"ring slot {i}") for i in range(count)]
+        slots = self.memory.compute.allocate_row(size, [f"ring slot {i}" for i in range(count)])
         self._placement.buffers += slots
         self._ring = Ring(self.memory, homes, {s.index: s.block.name for s in self._streamed}, slots)
         self._ring.prefetch()

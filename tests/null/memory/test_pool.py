@@ -1,6 +1,8 @@
 """One battery over every kind of pool: limits, ledger, events, lifetimes."""
 
 import gc
+import mmap
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -102,6 +104,37 @@ def test_host_buffers_are_page_aligned_and_go_back_to_the_system():
         buffers.pop().free()
     gc.collect()
     assert psutil.Process().memory_info().rss - before < 16 << 20
+
+
+def test_a_row_is_there_as_a_whole_or_not_at_all(pool):
+    with pytest.raises(BudgetError, match="slot 1, slot 2, slot 3"):
+        pool.allocate_row(1 << 19, ["slot 1", "slot 2", "slot 3"])
+    assert pool.held_bytes == pool.peak_bytes == 0
+    first, second = pool.allocate_row(1 << 19, ["slot 1", "slot 2"])
+    assert pool.held_bytes == 1 << 20 and (first.label, second.label) == ("slot 1", "slot 2")
+    assert first.tensor.untyped_storage()._cdata != second.tensor.untyped_storage()._cdata
+    first.tensor.fill_(1)
+    second.tensor.fill_(2)
+    first.free()
+    assert pool.held_bytes == 1 << 19
+    assert second.tensor.unique().tolist() == [2]
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_large_buffers_begin_on_huge_pages_and_take_no_more_than_they_are():
+    """A row of small ones lies side by side, so that huge pages do not end with each."""
+    pool = Pool("ram", 1 << 30, HostSource(), Recorder(Timeline("test", measured=True)))
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    whole = pool.allocate((33 << 20) + PAGE_BYTES, "a block")
+    row = pool.allocate_row((3 << 20) - PAGE_BYTES, [f"slot {index}" for index in range(8)])
+    for buffer in (whole, *row):
+        buffer.tensor.fill_(1)
+    grown = psutil.Process().memory_info().rss - before
+    assert abs(grown - sum(buffer.bytes for buffer in (whole, *row))) < 1 << 20
+    assert whole.tensor.data_ptr() % (2 << 20) == 0 == row[0].tensor.data_ptr() % (2 << 20)
+    steps = {b.tensor.data_ptr() - a.tensor.data_ptr() for a, b in pairwise(row)}
+    assert steps == {(3 << 20) - PAGE_BYTES}
 
 
 def test_a_view_keeps_the_bytes_alive_after_the_buffer_is_freed():
