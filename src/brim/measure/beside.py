@@ -22,7 +22,8 @@ from brim.units import MIB
 
 READ, WRITE = "read", "write"
 _SIDE, _MATRICES = 2048, 8  # 128 MiB in turn: several times the last-level cache of most processors
-_ROUNDS, _ROUND_S = 3, 0.12
+# Many and short: a drive that others use too may change within a second, and then in all three parts of a round.
+_ROUNDS, _ROUND_S = 11, 0.05
 _LEAST = 0.05  # of a speed: less is a machine that was doing something else
 
 
@@ -40,7 +41,7 @@ def beside(way: str, rows: int, directory: Path) -> tuple[float, float]:
     with torch.inference_mode(), uncached_file(directory) as file:
         work = _counted(lambda index: F.linear(x, weights[index % _MATRICES]))
         move = _Mover(file, way)
-        work(_ROUND_S / 4)
+        work(_ROUND_S)
         for _ in range(_ROUNDS):
             shares.append(_shares(work, move))
     compute, drive = (statistics.median(column) for column in zip(*shares, strict=True))

@@ -16,7 +16,7 @@ from brim.planner.schedule import COMPUTE, UPDATE, Contention, way
 from brim.run.cache import cache_folder
 from brim.run.remembered import Remembered
 
-_METHOD = 3  # raised when what is measured, or how, changes
+_METHOD = 4  # raised when what is measured, or how, changes
 _MANY_ROWS = 256  # a product of more is limited by arithmetic as much
 _LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
 
