@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from brim.errors import BudgetError
 from brim.planner.step_profile import FULL, KEEP, BlockProfile, Frame, Way
 from brim.planner.streaming import plan_of
 from brim.run import plan_file
+from brim.run.drives import reading_from
 from brim.run.planning_opening import open_subject
 from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
 from brim.run.planning_training import case_of
@@ -124,6 +126,15 @@ def checkpoint(cell: Cell, directory: Path) -> Path:
     folder = directory / f"planner-{cell.model}"
     checkpoints.write_checkpoint(folder, cell.shape)
     return folder
+
+
+def look_at_the_drive(cell: Cell, directory: Path, times: int, *, each_s: float) -> None:
+    """As so many plans before the first one would, apart from each other by so much."""
+    folder = checkpoint(cell, directory)
+    hardware = _largest(cell, folder).hardware
+    for _ in range(times - 1):
+        time.sleep(each_s)
+        reading_from(hardware, folder)
 
 
 def write(path: Path, cell: Cell, point: Point) -> None:

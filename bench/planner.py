@@ -14,8 +14,8 @@ that people use, and what the planner chooses in each of a few budgets. Every pl
 Per budget, the planner's choice is compared with the fastest plan of the grid that was measured to stay inside it,
 and with the fastest simple one; these few are run --rounds times in all, in turn, and their medians count. Predicted
 seconds are compared with measured ones over all plans. Rows are appended to --output cell by cell; what is there
-already of this machine is not run again. What a drive does changes from minute to minute where it is shared, so its
-rates are measured afresh for each plan, just before it is made and run.
+already of this machine is not run again. What a drive does changes from second to second where it is shared: its rate
+is looked at once more for each plan, just before it is made and run, and the mean of all looks is believed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from brim.units import format_seconds, parse_bytes
 
 PACKAGES = ("brim", "torch", "transformers")
 TIMEOUT_S = 300
+_LOOKS, _LOOK_EACH_S = 8, 0.5  # at a cell's drive before its first plan
 
 
 def main() -> None:
@@ -69,6 +70,7 @@ def main() -> None:
 
 def _cell(options: argparse.Namespace, cell: points.Cell, facts: dict[str, Any]) -> list[dict[str, Any]]:
     say(cell.name, "making plans")
+    points.look_at_the_drive(cell, options.directory, _LOOKS, each_s=_LOOK_EACH_S)
     made = []
     plans = points.make(cell, options.directory)
     while (point := next(plans, None)) is not None:
@@ -150,8 +152,9 @@ def _machine_of_its_own(directory: Path) -> Iterator[None]:
 
 
 def _forget_rates() -> None:
-    """What the next plan is made with is measured anew: all but the seconds of blocks."""
-    for name in ("hardware", "file-rates", "beside-drive", "fresh-memory"):
+    """What the next plan is made with is measured anew: all but the seconds of blocks, and the model's own drive, at
+    which each plan takes another look."""
+    for name in ("hardware", "beside-drive", "fresh-memory"):
         for path in cache_folder().glob(f"{name}-*.json"):
             path.unlink()
 
@@ -186,7 +189,7 @@ def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Poin
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return row | {"problem": f"exit {done.returncode}: {' '.join(lines[-3:])[:300]}"}
         told = json.loads(done.stdout)
-        took_s = told["step_s"] if cell.task == "train" else told["median_s_per_token"]
+        took_s = told["step_s"] if cell.task == "train" else told["s_per_token"]
         return row | {"measured_s": took_s, "rounds_s": [took_s], "measured_bytes": told["measured_bytes"]}
     except subprocess.TimeoutExpired:
         return row | {"problem": f"not finished after {TIMEOUT_S} s"}

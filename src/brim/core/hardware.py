@@ -41,6 +41,14 @@ class Link:
     chunk_bytes: int = 0
     concurrency: int = 1
 
+    def seconds(self, count: float) -> float:
+        """Of one copy of ``count`` bytes. Those of one that is too small for several requests in flight are made one
+        after the other."""
+        if self.single_bytes_per_s and count < self.concurrency * self.chunk_bytes:
+            whole = min(1.0, count / self.chunk_bytes)  # the rate is that of whole requests, with what each waits
+            return count / self.single_bytes_per_s + (1 - whole) * self.latency_s
+        return self.latency_s + count / self.bytes_per_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:

@@ -30,8 +30,8 @@ RING_BYTES = 128 * MIB
 _WRITE_LIMIT_S, _READ_LIMIT_S, _SWEEP_LIMIT_S, _FINAL_LIMIT_S = 1.0, 0.15, 1.2, 0.8
 _WRITE_RATE_LIMIT_S, _LEAST_WRITES = 0.4, 4
 # As a run reads large blocks (memory/direct_io.py and transfer.py; this package knows nothing of that one).
-RUN_CHUNK_BYTES, _RUN_CONCURRENCY = 16 * MIB, 2
-_LEAST_FILE_BYTES, _FILE_LIMIT_S = 64 * MIB, 0.4
+RUN_CHUNK_BYTES, RUN_CONCURRENCY = 16 * MIB, 2
+_LEAST_FILE_BYTES, _FILE_LIMIT_S = 64 * MIB, 0.2
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _Way = tuple[int, int]  # bytes of one read, threads that read
 
@@ -96,13 +96,14 @@ def disk_link(file: UncachedFile) -> Link:
     )
 
 
-def file_rate(path: Path) -> float | None:
-    """Bytes per second of reading a file that is there, as runs read weights.
+def file_rates(path: Path) -> tuple[float, float] | None:
+    """Bytes per second of reading a file that is there, as runs read large blocks, and as they read those that are
+    too small for two requests in flight.
 
     None for one that is too small to tell, or cannot be opened: whoever needs what is in it will say so.
 
     What was written just now may come faster, out of the cache of a drive or of a host, than what has rested for
-    long, and a file may lie on another drive than the one that is known. Takes half a second at most. Raises
+    long, and a file may lie on another drive than the one that is known. Takes a quarter of a second or so. Raises
     TransferError where reading fails.
     """
     try:
@@ -119,11 +120,12 @@ def file_rate(path: Path) -> float | None:
         raise TransferError(f"{path} was to be read past the page cache.", f"{error.strerror}.") from error
     file = UncachedFile(descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False)
     try:
-        way = (RUN_CHUNK_BYTES, _RUN_CONCURRENCY)
-        rounds = _interleaved(file, [way], touched_ring(), part_bytes=_SWEEP_BYTES, rounds=5, limit_s=_FILE_LIMIT_S)
+        ways = [(RUN_CHUNK_BYTES, RUN_CONCURRENCY), (RUN_CHUNK_BYTES, 1)]
+        rounds = _interleaved(file, ways, touched_ring(), part_bytes=_SWEEP_BYTES, rounds=5, limit_s=_FILE_LIMIT_S)
     finally:
         os.close(descriptor)
-    return statistics.median(rounds[way])
+    large, small = (statistics.median(rounds[way]) for way in ways)
+    return large, min(large, small)
 
 
 def write_link(file: UncachedFile) -> Link:

@@ -257,9 +257,8 @@ def rate(hardware: Hardware, source: str, target: str) -> float:
 
 
 def copy_s(hardware: Hardware, source: str, target: str, count: int) -> float:
-    """Seconds of one copy of ``count`` bytes, by ``rate``."""
-    link = _link(hardware, source, target)
-    return link.latency_s + count / link.bytes_per_s
+    """Seconds of one copy of ``count`` bytes."""
+    return _link(hardware, source, target).seconds(count)
 
 
 def _link(hardware: Hardware, source: str, target: str) -> Link:
@@ -290,9 +289,11 @@ def _column(block: BlockProfile, weights: str, kept: str, hardware: Hardware, pa
     if kept == OFFLOAD:
         away = DISK if compute == RAM else RAM
         for pair in ((compute, away), (away, compute)):
-            lanes[way(*pair)] = passes * block.offload_bytes / rate(hardware, *pair)
+            lanes[way(*pair)] = passes * copy_s(hardware, *pair, block.offload_bytes)
     for pair, count in weight_moves(block, weights, compute, passes).items():
-        lanes[way(*pair)] = lanes.get(way(*pair), 0.0) + count / rate(hardware, *pair)
+        each = min(count, block.bytes)
+        copies_s = count / each * copy_s(hardware, *pair, each) if each else 0.0
+        lanes[way(*pair)] = lanes.get(way(*pair), 0.0) + copies_s
     places = {_at(*place): count for place, count in held.items()}
     return Column(name=f"{weights} {kept}", bytes=places, seconds=lanes, slot_bytes=slots)
 

@@ -106,8 +106,7 @@ def contention(hardware: Hardware) -> Contention:
 
 def move_s(block: BlockCost, hardware: Hardware, source: str, target: str) -> float:
     """Seconds that bringing a block over a link takes in a step: each time, a request and the bytes."""
-    link = hardware.link(source, target)
-    return block.uses * block.likely * link.latency_s + block.moved_bytes / link.bytes_per_s
+    return block.uses * block.likely * hardware.link(source, target).seconds(block.bytes)
 
 
 def chain_s(block: BlockCost, choice: str) -> float:

@@ -228,7 +228,7 @@ class _Schedule:
         """A copy by each way, all at once, as soon as a slot and the slowest way are free; compute waits for it."""
         begin_s = max(self._link_free_s, self._freed_s.pop(0))
         for source, target in ways:
-            took_s = block.bytes / self._foreseen.hardware.link(source, target).bytes_per_s
+            took_s = self._foreseen.hardware.link(source, target).seconds(block.bytes)
             self._link_free_s = max(self._link_free_s, begin_s + took_s)
             self._copied(source, target, block.bytes, begin_s, took_s, block.name)
         self._waited(self._link_free_s - self._now_s, block.name)

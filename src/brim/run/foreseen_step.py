@@ -116,7 +116,7 @@ def _write_copies(timeline: Timeline, copies: Timeline, hardware: Hardware) -> N
         if event.kind is not EventKind.COPY:
             continue
         way = event.source, event.tier
-        took_s = event.bytes / hardware.link(*known_way(hardware, *way)).bytes_per_s
+        took_s = hardware.link(*known_way(hardware, *way)).seconds(event.bytes)
         start_s = free_s.get(way, 0.0)
         free_s[way] = start_s + took_s
         timeline.add(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from brim.core.hardware import RAM
-from brim.planner.passes import BlockCost, ways_of
+from brim.planner.passes import BlockCost, move_s, ways_of
 from brim.run.planning_opening import open_subject
 from brim.run.planning_request import Machine, Request
 from brim.run.planning_subject import Subject
@@ -57,10 +57,8 @@ def _costs(subject: Subject) -> dict[str, list[BlockCost]]:
 def _form(block: BlockCost, machine: Machine) -> Form:
     hardware = machine.hardware
     choice = FROM_DISK if hardware.compute == RAM else FROM_RAM
-    rates = [hardware.link(*one).bytes_per_s for one in ways_of(choice, hardware.compute)]
-    return Form(
-        bytes=block.bytes, move_s=block.moved_bytes / min(rates), compute_s=block.compute_s + block.overhead_s
-    )
+    slowest_s = max(move_s(block, hardware, *one) for one in ways_of(choice, hardware.compute))
+    return Form(bytes=block.bytes, move_s=slowest_s, compute_s=block.compute_s + block.overhead_s)
 
 
 def shown(rows: Sequence[Row]) -> Table:

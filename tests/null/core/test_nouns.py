@@ -191,3 +191,13 @@ def test_events_added_as_columns_are_those_added_one_by_one():
     assert list(at_once) == list(one_by_one)
     with pytest.raises(ValueError, match="lengths"):
         at_once.extend([0, 0], {"bytes": [1]}, {})
+
+
+def test_copies_too_small_for_several_requests_at_once_are_made_one_after_the_other() -> None:
+    link = Link(
+        source="disk", target="ram", bytes_per_s=200.0, single_bytes_per_s=100.0, latency_s=0.1, chunk_bytes=50,
+        concurrency=2,
+    )  # fmt: skip
+    assert [link.seconds(count) for count in (0, 25, 50, 75, 100, 400)] == [0.1, 0.3, 0.5, 0.75, 0.6, 2.1]
+    alike = Link(source="ram", target="vram", bytes_per_s=200.0, latency_s=0.1)
+    assert [alike.seconds(count) for count in (0, 25, 400)] == [0.1, 0.225, 2.1]
