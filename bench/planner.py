@@ -152,9 +152,9 @@ def _machine_of_its_own(directory: Path) -> Iterator[None]:
 
 
 def _forget_rates() -> None:
-    """What the next plan is made with is measured anew: all but the seconds of blocks, and the model's own drive, at
-    which each plan takes another look."""
-    for name in ("hardware", "beside-drive", "fresh-memory"):
+    """The next plan is made with rates of its own time. Ratios and the seconds of blocks are kept, and the looks at
+    the model's own drive, to which each plan adds one."""
+    for name in ("hardware", "fresh-memory"):
         for path in cache_folder().glob(f"{name}-*.json"):
             path.unlink()
 
