@@ -1,4 +1,4 @@
-"""How fast a model's weights come from the drive that they lie on: measured once for each file, and remembered."""
+"""How fast a model's weights come from the drive that they lie on: measured for each file once a day."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from brim.measure.disk import file_rate
 from brim.run.remembered import Remembered
 
 _METHOD = 1  # raised when what is measured, or how, changes
+# A drive fills up, wears, and has others who read from it; and one look at it may have been in a bad moment.
+_GOOD_FOR_S = 24 * 3600.0
 
 
 def reading_from(hardware: Hardware, folder: Path) -> Hardware:
@@ -18,13 +20,13 @@ def reading_from(hardware: Hardware, folder: Path) -> Hardware:
 
     A machine is measured by a file that was written for it, in the user's cache folder; the weights may lie on
     another drive, and what has rested there for long may come slower. Measuring takes 128 MiB of RAM for half a
-    second. Raises TransferError where the drive fails.
+    second, once a day. Raises TransferError where the drive fails.
     """
     files = [path for path in folder.glob("*.safetensors") if path.is_file()] if folder.is_dir() else []
     if not files:
         return hardware
     largest = max(files, key=lambda path: path.stat().st_size)
-    known = _memory(hardware).get(_name(largest))
+    known = _memory(hardware).get(_name(largest), within_s=_GOOD_FOR_S)
     rate = known[0] if known else file_rate(largest)
     if rate is None:
         return hardware

@@ -21,8 +21,8 @@ def plan(
     """The fastest ways to do ``task`` ("generate" or "train") with ``model`` that fit, each one proved.
 
     ``model`` is a name of the catalog, a folder, a ``.gguf`` file, or for training ``file.py:build``, a function that
-    returns a model and its inputs. The machine is this one, or that of ``gpu``, a name of the catalog, with ``ram`` and
-    ``disk``: amounts such as ``"8GiB"``. ``seq`` are tokens of a training sequence, or of the prompt before
+    returns a model and its inputs. The machine is this one, or that of ``gpu``, a name of the catalog, with ``ram``
+    and ``disk``: amounts such as ``"8GiB"``. ``seq`` are tokens of a training sequence, or of the prompt before
     ``new_tokens``.
 
     ``precisions`` has the answer say what each kind of block takes in 8 bits and in 16. ``router_statistics`` ("auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,34 @@ def test_a_file_is_measured_once_and_again_when_it_was_written_anew(
     write(file, 66 * MIB)
     drives.reading_from(known_machine, file.parent)
     assert asked == [file, file]
+
+
+def kept_earlier(cache: Path, by_s: float) -> None:
+    """All rates of files in the cache, as if they had been measured ``by_s`` seconds before they were."""
+    for path in cache.rglob("file-rates-*.json"):
+        kept = json.loads(path.read_text())
+        path.write_text(json.dumps({name: [rates, at_s - by_s] for name, (rates, at_s) in kept.items()}))
+
+
+@pytest.mark.parametrize(("hours", "is_known"), [(23, True), (25, False), (-2, False)])
+def test_a_rate_is_good_for_a_day_and_measured_again_after_it(
+    hours: float, is_known: bool, known_machine: Hardware, tmp_path: Path, cache: Path
+) -> None:
+    file = write(tmp_path / "model" / "model.safetensors", 65 * MIB)
+    drives.remember(known_machine, file, 123.0)
+    kept_earlier(cache, hours * 3600)
+    found = drives.reading_from(known_machine, file.parent).link(DISK, RAM).bytes_per_s
+    assert (found == 123.0) == is_known
+    assert drives.reading_from(known_machine, file.parent).link(DISK, RAM).bytes_per_s == found
+
+
+def test_a_rate_of_unknown_age_is_measured_again(known_machine: Hardware, tmp_path: Path, cache: Path) -> None:
+    """As files of before have them: rates alone."""
+    file = write(tmp_path / "model" / "model.safetensors", 65 * MIB)
+    drives.remember(known_machine, file, 123.0)
+    (path,) = cache.rglob("file-rates-*.json")
+    path.write_text(json.dumps({name: rates for name, (rates, _) in json.loads(path.read_text()).items()}))
+    assert drives.reading_from(known_machine, file.parent).link(DISK, RAM).bytes_per_s != 123.0
 
 
 @pytest.mark.parametrize("name", ["nothing", "small", "gone"])
