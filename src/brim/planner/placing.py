@@ -13,8 +13,19 @@ from dataclasses import dataclass
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.passes import STAGING, BlockCost, Job, bus_bytes_per_s, chain_s, move_s, pass_s, ways_of
-from brim.planner.problem import BlockClass, Column, Pool, Problem
+from brim.planner.passes import (
+    CPU,
+    STAGING,
+    BlockCost,
+    Job,
+    bus_bytes_per_s,
+    chain_s,
+    contention,
+    move_s,
+    pass_s,
+    ways_of,
+)
+from brim.planner.problem import Beside, BlockClass, Column, Pool, Problem
 from brim.planner.schedule import COMPUTE, way
 from brim.planner.search import Solution, solve
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
@@ -35,6 +46,15 @@ class Placed:
     slots: int
     bound_s: float
     gap: float
+
+
+def least_s(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str]) -> float:
+    """No placement that fits has a shorter pass; infinite where none fits."""
+    kinds, bounds = _kinds(job), [float("inf")]
+    for slots in (0, *_SLOTS):
+        solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots), traffic=0.0)
+        bounds += [] if solution is None else [solution.bound_s]
+    return min(bounds)
 
 
 def placements(
@@ -109,7 +129,30 @@ def _problem(
         pools.append(Pool(name=_STAGING, tiers=(RAM, _LOADING), slots=STAGING))
         pools.append(Pool(name=_ACTIVATIONS, tiers=(RAM,), slots=1))
     return Problem(
-        classes=classes, budget_bytes=budget, fixed_bytes=fixed, fixed_s={COMPUTE: job.fixed_compute_s}, pools=pools
+        classes=classes,
+        budget_bytes=budget,
+        fixed_bytes=fixed,
+        fixed_s={COMPUTE: job.fixed_compute_s},
+        pools=pools,
+        beside=_beside(job, hardware) if compute != RAM and COMPUTE_RAM in choices else None,
+    )
+
+
+def _beside(job: Job, hardware: Hardware) -> Beside:
+    """The processor's blocks and the link read one RAM. While the processor has a block, no slot is let go."""
+    shares = contention(hardware) if job.beside is None else job.beside
+    link = hardware.link(RAM, hardware.compute)
+    lane = way(RAM, hardware.compute)
+    uses = max((block.uses for block in job.blocks), default=1)
+    return Beside(
+        chain=COMPUTE,
+        columns={COMPUTE_RAM},
+        other=lane,
+        part_share=shares.get((CPU, lane), 1.0),
+        other_share=shares.get((lane, CPU), 1.0),
+        pool=_RING,
+        s_per_byte=uses / link.bytes_per_s,
+        slot_s=uses * link.latency_s,
     )
 
 
