@@ -8,17 +8,18 @@ least as long as its busiest lane (compute, a link, the disk), since lanes work 
     fixed[tier] + sum of columns' bytes + its pools <= budget       for each tier
     pool >= slots * what every column in use needs of a slot        for each pool
 
-Where a part of the computation and a link slow each other (``Beside``), a step of T seconds has some, B, in which both
-are busy. The part then does B times its share of its work and the link B times its own, and each does the rest of it
-alone. So, with what shares leave (s of the part, r of the link) and the part's and the link's seconds P and L alone:
+Where a part of the computation and a link slow each other (``Beside``), a step of T seconds has some, B, in which
+both are busy. The part then does B times its share of its work and the link B times its own, and each does the rest
+of it alone. So, with what shares leave (s of the part, r of the link) and the part's and the link's seconds P and L:
 
     T >= chain + (1 - s) B                          the chain of computation has the part in it
     T >= L + (1 - r) B
     T >= (P - s B) + (L - r B) + B                  alone, alone, and both
     r B <= L,  s B <= P, and block by block of the part r B <= what the slots of the pool take
 
-How lanes wait for each other beyond that is left to the simulation of the schedule. Solved by HiGHS (Huangfu and Hall,
-"Parallelizing the dual revised simplex method", Mathematical Programming Computation 2018).
+Every step has such a B, so what is less for all B is no step's. How lanes wait for each other beyond that is left to
+the simulation of the schedule. Solved by HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex method",
+Mathematical Programming Computation 2018).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def solve(problem: Problem, *, time_limit_s: float = 5.0, traffic: float = _TRAF
 
 
 class _Program:
-    """Variables: a count and a "used" flag per column, then T, a size per pool, and B for each column that has one."""
+    """Variables: a count and a "used" flag per column, then T, a size per pool, and B for each column of the part."""
 
     def __init__(self, problem: Problem, weight: float) -> None:
         self._problem, self._weight = problem, weight
@@ -127,28 +128,21 @@ class _Program:
             self._row(fixed / self._scale_s, highspy.kHighsInf, {self._time: 1.0, **terms})
 
     def _add_beside(self, beside: Beside) -> None:
-        """The inequalities of the docstring, times 1 / the slowest way's seconds. What is fixed is not of the part."""
+        """The inequalities of the docstring above, over the slowest way's seconds."""
         fixed, model = self._problem.fixed_s, self._model
         mine = [index for index, (_, column) in enumerate(self._columns) if column.name in beside.columns]
         both = {index: model.getNumCol() + number for number, index in enumerate(mine)}
         for _ in mine:
             model.addVar(0, highspy.kHighsInf)
-        took = {
-            lane: {i: c.seconds[lane] / self._scale_s for i, (_, c) in enumerate(self._columns) if c.seconds.get(lane)}
-            for lane in (beside.chain, beside.other)
-        }
-        part = {index: count for index, count in took[beside.chain].items() if index in both}
-        alone = {i: part.get(i, 0.0) + took[beside.other].get(i, 0.0) for i in {*part, *took[beside.other]}}
+        chain, other = (self._on(lane) for lane in (beside.chain, beside.other))
+        part = {index: count for index, count in chain.items() if index in both}
+        alone = {index: part.get(index, 0.0) + other.get(index, 0.0) for index in {*part, *other}}
         chain_s, other_s = (fixed.get(lane, 0.0) / self._scale_s for lane in (beside.chain, beside.other))
         s, r = beside.part_share, beside.other_share
-        for least, of, more in (
-            (chain_s, took[beside.chain], 1 - s),
-            (other_s, took[beside.other], 1 - r),
-            (other_s, alone, 1 - s - r),
-        ):
+        for least, of, more in ((chain_s, chain, 1 - s), (other_s, other, 1 - r), (other_s, alone, 1 - s - r)):
             terms = {index: -count for index, count in of.items()} | dict.fromkeys(both.values(), -more)
             self._row(least, highspy.kHighsInf, {self._time: 1.0, **terms})
-        limit = {index: -count for index, count in took[beside.other].items()} | dict.fromkeys(both.values(), r)
+        limit = {index: -count for index, count in other.items()} | dict.fromkeys(both.values(), r)
         self._row(-highspy.kHighsInf, other_s, limit)
         slots = {pool.name: pool.slots for pool in self._problem.pools}[beside.pool]
         for index, variable in both.items():
@@ -156,6 +150,11 @@ class _Program:
             self._row(-highspy.kHighsInf, 0, {variable: s, index: -part.get(index, 0.0)})
             filled = {variable: r, self._pools[beside.pool]: -count * beside.s_per_byte * _GIB}
             self._row(-highspy.kHighsInf, count * beside.slot_s, filled)
+
+    def _on(self, lane: str) -> dict[int, float]:
+        """Column -> what one of its blocks takes of ``lane``."""
+        seconds = {index: column.seconds.get(lane, 0.0) for index, (_, column) in enumerate(self._columns)}
+        return {index: count / self._scale_s for index, count in seconds.items() if count}
 
     def _add_tiers(self) -> None:
         problem = self._problem
