@@ -36,8 +36,10 @@ _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it
 _READ = "ram is read"
 _SLOTS = (2, 3, 4)
-_TRIES = 128  # simulated passes, of blocks that change places
+_TRIED_BLOCKS = 40_000  # in simulated passes, of blocks that change places: about a second
+_MENDED = 1e-2  # of a pass, is what such changes save at most, mostly
 _PLACES = 4  # with one of the nearest so many: far ones change more than they mend
+_ALIKE = 1e-3  # of a pass: for less, each kind is spread by itself
 _NEAR = 4e-3  # of the bound: nearer than that nothing is looked for
 _LOOKUP_S = 1e-4  # a page of a drive: what rests there for nothing would be dearer than in RAM that is free
 
@@ -64,20 +66,29 @@ def least_s(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allow
 
 
 def placements(
-    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str]
+    job: Job,
+    hardware: Hardware,
+    budget_bytes: Mapping[str, int],
+    allowed: Collection[str],
+    *,
+    known_s: float = float("inf"),
 ) -> Iterator[Placed]:
-    """The best placement for each depth of the ring, and without one. Only ``allowed`` choices are made."""
-    kinds, best_s = _kinds(job), float("inf")
-    solved = [(slots, solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots))) for slots in (0, *_SLOTS)]
-    found = [(slots, solution) for slots, solution in solved if solution is not None]
-    for slots, solution in sorted(found, key=lambda pair: pair[1].bound_s):
-        placed = _spread(job, hardware, kinds, solution.counts, slots)
-        if solution.bound_s < best_s:  # else it is beaten whatever is changed
+    """The best placement for each depth of the ring, and without one. Only ``allowed`` choices are made.
+
+    ``known_s``: what others reach already, so that no time goes to what is far from it.
+    """
+    kinds, found = _kinds(job), []
+    for slots in (0, *_SLOTS):
+        solution = solve(_problem(job, kinds, hardware, budget_bytes, allowed, slots))
+        if solution is not None:
+            found.append((slots, solution, _spread(job, hardware, kinds, solution.counts, slots)))
+    for slots, solution, placed in sorted(found, key=lambda one: one[2][1]):
+        if solution.bound_s < known_s and placed[1] <= (1 + _MENDED) * known_s:
             placed = _changed(job, hardware, kinds, placed, slots, solution.bound_s * (1 + _NEAR))
         choices, seconds = placed
         streams = any(b.uses and ways_of(choices[b.name], hardware.compute) for b in job.blocks)
         if bool(slots) == streams:
-            best_s = min(best_s, seconds)
+            known_s = min(known_s, seconds)
             yield Placed(choices=choices, slots=slots, bound_s=solution.bound_s, gap=solution.gap)
 
 
@@ -92,7 +103,7 @@ def _changed(
     drawn = random.Random(0)
     alike = [[b.name for b in blocks] for blocks in kinds.values() if blocks[0].uses]
     mixed = [names for names in alike if len({choices[name] for name in names}) > 1]
-    for _ in range(_TRIES if mixed else 0):
+    for _ in range(_TRIED_BLOCKS // len(job.blocks) if mixed else 0):
         if seconds <= enough_s:
             break
         one, other = _neighbours(drawn, drawn.choice(mixed), choices)
@@ -206,7 +217,7 @@ def _spread(job: Job, hardware: Hardware, kinds: Kinds, solved: Counts, slots: i
     """
     each, whole = _each_in_turn(job, kinds, solved), _all_in_turn(job, hardware, kinds, solved)
     each_s, whole_s = (pass_s(job, hardware, one, slots)[0] for one in (each, whole))
-    return (each, each_s) if each_s <= (1 + _NEAR) * whole_s else (whole, whole_s)
+    return (each, each_s) if each_s <= (1 + _ALIKE) * whole_s else (whole, whole_s)
 
 
 def _each_in_turn(job: Job, kinds: Kinds, solved: Counts) -> dict[str, str]:
