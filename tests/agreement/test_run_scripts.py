@@ -23,6 +23,7 @@ QUICK = [
     ("exits", ("--code", "3", "a", "--", "--ram"), 0.5),
     ("evaluated_first", (), 0.5),
     ("classify_pretrained", (), 0.5),
+    ("frozen", (), 0.5),
     ("compiled", (), 0.5),
 ]
 SLOW = [

@@ -1,17 +1,19 @@
 """What a rank has in RAM where its shards are offloaded: weights, gradients and the optimizer's states.
 
-FSDP2 keeps shards and their gradients page-locked beside a GPU, each in memory of its own, and PyTorch's allocator of
-such memory gives out powers of two (aten/src/ATen/core/CachingHostAllocator.h, ``allocate``).
+FSDP2 keeps shards and their gradients page-locked beside a GPU, each in memory of its own. PyTorch's allocator of
+such memory gives out powers of two, and keeps what is freed for the next that is rounded to as much
+(aten/src/ATen/core/CachingHostAllocator.h, ``allocate`` and ``maybe_cache_block``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from brim.core import Category, Storage
 from brim.estimation.breakdown import NAMES
 
+KEPT = "page_locked_and_free"  # in a breakdown: given back by tensors, and kept by the allocator
 _LOCKED = (Category.PARAMETER, Category.GRADIENT)
 
 
@@ -25,31 +27,55 @@ class RamPeak:
     breakdown: dict[str, int]
 
 
+@dataclass(kw_only=True)
+class _Ram:
+    """What is there at a moment, per name; ``free`` blocks of page-locked memory, by their sizes."""
+
+    page_locked: bool
+    held: dict[str, int] = field(default_factory=dict)
+    free: dict[int, int] = field(default_factory=dict)
+
+    def take(self, storage: Storage) -> None:
+        size = self._size(storage)
+        self._add(NAMES[storage.category], size)
+        if self._is_locked(storage) and self.free.get(size):
+            self.free[size] -= 1
+            self._add(KEPT, -size)
+
+    def give(self, storage: Storage) -> None:
+        size = self._size(storage)
+        self._add(NAMES[storage.category], -size)
+        if self._is_locked(storage):
+            self.free[size] = self.free.get(size, 0) + 1
+            self._add(KEPT, size)
+
+    def _is_locked(self, storage: Storage) -> bool:
+        return self.page_locked and storage.category in _LOCKED
+
+    def _size(self, storage: Storage) -> int:
+        return locked_bytes(storage.bytes) if self._is_locked(storage) else storage.bytes
+
+    def _add(self, name: str, bytes: int) -> None:
+        self.held[name] = self.held.get(name, 0) + bytes
+
+
 def ram_peak(storages: Iterable[Storage], *, page_locked: bool) -> RamPeak:
     """Of storages in RAM. ``page_locked``: there is a GPU beside it."""
-    taken = {}
     changes: list[tuple[int, bool, Storage]] = []
     for storage in storages:
-        rounds = page_locked and storage.category in _LOCKED
-        taken[storage.id] = locked_bytes(storage.bytes) if rounds else storage.bytes
         changes.append((storage.born, True, storage))
         if storage.died is not None:
             changes.append((storage.died, False, storage))
     changes.sort(key=lambda change: change[:2])
-    now = most = at = 0
-    tensors = allocated = 0
-    for index, (_, born, storage) in enumerate(changes):
-        now += taken[storage.id] if born else -taken[storage.id]
+    ram, breakdown = _Ram(page_locked=page_locked), dict[str, int]()
+    tensors = allocated = reserved = 0
+    for _, born, storage in changes:
+        (ram.take if born else ram.give)(storage)
         tensors += storage.bytes if born else -storage.bytes
-        allocated = max(allocated, tensors)
-        if now > most:
-            most, at = now, index + 1
-    breakdown: dict[str, int] = {}
-    for _, born, storage in changes[:at]:
-        name = NAMES[storage.category]
-        breakdown[name] = breakdown.get(name, 0) + (taken[storage.id] if born else -taken[storage.id])
-    held = {name: bytes for name, bytes in breakdown.items() if bytes}
-    return RamPeak(allocated=allocated, reserved=most, breakdown=held)
+        allocated, now = max(allocated, tensors), sum(ram.held.values())
+        if now > reserved:
+            reserved, breakdown = now, {name: count for name, count in ram.held.items() if count}
+    return RamPeak(allocated=allocated, reserved=reserved, breakdown=breakdown)
 
 
 def locked_bytes(bytes: int) -> int:

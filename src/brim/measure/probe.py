@@ -9,12 +9,13 @@ import json
 import os
 import platform
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Any, Literal
 
 from brim.core.hardware import DISK, RAM, VRAM, Hardware, Link, Tier
-from brim.errors import FormatError, UnsupportedError, UsageError
+from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
 from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -22,6 +23,9 @@ Device = Literal["auto", "cuda", "cpu"]
 
 # Raised when what is measured, or how, changes: what was remembered before is measured again.
 _METHOD = 3
+# Processors and memory stay what they are. A drive fills up, wears, and has others who use it.
+_DISK_GOOD_FOR_S = 24 * 3600.0
+_OF_DISK = ", disk of "  # begins what a source says of it
 
 
 def cache_folder() -> Path:
@@ -34,10 +38,11 @@ def cache_folder() -> Path:
 def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | None = None) -> Hardware:
     """Measure RAM, the disk under ``directory``, the processor and with CUDA the current device; a few seconds.
 
-    The result is remembered per machine, device, driver, torch and filesystem; ``refresh`` measures again. Capacities
-    are read afresh each time. ``directory`` is where models will be read from: the user's cache folder by default.
-    A cache that is damaged or cannot be written is warned about and does not stop anything. Measuring takes up to
-    350 MiB of RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched.
+    The result is remembered per machine, device, driver, torch and filesystem, and the disk's part of it for a day;
+    ``refresh`` measures all again. Capacities are read afresh each time. ``directory`` is where models will be read
+    from: the user's cache folder by default. A cache that is damaged or cannot be written is warned about and does
+    not stop anything. Measuring takes up to 350 MiB of RAM and 256 MiB of disk for a moment: do it before a run's own
+    memory is watched.
 
     Rates are medians. Compute is VRAM with CUDA (``device="cuda"``, or "auto" where torch sees one), else RAM.
     Raises UsageError for a directory that does not exist or an unknown device, UnsupportedError for "cuda" where
@@ -51,7 +56,7 @@ def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | N
     path = _remembered_at(facts)
     remembered = None if refresh else _remembered(path)
     if remembered is not None:
-        return _with_capacities(remembered, place)
+        return _with_capacities(_with_the_disk_of_today(remembered, path, place), place)
     hardware = _measured(compute, place, facts)
     _remember(hardware, path)
     return hardware
@@ -79,13 +84,47 @@ def _compute_tier(device: str) -> str:
     return RAM
 
 
-def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
-    from brim.measure import bandwidth
+def _with_the_disk_of_today(hardware: Hardware, path: Path, directory: Path) -> Hardware:
+    """``hardware`` as it is remembered at ``path``, its disk measured again where that is too long ago.
+
+    One that cannot be measured now (it is full) stays as it is known, with a warning.
+    """
+    if 0 <= time.time() - path.stat().st_mtime <= _DISK_GOOD_FOR_S:
+        return hardware
+    try:
+        links, source = _disk(directory)
+    except (TransferError, UsageError) as error:
+        warnings.warn(f"The disk's rates are older than a day. {' '.join(str(error).split())}", stacklevel=3)
+        return hardware
+    others = [link for link in hardware.links if DISK not in (link.source, link.target)]
+    tiers = (
+        dataclasses.replace(tier, bytes_per_s=links[0].bytes_per_s) if tier.name == DISK else tier
+        for tier in hardware.tiers
+    )
+    source = hardware.source.partition(_OF_DISK)[0] + source
+    made = dataclasses.replace(hardware, tiers=tuple(tiers), links=(*links, *others), source=source)
+    _remember(made, path)
+    return made
+
+
+def _disk(directory: Path) -> tuple[list[Link], str]:
+    """The links from and to the disk of ``directory``, and how they were measured."""
     from brim.measure.disk import disk_link, uncached_file, write_link
 
     with uncached_file(directory) as file:
-        disk = [disk_link(file), *([write_link(file)] if file.writable else [])]
+        links = [disk_link(file), *([write_link(file)] if file.writable else [])]
         way = "O_DIRECT" if file.direct else "dropped page cache"
+    return links, f"{_OF_DISK}{directory} by {way} on {_today()}"
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
+    from brim.measure import bandwidth
+
+    disk, of_disk = _disk(directory)
     tiers = [
         Tier(name=RAM, capacity_bytes=0, bytes_per_s=bandwidth.ram_read_rate()),
         Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk[0].bytes_per_s),
@@ -100,8 +139,7 @@ def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
         cuda.give_back()
     else:
         rates = bandwidth.cpu_matrix_rates()
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    source = f"measured {today}, torch {facts['torch']}, disk of {directory} by {way}"
+    source = f"measured {_today()}, torch {facts['torch']}{of_disk}"
     hardware = Hardware(
         name=facts["device"] or f"{facts['processor']}, {facts['cores']} cores",
         compute=compute,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCE_BYTES = 4096  # HiGHS lets a row be over by 1e-6 of its unit, and units are GiB
@@ -41,6 +41,25 @@ class Pool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """A part of the lane ``chain`` and the lane ``other`` slow each other while both are busy: they read one memory.
+
+    The part is what blocks in one of ``columns`` take; it keeps ``part_share`` of its speed, and the other lane
+    ``other_share``. While one such block is under way no slot of ``pool`` is let go, so the other lane fills no more
+    than all of them: ``slot_s`` for each, and ``s_per_byte`` of its size.
+    """
+
+    chain: str
+    columns: Collection[str]
+    other: str
+    part_share: float
+    other_share: float
+    pool: str
+    s_per_byte: float
+    slot_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """``fixed_bytes`` and ``fixed_s`` are there whatever is chosen.
 
@@ -52,6 +71,7 @@ class Problem:
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
     fixed_s: Mapping[str, float] = field(default_factory=dict)
     pools: Sequence[Pool] = ()
+    beside: Beside | None = None
 
 
 Counts = Mapping[str, Mapping[str, int]]  # class -> column -> blocks
@@ -74,6 +94,35 @@ def busiest(problem: Problem, counts: Counts) -> tuple[str, float]:
         for column in found.columns:
             for lane, seconds in column.seconds.items():
                 lanes[lane] = lanes.get(lane, 0.0) + seconds * counts[found.name].get(column.name, 0)
+    if problem.beside is not None:
+        chain, other = problem.beside.chain, problem.beside.other
+        longer = chain if lanes.get(chain, 0.0) > lanes.get(other, 0.0) else other
+        lanes[longer] = max(lanes.get(longer, 0.0), _beside_s(problem, problem.beside, counts, lanes))
     serial_s = lanes.pop(SERIAL, 0.0)
     lane, seconds = max(lanes.items(), key=lambda item: item[1], default=("", 0.0))
     return lane, seconds + serial_s
+
+
+def _beside_s(problem: Problem, beside: Beside, counts: Counts, lanes: Mapping[str, float]) -> float:
+    """The least seconds of what slows each other, over how long both are busy (``search`` has the inequalities).
+
+    Of a few rising and falling lines the highest is lowest where two of them cross, or at an end.
+    """
+    chain, other = lanes.get(beside.chain, 0.0), lanes.get(beside.other, 0.0)
+    part, most = 0.0, 0.0
+    slots = next((pool.slots for pool in problem.pools if pool.name == beside.pool), 0)
+    used = [(c, f.count, counts[f.name].get(c.name, 0)) for f in problem.classes for c in f.columns]
+    size = max((c.slot_bytes.get(beside.pool, 0) for c, _, n in used if n), default=0)
+    filled_s = slots * (beside.slot_s + beside.s_per_byte * size)
+    for column, count, chosen in used:
+        if column.name in beside.columns:
+            took_s = column.seconds.get(beside.chain, 0.0) * chosen
+            part += took_s
+            most += min(took_s / beside.part_share, count * filled_s / beside.other_share)
+    most = min(most, other / beside.other_share)
+    both = (0.0, most, part / beside.part_share, (part + other - chain) / beside.other_share)
+    lost, slower = 1 - beside.part_share, 1 - beside.other_share
+    return min(
+        max(chain + lost * both_s, other + slower * both_s, part + other - (beside.part_share - slower) * both_s)
+        for both_s in (min(max(0.0, one), most) for one in both)
+    )

@@ -8,8 +8,18 @@ least as long as its busiest lane (compute, a link, the disk), since lanes work 
     fixed[tier] + sum of columns' bytes + its pools <= budget       for each tier
     pool >= slots * what every column in use needs of a slot        for each pool
 
-How lanes wait for each other is left to the simulation of the schedule. Solved by HiGHS (Huangfu and Hall,
-"Parallelizing the dual revised simplex method", Mathematical Programming Computation 2018).
+Where a part of the computation and a link slow each other (``Beside``), a step of T seconds has some, B, in which
+both are busy. The part then does B times its share of its work and the link B times its own, and each does the rest
+of it alone. So, with what shares leave (s of the part, r of the link) and the part's and the link's seconds P and L:
+
+    T >= chain + (1 - s) B                          the chain of computation has the part in it
+    T >= L + (1 - r) B
+    T >= (P - s B) + (L - r B) + B                  alone, alone, and both
+    r B <= L,  s B <= P, and block by block of the part r B <= what the slots of the pool take
+
+Every step has such a B, so what is less for all B is no step's. How lanes wait for each other beyond that is left to
+the simulation of the schedule. Solved by HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex method",
+Mathematical Programming Computation 2018).
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ import highspy
 import numpy as np
 
 from brim.planner.greedy import greedy
-from brim.planner.problem import SERIAL, Counts, Problem, busiest, room_bytes
+from brim.planner.problem import SERIAL, Beside, Counts, Problem, busiest, room_bytes
 
 _TRAFFIC = 1e-3  # of about equally fast ways, the one that moves and computes less
 _GIB = float(1 << 30)  # bytes in GiB and seconds as shares of the slowest way keep the matrix well scaled
@@ -40,19 +50,20 @@ class Solution:
     gap: float
 
 
-def solve(problem: Problem, *, time_limit_s: float = 5.0) -> Solution | None:
+def solve(problem: Problem, *, time_limit_s: float = 5.0, traffic: float = _TRAFFIC) -> Solution | None:
     """The best choice, or the best found in ``time_limit_s``; None where nothing fits (or nothing was found in time).
 
-    The search begins at the greedy choice, where that one fits, and never ends worse.
+    The search begins at the greedy choice, where that one fits, and never ends worse. Without weight on ``traffic``
+    the bound is the sharpest, and of about equally fast choices any is taken.
     """
-    return _Program(problem).solve(time_limit_s, greedy(problem))
+    return _Program(problem, traffic).solve(time_limit_s, greedy(problem))
 
 
 class _Program:
-    """Variables: a count and a "used" flag per column, then T and a size per pool."""
+    """Variables: a count and a "used" flag per column, then T, a size per pool, and B for each column of the part."""
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, weight: float) -> None:
+        self._problem, self._weight = problem, weight
         self._columns = [(found, column) for found in problem.classes for column in found.columns]
         n = len(self._columns)
         self._flag, self._time = n, 2 * n
@@ -67,6 +78,8 @@ class _Program:
         self._add_choices()
         self._add_lanes()
         self._add_tiers()
+        if problem.beside is not None:
+            self._add_beside(problem.beside)
 
     def _slowest_s(self) -> float:
         most = sum(
@@ -79,7 +92,7 @@ class _Program:
         for found, column in self._columns:
             traffic = sum(column.seconds.values()) / self._scale_s
             model.addVar(0, found.count)
-            model.changeColCost(model.getNumCol() - 1, _TRAFFIC * traffic)
+            model.changeColCost(model.getNumCol() - 1, self._weight * traffic)
         for _, column in self._columns:
             model.addVar(0, 1 if column.slot_bytes else 0)
         for _ in range(1 + len(self._pools)):
@@ -113,6 +126,35 @@ class _Program:
             terms = {index: -count / self._scale_s for index, count in enumerate(seconds) if count}
             fixed = sum(problem.fixed_s.get(name, 0.0) for name in on)
             self._row(fixed / self._scale_s, highspy.kHighsInf, {self._time: 1.0, **terms})
+
+    def _add_beside(self, beside: Beside) -> None:
+        """The inequalities of the docstring above, over the slowest way's seconds."""
+        fixed, model = self._problem.fixed_s, self._model
+        mine = [index for index, (_, column) in enumerate(self._columns) if column.name in beside.columns]
+        both = {index: model.getNumCol() + number for number, index in enumerate(mine)}
+        for _ in mine:
+            model.addVar(0, highspy.kHighsInf)
+        chain, other = (self._on(lane) for lane in (beside.chain, beside.other))
+        part = {index: count for index, count in chain.items() if index in both}
+        alone = {index: part.get(index, 0.0) + other.get(index, 0.0) for index in {*part, *other}}
+        chain_s, other_s = (fixed.get(lane, 0.0) / self._scale_s for lane in (beside.chain, beside.other))
+        s, r = beside.part_share, beside.other_share
+        for least, of, more in ((chain_s, chain, 1 - s), (other_s, other, 1 - r), (other_s, alone, 1 - s - r)):
+            terms = {index: -count for index, count in of.items()} | dict.fromkeys(both.values(), -more)
+            self._row(least, highspy.kHighsInf, {self._time: 1.0, **terms})
+        limit = {index: -count for index, count in other.items()} | dict.fromkeys(both.values(), r)
+        self._row(-highspy.kHighsInf, other_s, limit)
+        slots = {pool.name: pool.slots for pool in self._problem.pools}[beside.pool]
+        for index, variable in both.items():
+            count = self._columns[index][0].count * slots / self._scale_s
+            self._row(-highspy.kHighsInf, 0, {variable: s, index: -part.get(index, 0.0)})
+            filled = {variable: r, self._pools[beside.pool]: -count * beside.s_per_byte * _GIB}
+            self._row(-highspy.kHighsInf, count * beside.slot_s, filled)
+
+    def _on(self, lane: str) -> dict[int, float]:
+        """Column -> what one of its blocks takes of ``lane``."""
+        seconds = {index: column.seconds.get(lane, 0.0) for index, (_, column) in enumerate(self._columns)}
+        return {index: count / self._scale_s for index, count in seconds.items() if count}
 
     def _add_tiers(self) -> None:
         problem = self._problem
@@ -148,7 +190,11 @@ class _Program:
         used = [column for count, column in told if count]
         pools = [max((column.slot_bytes.get(name, 0) for column in used), default=0) / _GIB for name in self._pools]
         _, seconds = busiest(self._problem, start)
-        return [*map(float, counts), *flags, seconds / self._scale_s, *pools]
+        beside = self._problem.beside
+        if beside is not None:  # it begins with nothing at once
+            seconds += sum(count * column.seconds.get(beside.other, 0.0) for count, column in told)
+        rest = [0.0] * (self._model.getNumCol() - 2 * len(counts) - 1 - len(pools))
+        return [*map(float, counts), *flags, seconds / self._scale_s, *pools, *rest]
 
     def _counts(self, values: Sequence[float]) -> dict[str, dict[str, int]]:
         counts: dict[str, dict[str, int]] = {found.name: {} for found in self._problem.classes}
@@ -160,6 +206,6 @@ class _Program:
     def _solution(self, counts: Counts, bound: float) -> Solution:
         _, seconds = busiest(self._problem, counts)
         # No lane of the fastest choice is busy for longer than that takes, which limits what its traffic adds.
-        bound_s = min(seconds, max(0.0, bound) * self._scale_s / (1 + _TRAFFIC * len(self._lanes)))
+        bound_s = min(seconds, max(0.0, bound) * self._scale_s / (1 + self._weight * len(self._lanes)))
         gap = 0.0 if seconds == 0 else (seconds - bound_s) / seconds
         return Solution(counts=counts, busiest_s=seconds, bound_s=bound_s, gap=gap)

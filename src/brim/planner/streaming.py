@@ -73,16 +73,22 @@ def plan_streaming(
 
 
 def contender(
-    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], *, allowed: Collection[str] = CHOICES
+    job: Job,
+    hardware: Hardware,
+    budget_bytes: Mapping[str, int],
+    *,
+    allowed: Collection[str] = CHOICES,
+    known_s: float = float("inf"),
 ) -> Contender:
     """The fastest placement that fits ``budget_bytes`` (per tier), over slot sizes and ring depths; of those that are
     as fast, the one that moves least.
 
     Only choices in ``allowed`` are made (of blocks that are computed with; tables of rows lie where there is room).
-    Where the processor may compute blocks beside a GPU, how many it gets is decided by ``placing``. Raises
-    BudgetError with the smallest budget that would do when nothing fits.
+    Where the processor may compute blocks beside a GPU, how many it gets is decided by ``placing``, in little time
+    where that is far from ``known_s``, which others reach. Raises BudgetError with the smallest budget that would do
+    when nothing fits.
     """
-    found, refusals = _candidates(job, hardware, budget_bytes, allowed)
+    found, refusals = _candidates(job, hardware, budget_bytes, allowed, known_s)
     if not found:
         least = min(refusals, key=lambda error: sum(error.smallest_bytes.values()), default=None)
         raise least or _too_small(job, hardware.compute, budget_bytes)
@@ -154,7 +160,7 @@ def plan_of(
 
 
 def _candidates(
-    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str]
+    job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], allowed: Collection[str], known_s: float
 ) -> tuple[list[_Placement], list[BudgetError]]:
     """Placements that fit, and why others do not."""
     compute = hardware.compute
@@ -175,7 +181,7 @@ def _candidates(
             found.append(placement)
     stays = any(set(placement.choices.values()) == {RESIDENT} for placement in found)  # nothing beats that
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
-        for placed in placements(job, hardware, budget_bytes, allowed):
+        for placed in placements(job, hardware, budget_bytes, allowed, known_s=known_s):
             size = _slot_bytes(job, compute, placed.choices)
             split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
             found.append(_with_tables(job, compute, split, budget_bytes))

@@ -1,4 +1,4 @@
-"""What lanes of this machine take from each other when it computes in RAM: measured once, and remembered."""
+"""What lanes of this machine take from each other when it computes in RAM: measured, and remembered for a week."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from brim.run.cache import cache_folder
 from brim.run.remembered import Remembered
 
 _METHOD = 4  # raised when what is measured, or how, changes
+# Shares change less than the rates that they are of, and looking takes seconds.
+_GOOD_FOR_S = 7 * 24 * 3600.0
 _MANY_ROWS = 256  # a product of more is limited by arithmetic as much
 _LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
 
@@ -45,7 +47,7 @@ def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention |
 
 
 def _known(memory: Remembered, name: str, measure: Callable[[Path], tuple[float, float]]) -> tuple[float, float]:
-    known = memory.get(name)
+    known = memory.get(name, within_s=_GOOD_FOR_S)
     if known is None:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)

@@ -116,8 +116,9 @@ def best_plan(
     found: list[tuple[Cut, Contender]] = []
     refusal: BudgetError | None = None
     for cut, job in jobs:
+        plain_s = (known.plan.promise.step_s for one, known in found if one.way is None and cut.way is None)
         try:
-            made = contender(job, hardware, budget, allowed=allowed)
+            made = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
         except BudgetError as error:
             refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
             continue

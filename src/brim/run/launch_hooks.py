@@ -9,7 +9,6 @@ Sources: PyTorch, torch/nn/modules/module.py (``_call_impl``: in what order hook
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import weakref
@@ -25,6 +24,8 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
+
+from brim.run.launch_frozen import all_objects
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -279,9 +280,7 @@ def living_of(*kinds: type[Any]) -> list[list[Any]]:
     found: list[list[Any]] = [[] for _ in kinds]
     # By identity: a class is no key where its metaclass has an ``__eq__`` and no ``__hash__``.
     lists = {id(one): found[number] for number, kind in enumerate(kinds) for one in _with_subclasses(kind)}
-    if gc.get_freeze_count():  # what the program has frozen is not told of
-        gc.unfreeze()
-    for one in gc.get_objects():
+    for one in all_objects():
         if id(type(one)) in lists:
             lists[id(type(one))].append(one)
     return found

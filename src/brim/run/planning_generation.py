@@ -15,9 +15,9 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError
 from brim.planner import Job
 from brim.planner.passes import CPU, pass_s
-from brim.planner.placing import placements
+from brim.planner.placing import least_s
 from brim.planner.schedule import COMPUTE, Schedule, way
-from brim.planner.streaming import CHOICES
+from brim.planner.streaming import CHOICES, plan_of
 from brim.run.choosing import Cut, Need, best_plan
 from brim.run.fitting import predict
 from brim.run.generation_plan import Choice
@@ -178,21 +178,17 @@ def _taken(found: Found) -> dict[str, int]:
 
 
 def gap(found: Found) -> float:
-    """How far the busiest lane is from the least that any placement has, as a share of it.
+    """How far a step is from the least that any placement has, as a share of it.
 
-    Over every partition, each a linear program that is solved to its end.
+    Over every partition, each a linear program that is solved to its end; seconds are those of the simulated pass.
     """
-    subject = found.subject
+    subject, job = found.subject, found.job
     hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
-    bounds = [
-        placed.bound_s
-        for cut in subject.cuts
-        if cut.way is found.cut.way
-        for placed in placements(subject.job(cut, found.need), hardware, budget, CHOICES)
-    ]
-    reached_s = found.plan.promise.bound_s
-    least_s = min(bounds, default=reached_s)
-    return max(0.0, (reached_s - least_s) / reached_s) if reached_s else 0.0
+    choices, slots = found.plan.choices(STREAMING), found.plan.settings[RING_SLOTS]
+    reached_s = plan_of(job, hardware, budget, choices, slots).promise.step_s
+    alike = [cut for cut in subject.cuts if cut.way is found.cut.way]
+    bounds_s = [least_s(subject.job(cut, found.need), hardware, budget, CHOICES) for cut in alike]
+    return max(0.0, 1 - min(bounds_s, default=reached_s) / reached_s) if reached_s else 0.0
 
 
 def baselines(found: Found) -> dict[str, float]:

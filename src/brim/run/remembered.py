@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from brim.run.cache import cache_folder
 
 
 class Remembered:
-    """Lists of numbers by name. ``facts`` are what they depend on: under other ones nothing is known.
+    """Lists of numbers by name, each with when it was kept. ``facts`` are what they depend on: under other ones
+    nothing is known.
 
     A file that is damaged or cannot be written is warned about and does not stop anything.
     """
@@ -23,12 +27,19 @@ class Remembered:
         self._path = cache_folder() / f"{what}-{digest}.json"
         self._known = self._read()
 
-    def get(self, name: str) -> list[float] | None:
-        return self._known.get(name)
+    def get(self, name: str, *, within_s: float = math.inf) -> list[float] | None:
+        """What was kept under ``name``; None where that is nothing, or older than ``within_s``."""
+        if name not in self._known:
+            return None
+        numbers, at_s = self._known[name]
+        # Kept in a time to come: a clock was set, and nobody knows how old it is.
+        return numbers if within_s == math.inf or 0 <= time.time() - at_s <= within_s else None
 
     def keep(self, found: Mapping[str, list[float]]) -> None:
         """Add ``found`` to the file. It is moved into place, so that no other process reads half of it."""
-        self._known = self._read() | dict(found)  # another process may have added its own
+        now_s = time.time()
+        # Another process may have added its own.
+        self._known = self._read() | {name: (list(numbers), now_s) for name, numbers in found.items()}
         temporary = ""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,12 +56,18 @@ class Remembered:
                 stacklevel=3,
             )
 
-    def _read(self) -> dict[str, list[float]]:
+    def _read(self) -> dict[str, tuple[list[float], float]]:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            return {str(name): [float(number) for number in numbers] for name, numbers in found.items()}
+            return {str(name): _dated(kept) for name, kept in found.items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             warnings.warn(f"{self._path} is damaged, so it is measured again: {error}", stacklevel=3)
             return {}
+
+
+def _dated(kept: Any) -> tuple[list[float], float]:
+    """Numbers and when they were kept, in seconds since 1970; in older files they stand alone, of any age."""
+    numbers, at_s = (kept, 0.0) if not kept or not isinstance(kept[0], list) else kept
+    return [float(number) for number in numbers], float(at_s)

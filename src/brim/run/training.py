@@ -15,7 +15,7 @@ import torch
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError, ModelError
-from brim.measure.monitor import Monitor
+from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
 from brim.run.data import Batches
@@ -61,20 +61,7 @@ def train(
             run.finish()
         finally:
             run.close()
-    usage, promised = monitor.usage(), run.session_plan.promise.peak_bytes
-    measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes, DISK: run.disk_bytes}
-    return Training(
-        losses=run.losses,
-        plan=run.session_plan,
-        promised_bytes={tier: promised[tier] for tier in measured if tier in promised},
-        measured_bytes={tier: count for tier, count in measured.items() if tier in promised},
-        step_s=statistics.median(run.times_s) if run.times_s else 0.0,
-        output=setup.output,
-        notes=run.notes,
-        truncated=run.truncated,
-        timeline=run.timeline,
-        predicted=run.predicted,
-    )
+    return run.result(monitor.usage())
 
 
 class _Run:
@@ -189,10 +176,6 @@ class _Run:
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
         self._note_session()
 
-    @property
-    def truncated(self) -> int:
-        return self._batches.truncated
-
     def _note(self, text: str) -> None:
         self.notes.append(text)
         self._metrics.note(self._next, text)
@@ -212,6 +195,23 @@ class _Run:
         """The trained model into the output folder itself."""
         self.disk_bytes = self.session.fitted.memory.disk_peak_bytes
         self._saver.export(self.session, self._next, self._batches)
+
+    def result(self, usage: Usage) -> Training:
+        """What came of it, once it is closed. ``usage`` is that of the whole run."""
+        promised = self.session_plan.promise.peak_bytes
+        measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes, DISK: self.disk_bytes}
+        return Training(
+            losses=self.losses,
+            plan=self.session_plan,
+            promised_bytes={tier: promised[tier] for tier in measured if tier in promised},
+            measured_bytes={tier: count for tier, count in measured.items() if tier in promised},
+            step_s=statistics.median(self.times_s) if self.times_s else 0.0,
+            output=self._setup.output,
+            notes=self.notes,
+            truncated=self._batches.truncated,
+            timeline=self.timeline,
+            predicted=self.predicted,
+        )
 
     def close(self) -> None:
         self._metrics.close()

@@ -108,26 +108,16 @@ def state_blocks(
     """
     trial = trial or Trial(optimizer)
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found = {id(p): name for name, p in model.named_parameters()}
-    order = {id(p): p for p in model.parameters() if id(p) in groups}
-    order |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    names = {key: found.get(key, f"parameter {number}") for number, key in enumerate(order)}
-    open_ = {key: p for key, p in order.items() if p.requires_grad}
-    parts: list[tuple[str, list[nn.Parameter]]] = []
-    for name, parameters in given:
-        mine = [open_.pop(id(p)) for p in parameters if id(p) in open_]
-        parts += [(name, mine)] if mine else []
-    for group in _within(list(open_.values()), block_bytes):
-        parts.append((names[id(group[0])], group))
-    made = []
+    names = _names(model, optimizer)
     rows = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
-    for name, parameters in parts:
+    made = []
+    for name, parameters in _together(names, given, block_bytes):
         kept = tuple(tuple(trial.kept(groups[id(p)], p)) for p in parameters)
         units = cut(parameters, block_bytes, _may_be_cut(parameters, kept, groups, trial, rows))
         made.append(
             StateBlock(
                 name=name,
-                names=tuple(names[id(p)] for p in parameters),
+                names=tuple(names[p] for p in parameters),
                 parameters=tuple(parameters),
                 kept=kept,
                 bytes=sum(p.numel() * p.element_size() for p in parameters),
@@ -136,6 +126,27 @@ def state_blocks(
             )
         )
     return made
+
+
+def _names(model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """The optimizer's parameters, each with its name: in the model's order, and after them what the model has not."""
+    known = {p: name for name, p in model.named_parameters()}
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = set(updated)
+    ordered = dict.fromkeys([*(p for p in known if p in mine), *updated])
+    return {p: known.get(p, f"parameter {number}") for number, p in enumerate(ordered)}
+
+
+def _together(
+    names: Mapping[nn.Parameter, str], given: Sequence[tuple[str, Sequence[nn.Parameter]]], block_bytes: int
+) -> list[tuple[str, list[nn.Parameter]]]:
+    """Which of the parameters that are trained make a block, and its name: those ``given``, then neighbours."""
+    open_ = {p: p for p in names if p.requires_grad}
+    parts: list[tuple[str, list[nn.Parameter]]] = []
+    for name, parameters in given:
+        mine = [open_.pop(p) for p in parameters if p in open_]
+        parts += [(name, mine)] if mine else []
+    return parts + [(names[group[0]], group) for group in _within(list(open_), block_bytes)]
 
 
 def _may_be_cut(

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,46 @@ def test_a_damaged_cache_is_measured_again_with_a_warning(measured, tmp_path, mo
     with pytest.warns(UserWarning, match="is damaged, so this machine is measured again"):
         hardware = probe(device="cpu")
     assert Hardware.read(kept) == hardware
+
+
+def aged(file: Path, hours: float) -> None:
+    then = time.time() - hours * 3600
+    os.utime(file, (then, then))
+
+
+def test_after_a_day_the_disk_is_measured_again_and_nothing_else(measured, tmp_path, monkeypatch):
+    base, hardware = measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = tmp_path / next(base.rglob("*.json")).relative_to(base)
+    kept.parent.mkdir(parents=True)
+    odd = [dataclasses.replace(link, bytes_per_s=7.0) for link in hardware.links]
+    kept.write_text(json.dumps(dataclasses.replace(hardware, links=tuple(odd), source="made up").to_json()))
+    aged(kept, 23)
+    assert {link.bytes_per_s for link in probe(device="cpu").links} == {7.0}
+    aged(kept, 25)
+    now = probe(device="cpu")
+    assert {(link.source, link.target) for link in now.links if link.bytes_per_s == 7.0} == {("ram", "ram")}
+    assert now.tier("disk").bytes_per_s == now.link("disk", "ram").bytes_per_s > 7.0
+    assert (now.flops_per_s, now.tier("ram").bytes_per_s) == (hardware.flops_per_s, hardware.tier("ram").bytes_per_s)
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    assert now.source.startswith("made up, disk of ") and now.source.endswith(today)
+    assert rates(probe(device="cpu")) == rates(now) == rates(Hardware.read(kept))
+
+
+def test_a_disk_that_is_full_by_now_stays_as_it_is_known(measured, tmp_path, monkeypatch):
+    base, hardware = measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = tmp_path / next(base.rglob("*.json")).relative_to(base)
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps(hardware.to_json()))
+    aged(kept, 25)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Full)
+    with pytest.warns(UserWarning, match="older than a day"):
+        assert rates(probe(device="cpu")) == rates(hardware)
+
+
+class _Full:
+    total, used, free = 1 << 40, 1 << 40, 0
 
 
 def test_refresh_measures_again(measured, monkeypatch):

@@ -14,7 +14,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
 from brim.planner import BlockCost, Job, plan_streaming
 from brim.planner.passes import pass_s
-from brim.planner.placing import placements
+from brim.planner.placing import least_s, placements
 from brim.planner.streaming import CHOICES, plan_of
 from brim.planner.ties import AS_FAST
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
@@ -107,7 +107,7 @@ def test_no_placement_that_fits_is_below_the_bound(work: Job, amounts: tuple[int
     for chosen in product(CHOICES, repeat=len(work.blocks)):
         choices = {block.name: choice for block, choice in zip(work.blocks, chosen, strict=True)}
         moving = [b for b in work.blocks if choices[b.name] in (FROM_RAM, FROM_DISK)]
-        for slots in (2,) if moving else (0,):
+        for slots in (2, 3, 4) if moving else (0,):
             plan = plan_of(work, GPU, budget, choices, slots)
             if all(plan.promise.peak_bytes[tier] <= count for tier, count in budget.items()):
                 reached.append(plan.promise.step_s)  # what the bus of RAM takes from two readers included
@@ -115,6 +115,7 @@ def test_no_placement_that_fits_is_below_the_bound(work: Job, amounts: tuple[int
     assert bool(found) == bool(reached)
     if reached:
         assert min(one.bound_s for one in found) <= min(reached) * (1 + 1e-6) or min(reached) == 0
+        assert least_s(work, GPU, budget, CHOICES) <= min(reached) * (1 + 1e-6)
         assert all(one.gap <= 0.01 for one in found)
 
 
@@ -138,6 +139,25 @@ def test_plans_fit_more_memory_is_never_slower_and_no_simple_way_is_faster(
         except BudgetError:
             continue
         assert plan.promise.step_s <= simple.promise.step_s * (1 + 1e-9)
+
+
+def like_a_model(layers: int, *, head: int = 0) -> Job:
+    """Layers of a small block and three larger ones, and at the end one as large as a vocabulary."""
+    sizes = [size * MIB for _ in range(layers) for size in (80, 112, 112, 112)] + [head * MIB] * bool(head)
+    blocks = [
+        BlockCost(name=f"b{i}", bytes=n, compute_s=n / 360e9, cpu_s=n / HOST + 40e-6, overhead_s=60e-6)
+        for i, n in enumerate(sizes)
+    ]
+    return Job(model="Model", task="generate", blocks=blocks, fixed_bytes=0, step_bytes=0)
+
+
+@pytest.mark.parametrize(("layers", "head", "vram"), [(32, 1002, 11), (32, 0, 8), (16, 500, 3)])
+def test_a_plan_is_as_fast_as_its_bound_but_for_a_hundredth(layers: int, head: int, vram: int) -> None:
+    """Of what the processor and the link read of one RAM, and a ring that a large block keeps full."""
+    work, budget = like_a_model(layers, head=head), {VRAM: vram * GIB, RAM: 64 * GIB}
+    plan = plan_streaming(work, GPU, budget)
+    assert {FROM_RAM, COMPUTE_RAM} <= set(plan.choices(NAME).values())
+    assert least_s(work, GPU, budget, CHOICES) <= plan.promise.step_s <= 1.01 * least_s(work, GPU, budget, CHOICES)
 
 
 def test_the_simulated_seconds_are_those_of_the_plan() -> None:

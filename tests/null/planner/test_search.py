@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from brim.core.hardware import DISK, VRAM
 from brim.planner.greedy import greedy
-from brim.planner.problem import BlockClass, Column, Pool, Problem, busiest
+from brim.planner.problem import Beside, BlockClass, Column, Pool, Problem, busiest
 from brim.planner.search import solve
 
 MIB = 1 << 20
@@ -83,6 +84,63 @@ def test_it_is_the_fastest_that_fits(problem: Problem) -> None:
     assert found.busiest_s == pytest.approx(least, rel=2e-3)
     assert found.gap <= 0.01
     assert found.bound_s <= least * (1 + 1e-6)
+
+
+@st.composite
+def slowed(draw: st.DrawFn) -> Problem:
+    """With a part of compute and a link that slow each other."""
+    beside = Beside(
+        chain="compute",
+        columns={"slow"},
+        other="link",
+        part_share=draw(st.floats(0.3, 1.0)),
+        other_share=draw(st.floats(0.3, 1.0)),
+        pool="ring",
+        s_per_byte=draw(st.floats(0.0, 0.02)) / MIB,
+        slot_s=draw(st.sampled_from([0.0, 0.1])),
+    )
+    return replace(draw(problems()), beside=beside)
+
+
+def least_s(problem: Problem, counts: dict[str, dict[str, int]]) -> float:
+    """As the definition has it: the best of many times in which both are busy."""
+    beside = problem.beside
+    assert beside is not None
+    used = [(f, c, counts[f.name].get(c.name, 0)) for f in problem.classes for c in f.columns]
+    chain = problem.fixed_s["compute"] + sum(c.seconds["compute"] * n for _, c, n in used)
+    link = sum(c.seconds["link"] * n for _, c, n in used)
+    part = sum(c.seconds["compute"] * n for _, c, n in used if c.name == "slow")
+    slot = max((c.slot_bytes.get("ring", 0) for _, c, n in used if n), default=0)
+    filled = 2 * (beside.slot_s + beside.s_per_byte * slot)
+    most = sum(
+        min(c.seconds["compute"] * n / beside.part_share, f.count * filled / beside.other_share)
+        for f, c, n in used
+        if c.name == "slow"
+    )
+    most = min(most, link / beside.other_share)
+    found = []
+    for step in range(2001):
+        both = most * step / 2000
+        alone = part - beside.part_share * both + link - beside.other_share * both
+        slower = chain + (1 - beside.part_share) * both, link + (1 - beside.other_share) * both
+        found.append(max(*slower, alone + both))
+    return min(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(slowed())
+def test_what_slows_each_other_is_counted_for_as_long_as_both_are_busy(problem: Problem) -> None:
+    fitting = [counts for counts in every_choice(problem) if fits(problem, counts)]
+    found = solve(problem, traffic=0.0)
+    assert (found is None) == (not fitting)
+    if found is None:
+        return
+    least = {id(counts): least_s(problem, counts) for counts in fitting}
+    for counts in fitting:
+        assert busiest(problem, counts)[1] == pytest.approx(least[id(counts)], rel=5e-3)
+    assert found.bound_s <= min(least.values()) * (1 + 1e-6)
+    assert found.bound_s >= min(least.values()) * (1 - 1e-2)
+    assert found.gap <= 1e-3
 
 
 @settings(max_examples=40, deadline=None)

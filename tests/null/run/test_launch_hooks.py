@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,10 +215,27 @@ def test_calls_with_what_stands_in_for_parameters_are_not_for_the_model_to_be_kn
     assert [call.model for call in calls] == [model]
 
 
-def test_what_the_program_has_frozen_is_found() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+def test_what_the_program_has_frozen_is_found_and_stays_frozen() -> None:
+    frozen = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     gc.freeze()
-    assert any(one is optimizer for one in living(torch.optim.Optimizer))
+    free = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    before, collects = gc.get_freeze_count(), gc.isenabled()
+    found = {id(one) for one in living(torch.optim.Optimizer)}
+    assert {id(frozen), id(free)} <= found
+    assert gc.get_freeze_count() == before and gc.isenabled() == collects
+    looked_at = {id(one) for one in gc.get_objects()}
+    assert id(free) in looked_at and id(frozen) not in looked_at
+
+
+def test_what_was_never_frozen_is_collected_after_a_look() -> None:
+    gc.freeze()
+    kept = nn.Linear(2, 2)
+    kept.itself = [kept]
+    gone = weakref.ref(kept)
+    assert any(one is kept for one in living(nn.Module))
+    del kept
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_class_that_is_no_key_is_no_hindrance() -> None:

@@ -150,6 +150,15 @@ def test_the_gap_is_small_where_blocks_are_alike(subject: Subject) -> None:
         assert gap(search(under(subject, vram * MIB))) <= 0.01
 
 
+@pytest.mark.parametrize("vram", [None, "8GiB"])
+def test_seconds_of_a_large_model_are_within_a_hundredth_of_the_bound(vram: str | None) -> None:
+    """Processor and link share what does not fit: 88 and 157 ms. The least busy lanes alone gave 100 and 163."""
+    asked = Request(model="llama-3-8b", gpu="RTX 3060", seq=512, vram=vram)
+    found = plan_generation(asked, machine_of(asked))
+    assert all(one.gap <= 0.01 for one in found)
+    assert found[0].step_s < (0.095 if vram is None else 0.160)
+
+
 def test_a_stored_model_on_this_machine_gets_what_generate_will_promise(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

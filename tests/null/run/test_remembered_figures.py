@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def test_lanes_beside_the_drive_are_measured_once_and_for_this_machine_only(
     monkeypatch.setattr(beside_drive, "beside", pytest.fail)
     monkeypatch.setattr(beside_drive, "both_ways", pytest.fail)
     assert beside_drive.beside_drive(here, 1, writes=True) == found
+
+
+def test_lanes_beside_the_drive_are_measured_again_after_a_week(cache: Path) -> None:
+    here = probe(device="cpu")
+    beside_drive.beside_drive(here, 1, writes=False)
+    (path,) = cache.rglob("beside-drive-*.json")
+    ((name, (_, at_s)),) = json.loads(path.read_text()).items()
+    shares = []
+    for days in (6, 8):
+        path.write_text(json.dumps({name: [[0.001, 0.001], at_s - days * 24 * 3600]}))
+        shares.append(beside_drive.beside_drive(here, 1, writes=False))
+    assert shares[0] is not None and set(shares[0].values()) == {0.001}
+    assert shares[1] is not None and min(shares[1].values()) >= 0.05
 
 
 def test_the_program_s_share_is_the_most_that_was_seen_of_a_model(cache: Path) -> None:
