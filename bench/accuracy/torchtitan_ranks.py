@@ -47,6 +47,9 @@ SPLITS: dict[str, dict[str, Any]] = {
     "1F1B": _405B | {"micro_batch": 4, "global_batch": 256},
     "Interleaved 1F1B": _405B | {"micro_batch": 4, "global_batch": 256, "interleave": 2, "stage_layers": _CHUNKS},
     "405B FSDP 8, CP 1": _405B | {"micro_batch": 1, "global_batch": 64},
+    "405B FSDP 4, CP 2": _405B | {"micro_batch": 1, "global_batch": 32, "cp": 2},
+    "405B FSDP 2, CP 4": _405B | {"micro_batch": 1, "global_batch": 16, "cp": 4},
+    "405B FSDP 1, CP 8": _405B | {"micro_batch": 1, "global_batch": 8, "cp": 8},
 }
 
 

@@ -8,7 +8,7 @@ put together from them in its order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job
 from brim.predict.cost import base_name
 from brim.predict.dispatch import mark
+from brim.predict.flops import OVER
 from brim.predict.tracer import trace
 from brim.techniques import checkpointing, compiling, context_parallel, pipeline, sharding
 
@@ -167,13 +168,13 @@ def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence
     program = _Program(job, [_alone(part, layers or part.layers) for part in parts], order)
     split = job.split
     try:
-        with quiet(), sharding.alone(split.shards * split.tp):
+        with quiet(), sharding.alone(split.shards * split.tp, _likely(split)):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
-            program.context = context_parallel.mesh_of(split.cp, "cpu")
+            program.context = context_parallel.mesh_of(split.cp, "cpu", split.tp)
             made = trace(
                 program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability
             )
-            return _as_sharded(made)
+            return _as_sharded(made, program.axes())
     except BrimError:
         raise
     except Exception as error:
@@ -183,17 +184,31 @@ def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence
         ) from error  # fmt: skip
 
 
+def _likely(split: Split) -> int:
+    """The rank whose like there is most of: of those that share sequences, the first and the last have fewer pieces
+    of attention than the others."""
+    return split.rank(cp=1) if split.cp > 2 else 0
+
+
 def _alone(part: pipeline.Part, layers: int) -> pipeline.Part:
     before, behind = (0 if part.embeds else 1), (0 if part.has_head else 1)
     return pipeline.Part(first=before, layers=layers, of=before + layers + behind)
 
 
-def _as_sharded(made: Trace) -> Trace:
-    """Without what building lets go: real programs build on ``meta`` and make their shards only."""
+def _as_sharded(made: Trace, axes: Mapping[str, str]) -> Trace:
+    """Without what building lets go: real programs build on ``meta`` and make their shards only. Collectives are
+    named by the axis of the mesh that they are sent along; ``axes``: by the group."""
     start = made.step_starts[0]
     kept = [storage for storage in made.storages if storage.died is None or storage.died >= start]
     kept = [storage for storage in kept if not _counts_steps(storage)]
-    return replace(made, storages=tuple(replace(storage, id=index) for index, storage in enumerate(kept)))
+    ops = (op if OVER not in op.name else replace(op, name=_along(op.name, axes)) for op in made.ops)
+    storages = tuple(replace(storage, id=index) for index, storage in enumerate(kept))
+    return replace(made, storages=storages, ops=tuple(ops))
+
+
+def _along(name: str, axes: Mapping[str, str]) -> str:
+    does, _, group = name.rpartition(OVER)
+    return f"{does}{OVER}{axes.get(group, group)}"
 
 
 def _counts_steps(storage: Storage) -> bool:
@@ -209,6 +224,11 @@ class _Program:
 
     def __init__(self, job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn]) -> None:
         self.job, self.parts, self.order = job, parts, order
+
+    def axes(self) -> dict[str, str]:
+        """Of the mesh, by the name of the group: experts are spread over all that share weights."""
+        along = {"tp": self.mesh["tp"], "ep": self.mesh["shard"], "cp": self.context}
+        return {mesh.get_group().group_name: axis for axis, mesh in along.items() if mesh is not None}
 
     def build(self) -> Callable[[], None]:
         job, split = self.job, self.job.split
@@ -294,7 +314,7 @@ def _facts(
 ) -> StageFacts:
     split = job.split
     ops = composer.usual_ops()
-    per_micro_batch = _sent(ops, split)
+    per_micro_batch = _sent(ops)
     hidden = _boundary_bytes(job)
     for part in parts if split.pp > 1 else ():
         for phase, does in ((Phase.FORWARD, not part.has_head), (Phase.BACKWARD, not part.embeds)):
@@ -343,7 +363,7 @@ def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[S
     """What the first and the last micro-batch send over data-parallel ranks beyond what all do."""
     if split.micro_batches == 1:
         return ()
-    ends = Counter(_sent(composer.end_ops(), split))
+    ends = Counter(_sent(composer.end_ops()))
     for sent in usual:
         ends[sent] -= 2
     return tuple(sent for sent, count in ends.items() for _ in range(count) if sent.axis == "shard")
@@ -354,18 +374,16 @@ def _boundary_bytes(job: ParallelJob) -> int:
     config: Any = transformers_config(job.source)
     weights, computes = _TYPES[job.workload.precision or _precision(job)]
     width = (computes or weights).itemsize
-    tokens = job.sequence // (split.tp if split.sequence_parallel else 1)
-    return split.micro_batch * tokens * int(config.hidden_size) * width
+    return split.micro_batch * split.between(job.sequence) * int(config.hidden_size) * width
 
 
 def _is_collective(op: Op) -> bool:
     return op.name.startswith(("c10d.", "_c10d_functional."))
 
 
-def _sent(ops: Iterable[Op], split: Split) -> list[Sent]:
-    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor by ``_c10d_functional``, over tensor-parallel
-    ones, and experts and attention to all ranks' tokens, which are of whole tensors. And shards that come from RAM
-    and go there."""
+def _sent(ops: Iterable[Op]) -> list[Sent]:
+    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor, and experts and attention to all ranks' tokens, by
+    ``_c10d_functional``, over those that the operation's name tells. And shards that come from RAM and go there."""
     found = []
     for op in ops:
         if op.name in _CROSSINGS:
@@ -375,7 +393,7 @@ def _sent(ops: Iterable[Op], split: Split) -> list[Sent]:
         if known is None:
             continue
         kind, reads_whole = known
-        axis = "shard" if op.name.startswith("c10d.") else next((a for a in ("ep", "cp") if split.size(a) > 1), "tp")
+        axis = "shard" if op.name.startswith("c10d.") else op.name.rpartition(OVER)[2]
         size = op.read_bytes if reads_whole else op.written_bytes
         found.append(Sent(kind=kind, axis=axis, bytes=size, phase=op.phase))
     return found

@@ -15,15 +15,18 @@ _MICRO_BATCHES = (1, 2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 
 
-def splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
-    """Tensors, pipelines, sequences and experts over ranks, as Megatron-LM would, and PyTorch's engine can."""
+def splits(
+    shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int, *, sequences_beside: bool = False
+) -> Iterator[Split]:  # fmt: skip
+    """Tensors, pipelines, sequences and experts over ranks, as Megatron-LM would, and PyTorch's engine can.
+    ``sequences_beside``: sequences over ranks beside tensors and pipelines too."""
     whole = shape.experts is not None or shape.latent is not None  # modelled on whole layers
     tensors = [n for n in range(1, min(gpus_per_node, gpus) + 1) if gpus_per_node % n == 0 or n == gpus]
     stages = [n for n in range(1, min(shape.layers, gpus) + 1) if gpus % n == 0]
     for tp, pp, chunks, micro in itertools.product([1] if whole else tensors, stages, _CHUNKS, _MICRO_BATCHES):
         if gpus % (tp * pp) or (chunks > 1 and (pp == 1 or shape.layers % (pp * chunks))):
             continue
-        for own in _shared(shape, gpus, tp, pp, chunks):
+        for own in _shared(shape, gpus, tp, pp, sequences_beside):
             split = made(
                 shape, sequence, gpus=gpus, gpus_per_node=gpus_per_node, tp=tp, pp=pp, interleave=chunks,
                 micro_batch=micro, global_batch=batch, sequence_parallel=tp > 1, zero=1, **own,
@@ -34,7 +37,7 @@ def splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: in
 
 def run_splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
     """All that ``brim train`` runs: each of these with ZeRO's stages, and pipelines without bubbles."""
-    for split in splits(shape, gpus, gpus_per_node, sequence, batch):
+    for split in splits(shape, gpus, gpus_per_node, sequence, batch, sequences_beside=True):
         if split.tp > 1 and shape.fused_queries:
             continue
         yield split
@@ -56,17 +59,16 @@ def _takes_halves(split: Split) -> bool:
     return split.pp > 1 and split.micro_batches % split.pp == 0 and cuts_in_halves(split)
 
 
-def _shared(shape: Shape, gpus: int, tp: int, pp: int, chunks: int) -> Iterator[dict[str, int]]:
-    """What data-parallel ranks may share beside states: nothing, all sequences (``cp``), or experts (``ep``)."""
+def _shared(shape: Shape, gpus: int, tp: int, pp: int, beside: bool) -> Iterator[dict[str, int]]:
+    """What data-parallel ranks may share beside states: nothing, all sequences (``cp``), or experts (``ep``).
+    ``beside``: sequences beside tensors and pipelines too."""
     yield {}
-    if tp > 1:
-        return
-    shards = gpus // pp
+    shards = gpus // (tp * pp)
     if shape.experts is not None:
-        if shards > 1 and shape.experts.count % shards == 0:
+        if tp == 1 and shards > 1 and shape.experts.count % shards == 0:
             yield {"ep": shards}
-    elif pp == 1 and shape.latent is None and not shape.windowed:
-        yield from ({"cp": n} for n in range(2, gpus + 1) if gpus % n == 0)
+    elif (beside or tp == pp == 1) and shape.latent is None and not shape.windowed:
+        yield from ({"cp": n} for n in range(2, shards + 1) if shards % n == 0)
 
 
 def made(shape: Shape, sequence: int, **fields: Any) -> Split | None:
