@@ -168,7 +168,7 @@ def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence
     program = _Program(job, [_alone(part, layers or part.layers) for part in parts], order)
     split = job.split
     try:
-        with quiet(), sharding.alone(split.shards * split.tp, _likely(split)):
+        with quiet(), sharding.alone(split.shards * split.tp):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
             program.context = context_parallel.mesh_of(split.cp, "cpu", split.tp)
             made = trace(
@@ -182,12 +182,6 @@ def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence
             f"A stage of {job.source.name} was to be traced with {split.describe()}.", f"It fails: {short(error)}",
             "Its layers may not split this way.",
         ) from error  # fmt: skip
-
-
-def _likely(split: Split) -> int:
-    """The rank whose like there is most of: of those that share sequences, the first and the last have fewer pieces
-    of attention than the others."""
-    return split.rank(cp=1) if split.cp > 2 else 0
 
 
 def _alone(part: pipeline.Part, layers: int) -> pipeline.Part:
@@ -247,6 +241,7 @@ class _Program:
                 sharding.Sharding(
                     zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes,
                     offload=split.offload_shards, experts=split.ep > 1, context=self.context,
+                    context_place=_likely(split),
                 ),
             )  # fmt: skip
             chunks.append(TracedChunk(model, handle, part, job, computes or weights))
@@ -293,6 +288,12 @@ class _Program:
             optimizer.zero_grad()
 
         return step
+
+
+def _likely(split: Split) -> int:
+    """Of the ranks that share sequences the first and the last have fewer pieces of attention than all others. The
+    process is the first of all ranks nevertheless: DTensor remembers meshes over traces, as one rank sees them."""
+    return 1 if split.cp > 2 else 0
 
 
 def _precision(job: ParallelJob) -> str:

@@ -52,15 +52,16 @@ def growing(config: Any) -> str | None:
     return kind if kind in _GROWING else None
 
 
-def apply(model: Any, mesh: DeviceMesh) -> Context:
+def apply(model: Any, mesh: DeviceMesh, place: int | None = None) -> Context:
     """Let transformers' causal language model ``model`` work on this rank's tokens, over ``mesh`` (one axis).
+    ``place``: as if it were that one of these ranks, which are not there.
 
     Raises UnsupportedError for layers that are no attention over all that went before.
     """
     from transformers import AttentionInterface
 
     _check(model, mesh.size())
-    context = Context(mesh)
+    context = Context(mesh, place)
     AttentionInterface.register(_ATTENTION, _attention)
     model.set_attn_implementation(_ATTENTION)
     found = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
@@ -85,8 +86,9 @@ def _check(model: Any, ranks: int) -> None:
 class Context:
     """The handle: this rank's tokens."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.ring = Ring(group=mesh.get_group(), rank=mesh.get_local_rank(), ranks=mesh.size())
+    def __init__(self, mesh: DeviceMesh, place: int | None = None) -> None:
+        rank = mesh.get_local_rank() if place is None else place
+        self.ring = Ring(group=mesh.get_group(), rank=rank, ranks=mesh.size())
         self._mask: torch.Tensor | None = None
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
