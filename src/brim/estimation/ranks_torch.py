@@ -45,7 +45,6 @@ from brim.predict.flops import OVER
 from brim.predict.tracer import trace
 from brim.techniques import checkpointing, compiling, context_parallel, pipeline, sharding
 
-_TELLING = 3  # micro-batches from which on some are neither a step's first nor its last
 _STEPS = 2  # the first makes the optimizer's state
 _FEWEST = 8  # layers of a stage from which on three shallower ones are traced and two layers repeated
 _TYPES = {

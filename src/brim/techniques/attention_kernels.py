@@ -7,7 +7,7 @@ follows from these (Dao et al., arXiv 2205.14135, section 3.1; Liu et al., "Ring
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -22,8 +22,8 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Kernel(Protocol):
-    """Queries (batch, heads, tokens, width), keys and values (batch, heads, keys, width). ``grouped``: whether several
-    queries' heads share one of keys and values."""
+    """Of queries (batch, heads, tokens, width), keys and values (batch, heads, keys, width). ``grouped``: whether
+    several heads of queries share one of keys and values."""
 
     grouped: bool
 
@@ -122,15 +122,15 @@ def chosen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kerne
 def _on_cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel | None:
     from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-    if query.shape[-1] % 8 == 0 and can_use_flash_attention(
-        SDPAParams(query, key, value, None, 0.0, False, True)  # type: ignore[call-arg]
-    ):
+    make: Any = SDPAParams
+    if query.shape[-1] % 8 == 0 and can_use_flash_attention(make(query, key, value, None, 0.0, False, True)):
         return Flash()
     many = query.shape[1]
-    whole = (tensor[:, :1].expand(-1, many, -1, -1) for tensor in (key, value))
-    params = SDPAParams(query, *whole, None, 0.0, False, False)  # type: ignore[call-arg,arg-type]
-    return Efficient() if can_use_efficient_attention(params) else None
+    whole = [tensor[:, :1].expand(-1, many, -1, -1) for tensor in (key, value)]
+    return Efficient() if can_use_efficient_attention(make(query, *whole, None, 0.0, False, False)) else None
 
 
 def _of_name(name: str | None) -> Kernel | None:
-    return {"flash": Flash, "efficient": Efficient}[name]() if name else None
+    if name is None:
+        return None
+    return Flash() if name == "flash" else Efficient()
