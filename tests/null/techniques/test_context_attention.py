@@ -10,7 +10,7 @@ from brim.techniques import attention_kernels, context_parallel, sharding
 from brim.techniques.context_attention import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
-TOKENS, HEADS, SHARED, WIDTH = 4096, 8, 2, 64
+TOKENS, HEADS, SHARED, WIDTH = 8192, 8, 2, 64
 
 
 @pytest.mark.parametrize(
