@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-# Of 8B 83.9, 84.2 and 84.0 GiB were published for CP 1, 2 and 4, predicted are 84.34, 84.22 and 84.34; of 405B 75.3, 75.9
-# and 77.1, predicted are 77.81, 76.99 and 77.15: the holes of CP 1, whose tensors take the least (docs/accuracy.md).
+# Of 8B 83.9, 84.2 and 84.0 GiB were published for CP 1, 2 and 4, predicted are 84.34, 84.22 and 84.34; of 405B 75.3,
+# 75.9 and 77.1, predicted are 77.81, 76.99 and 77.15 (docs/accuracy.md).
 SWAPPED = [
     ("8B FSDP 8, CP 1", "8B FSDP 4, CP 2"), ("8B FSDP 4, CP 2", "8B FSDP 2, CP 4"),
     ("405B FSDP 8, CP 1", "405B FSDP 4, CP 2"), ("405B FSDP 8, CP 1", "405B FSDP 2, CP 4"),
