@@ -109,6 +109,10 @@ class Split:
         step = stride.get(axis, self.tp * self.cp * self.dp)
         return max(min(self.size(axis), self.gpus_per_node // step), 1)
 
+    def between(self, sequence: int) -> int:
+        """How many tokens of a sequence a rank has between its layers' products, and hands on to the next stage."""
+        return sequence // (self.cp * (self.tp if self.sequence_parallel else 1))
+
     def describe(self) -> str:
         """``512 GPUs: tp 8 x pp 16 x dp 4, ZeRO-1, 384 micro-batches of 1``."""
         parts = [f"{name} {self.size(name)}" for name in ("tp", "cp", "pp", "dp") if self.size(name) > 1]
@@ -194,12 +198,11 @@ def check_experts(split: Split) -> None:
 
 def check_context(split: Split) -> None:
     """Raise UnsupportedError for sequences over ranks beside what PyTorch's engine does not split them with."""
-    beside = next((name for name in ("pp", "tp", "ep") if getattr(split, name) > 1), None)
-    if split.cp > 1 and beside:
+    if split.cp > 1 and split.ep > 1:
         raise UnsupportedError(
-            f"--cp {split.cp} was asked for with --{beside}.",
-            "PyTorch's engine splits sequences over ranks beside data parallelism and ZeRO.",
-            f"Leave out --{beside}, or --cp.",
+            f"--cp {split.cp} was asked for with --ep.",
+            "PyTorch's engine splits sequences over ranks beside tensors, pipelines, data parallelism and ZeRO.",
+            "Leave out --ep, or --cp.",
         )
 
 

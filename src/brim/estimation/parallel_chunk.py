@@ -97,5 +97,4 @@ class TracedChunk:
 def _hidden(job: ParallelJob) -> tuple[int, int, int]:
     split = job.split
     config: Any = transformers_config(job.source)
-    tokens = job.sequence // (split.tp if split.sequence_parallel else 1)
-    return split.micro_batch, tokens, int(config.hidden_size)
+    return split.micro_batch, split.between(job.sequence), int(config.hidden_size)

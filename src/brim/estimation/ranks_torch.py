@@ -8,7 +8,7 @@ put together from them in its order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,10 +41,10 @@ from brim.estimation.quiet import quiet
 from brim.estimation.steps import Job
 from brim.predict.cost import base_name
 from brim.predict.dispatch import mark
+from brim.predict.flops import OVER
 from brim.predict.tracer import trace
 from brim.techniques import checkpointing, compiling, context_parallel, pipeline, sharding
 
-_TELLING = 3  # micro-batches from which on some are neither a step's first nor its last
 _STEPS = 2  # the first makes the optimizer's state
 _FEWEST = 8  # layers of a stage from which on three shallower ones are traced and two layers repeated
 _TYPES = {
@@ -169,11 +169,11 @@ def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
             program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
-            program.context = context_parallel.mesh_of(split.cp, "cpu")
+            program.context = context_parallel.mesh_of(split.cp, "cpu", split.tp)
             made = trace(
                 program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability
             )
-            return _as_sharded(made)
+            return _as_sharded(made, program.axes())
     except BrimError:
         raise
     except Exception as error:
@@ -188,12 +188,20 @@ def _alone(part: pipeline.Part, layers: int) -> pipeline.Part:
     return pipeline.Part(first=before, layers=layers, of=before + layers + behind)
 
 
-def _as_sharded(made: Trace) -> Trace:
-    """Without what building lets go: real programs build on ``meta`` and make their shards only."""
+def _as_sharded(made: Trace, axes: Mapping[str, str]) -> Trace:
+    """Without what building lets go: real programs build on ``meta`` and make their shards only. Collectives are
+    named by the axis of the mesh that they are sent along; ``axes``: by the group."""
     start = made.step_starts[0]
     kept = [storage for storage in made.storages if storage.died is None or storage.died >= start]
     kept = [storage for storage in kept if not _counts_steps(storage)]
-    return replace(made, storages=tuple(replace(storage, id=index) for index, storage in enumerate(kept)))
+    ops = (op if OVER not in op.name else replace(op, name=_along(op.name, axes)) for op in made.ops)
+    storages = tuple(replace(storage, id=index) for index, storage in enumerate(kept))
+    return replace(made, storages=storages, ops=tuple(ops))
+
+
+def _along(name: str, axes: Mapping[str, str]) -> str:
+    does, _, group = name.rpartition(OVER)
+    return f"{does}{OVER}{axes.get(group, group)}"
 
 
 def _counts_steps(storage: Storage) -> bool:
@@ -209,6 +217,11 @@ class _Program:
 
     def __init__(self, job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn]) -> None:
         self.job, self.parts, self.order = job, parts, order
+
+    def axes(self) -> dict[str, str]:
+        """Of the mesh, by the name of the group: experts are spread over all that share weights."""
+        along = {"tp": self.mesh["tp"], "ep": self.mesh["shard"], "cp": self.context}
+        return {mesh.get_group().group_name: axis for axis, mesh in along.items() if mesh is not None}
 
     def build(self) -> Callable[[], None]:
         job, split = self.job, self.job.split
@@ -227,6 +240,7 @@ class _Program:
                 sharding.Sharding(
                     zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes,
                     offload=split.offload_shards, experts=split.ep > 1, context=self.context,
+                    context_place=_likely(split),
                 ),
             )  # fmt: skip
             chunks.append(TracedChunk(model, handle, part, job, computes or weights))
@@ -275,6 +289,12 @@ class _Program:
         return step
 
 
+def _likely(split: Split) -> int:
+    """Of the ranks that share sequences the first and the last have fewer pieces of attention than all others. The
+    process is the first of all ranks nevertheless: DTensor remembers meshes over traces, as one rank sees them."""
+    return 1 if split.cp > 2 else 0
+
+
 def _precision(job: ParallelJob) -> str:
     """The configuration's; where it has none, what large models are trained in."""
     dtype = str(getattr(transformers_config(job.source), "dtype", None)).removeprefix("torch.")
@@ -294,7 +314,7 @@ def _facts(
 ) -> StageFacts:
     split = job.split
     ops = composer.usual_ops()
-    per_micro_batch = _sent(ops, split)
+    per_micro_batch = _sent(ops)
     hidden = _boundary_bytes(job)
     for part in parts if split.pp > 1 else ():
         for phase, does in ((Phase.FORWARD, not part.has_head), (Phase.BACKWARD, not part.embeds)):
@@ -343,7 +363,7 @@ def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[S
     """What the first and the last micro-batch send over data-parallel ranks beyond what all do."""
     if split.micro_batches == 1:
         return ()
-    ends = Counter(_sent(composer.end_ops(), split))
+    ends = Counter(_sent(composer.end_ops()))
     for sent in usual:
         ends[sent] -= 2
     return tuple(sent for sent, count in ends.items() for _ in range(count) if sent.axis == "shard")
@@ -354,18 +374,16 @@ def _boundary_bytes(job: ParallelJob) -> int:
     config: Any = transformers_config(job.source)
     weights, computes = _TYPES[job.workload.precision or _precision(job)]
     width = (computes or weights).itemsize
-    tokens = job.sequence // (split.tp if split.sequence_parallel else 1)
-    return split.micro_batch * tokens * int(config.hidden_size) * width
+    return split.micro_batch * split.between(job.sequence) * int(config.hidden_size) * width
 
 
 def _is_collective(op: Op) -> bool:
     return op.name.startswith(("c10d.", "_c10d_functional."))
 
 
-def _sent(ops: Iterable[Op], split: Split) -> list[Sent]:
-    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor by ``_c10d_functional``, over tensor-parallel
-    ones, and experts and attention to all ranks' tokens, which are of whole tensors. And shards that come from RAM
-    and go there."""
+def _sent(ops: Iterable[Op]) -> list[Sent]:
+    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor, and experts and attention to all ranks' tokens, by
+    ``_c10d_functional``, over those that the operation's name tells. And shards that come from RAM and go there."""
     found = []
     for op in ops:
         if op.name in _CROSSINGS:
@@ -375,7 +393,7 @@ def _sent(ops: Iterable[Op], split: Split) -> list[Sent]:
         if known is None:
             continue
         kind, reads_whole = known
-        axis = "shard" if op.name.startswith("c10d.") else next((a for a in ("ep", "cp") if split.size(a) > 1), "tp")
+        axis = "shard" if op.name.startswith("c10d.") else op.name.rpartition(OVER)[2]
         size = op.read_bytes if reads_whole else op.written_bytes
         found.append(Sent(kind=kind, axis=axis, bytes=size, phase=op.phase))
     return found

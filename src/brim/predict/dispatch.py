@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from brim.core import Category, Phase
 from brim.predict import failures, inplace
-from brim.predict.flops import is_view, op_work
+from brim.predict.flops import is_view, op_name, op_work
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
@@ -146,7 +146,7 @@ class RecordingMode(TorchDispatchMode):
         in_ram = self.resting.used and self.resting.made_of(life.in_ram for life in self._lives_of(args, kwargs))
         rule = None if in_ram else self._rule_for(func)
         if fresh or resized or rule is not None or not is_view(func):
-            index = recorder.begin_op(self.resting.named(str(func)), phase, module)
+            index = recorder.begin_op(self.resting.named(op_name(func, args)), phase, module)
             work = op_work(func, args, kwargs, result) if answer is None or answer.work is None else answer.work
             if answer is not None:
                 answer.work = work

@@ -38,6 +38,9 @@ _GATHERS = frozenset({
 # fmt: on
 
 
+OVER = "@"  # in the name of a functional collective, before that of its group
+
+
 class Work(NamedTuple):
     """What one operation computes and moves."""
 
@@ -45,6 +48,13 @@ class Work(NamedTuple):
     read_bytes: int
     written_bytes: int
     dtype: str
+
+
+def op_name(func: torch._ops.OpOverload, args: Sequence[Any]) -> str:
+    """As PyTorch calls it; of a functional collective with the group that it is sent over, its last argument."""
+    if func.namespace == "_c10d_functional" and args and isinstance(args[-1], str):
+        return f"{func}{OVER}{args[-1]}"
+    return str(func)
 
 
 def op_work(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,12 @@ from brim.predict.torch_cuda import torch_cuda
 _CUDA = torch.device("cuda", 0)
 _is_cuda: Any = torch.Tensor.is_cuda
 _is_cpu: Any = torch.Tensor.is_cpu
+_pretended: ContextVar[tuple[int, int] | None] = ContextVar("pretended", default=None)
+
+
+def pretended_capability() -> tuple[int, int] | None:
+    """Of the GPU that a trace pretends now; None where none does. For programs that choose between kernels."""
+    return _pretended.get()
 
 
 class PretendCuda(ValueMode):
@@ -179,6 +186,8 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         # Functions of torch.nn.functional that call one another do so with the mode off.
         stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", mode.attention))
         stack.enter_context(mock.patch.object(functional, "dropout", mode.dropout))
+        token = _pretended.set(mode.capability)
+        stack.callback(_pretended.reset, token)
         yield
 
 

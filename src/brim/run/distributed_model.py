@@ -113,10 +113,12 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     table = pipeline.tied_table(first.module) if split.pp > 1 else None
     tied = next((name for name, p in first.module.named_parameters() if p is table), None)
     indices = range(stage, len(parts), split.pp)
+    context = context_parallel.mesh_of(split.cp, device.type, split.tp)
     chunks = []
     for index in indices:
         trainee = first if index == stage else open_whole(recipe)
-        chunks.append(_chunk(trainee, parts[index], recipe, mesh, device, index=index, of=len(parts)))
+        chunk = _chunk(trainee, parts[index], recipe, mesh, device, context=context, index=index, of=len(parts))
+        chunks.append(chunk)
     trained = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
     optimizer = optimizers.make(recipe.optimizer, trained, recipe.lr)
     sharding.group_by_kind(optimizer, offload=split.offload_shards)
@@ -146,8 +148,8 @@ def _exchange(own: torch.Tensor, other: torch.Tensor, peer: int, group: dist.Pro
 
 
 def _chunk(
-    trainee: Trainee, part: pipeline.Part, recipe: Recipe, mesh: DeviceMesh, device: torch.device, *, index: int,
-    of: int,
+    trainee: Trainee, part: pipeline.Part, recipe: Recipe, mesh: DeviceMesh, device: torch.device, *,
+    context: DeviceMesh | None, index: int, of: int,
 ) -> Chunk:  # fmt: skip
     names = {id(parameter): name for name, parameter in trainee.module.named_parameters()}
     stage = pipeline.cut(trainee.module, part)
@@ -158,7 +160,7 @@ def _chunk(
     decision = sharding.Sharding(
         zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision),
         offload=split.offload_shards, experts=split.ep > 1,
-        context=context_parallel.mesh_of(split.cp, device.type),
+        context=context,
     )  # fmt: skip
     filler = Filler(trainee.weights, names, device)
     handle = sharding.apply(stage, mesh, decision, filler)

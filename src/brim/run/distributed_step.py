@@ -39,7 +39,7 @@ class Share:
 
 def share_of(batch: dict[str, torch.Tensor], split: Split, shard: int, device: torch.device) -> Share:
     """What rank ``shard`` of those with the same weights takes of the batch that all ranks have read: some rows, of
-    which those that share a context count their stretch each.
+    which those that share a context count their tokens each.
 
     FSDP2 gives the mean of all ranks' gradients, so that weights are as many times larger as there are ranks.
     """
@@ -48,7 +48,7 @@ def share_of(batch: dict[str, torch.Tensor], split: Split, shard: int, device: t
     counted = torch.nn.functional.pad(labels[:, 1:] != IGNORED, (0, 1))
     dp, cp = divmod(shard, split.cp)
     mine = slice(dp * rows, (dp + 1) * rows)
-    counts = counted[mine, context_parallel.stretch(labels.shape[1], cp, split.cp)].sum(1)
+    counts = context_parallel.own(counted[mine], cp, split.cp).sum(1)
     of_micro = counts.reshape(split.micro_batches, split.micro_batch).sum(1)
     weights = of_micro * split.shards / counted.sum()
     labels = labels[mine].clone()
@@ -175,7 +175,7 @@ class _Wrapped(torch.nn.Module):
 def _schedule(part: Part, split: Split, mesh: DeviceMesh, device: torch.device, sequence: int) -> Any:
     """1F1B, interleaved 1F1B where a rank has several chunks, or zero-bubble."""
     group = mesh.get_group("pp")
-    tokens = sequence // (split.tp if split.sequence_parallel else 1)
+    tokens = split.between(sequence)
     hidden = torch.empty(split.micro_batch, tokens, part.hidden, dtype=part.dtype, device="meta")
     stages = [
         _Stage(chunk, _Wrapped(chunk.module), device=device, group=group, **_shapes(chunk, split, sequence, hidden))

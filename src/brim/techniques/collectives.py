@@ -27,32 +27,34 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_gather(tensor, group)
+        return all_gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _reduce_scatter(gradient, ctx.group), None
+        return reduce_scatter(gradient, ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _reduce_scatter(tensor, group)
+        return reduce_scatter(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _all_gather(gradient, ctx.group), None
+        return all_gather(gradient, ctx.group), None
 
 
-def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows of all ranks; autograd does not look."""
     ops = torch.ops._c10d_functional
     sent = ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
     made: torch.Tensor = ops.wait_tensor(sent)
     return made
 
 
-def _reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of the sum of all ranks' rows; autograd does not look."""
     ops = torch.ops._c10d_functional
     sent = ops.reduce_scatter_tensor(tensor.contiguous(), "sum", group.size(), group.group_name)
     made: torch.Tensor = ops.wait_tensor(sent)

@@ -83,14 +83,18 @@ class Stage(nn.Module):
         return self._inner[0]
 
     def forward(self, given: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        context, named = self.context, dict[str, torch.Tensor]()
+        if context is not None and self.part.embeds:
+            given = context.own(given)
         if self.tokens_over is not None and not self.part.embeds:
             given = DTensor.from_local(given, self.tokens_over, [Shard(1)], run_check=False)
-        named = {"input_ids" if self.part.embeds else "inputs_embeds": given}
-        if self.context is not None:
-            assert labels is not None, "a whole model has its labels"
-            own: torch.Tensor = self.model(**self.context.cut(given, labels), use_cache=False).loss
-            return own
+        named["input_ids" if self.part.embeds else "inputs_embeds"] = given
+        if context is not None:
+            named["position_ids"] = context.positions(given.shape[1], given.device)
         if self.part.has_head:
+            assert labels is not None, "the last stage gives the loss"
+            if context is not None:
+                labels = named["shift_labels"] = context.following(labels)
             loss: torch.Tensor = self.model(**named, labels=labels, use_cache=False).loss
             return loss
         hidden: torch.Tensor = self._inner[0](**named, use_cache=False)[0]

@@ -49,7 +49,7 @@ class Sharding:
     reduced in float32 where it is not). ``offload`` keeps shards in RAM, with their gradients and optimizer states
     (``sharding_offload``); it needs a stage of ZeRO, and works on one data-parallel rank too. ``experts``: each rank
     of ``shard`` has some of every layer's experts, which no ZeRO splits any more. ``context``: those of ``shard``
-    that share sequences with this rank."""
+    that share sequences with this rank; ``context_place``: where among them it works as if it were."""
 
     zero: int = 3
     sequence_parallel: bool = False
@@ -57,6 +57,7 @@ class Sharding:
     offload: bool = False
     experts: bool = False
     context: DeviceMesh | None = None
+    context_place: int | None = None
 
 
 def mesh_of(shards: int, tensor_parallel: int, device: str) -> DeviceMesh:
@@ -89,7 +90,7 @@ def apply(
     parts = [model.get_submodule(path) for path in layers]
     if decision.context is not None:
         assert isinstance(model, Stage), "only stages cut their own part of a sequence"
-        model.context = context_parallel.apply(model.model, decision.context)
+        model.context = context_parallel.apply(model.model, decision.context, decision.context_place)
     spread: list[expert_parallel.Spread] = []
     for path, block in zip(layers, parts, strict=True):
         fill(block, ())

@@ -5,9 +5,14 @@ import json
 import pytest
 
 from brim import catalog
+from brim.core import Phase
 from brim.errors import UnsupportedError
+from brim.estimation import ranks_torch
+from brim.estimation.models import find_model
 from brim.estimation.parallel import Split
+from brim.estimation.parallel_job import ParallelJob
 from brim.estimation.ranks import estimate_ranks
+from brim.estimation.workload import Workload
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
@@ -28,6 +33,14 @@ def model(tmp_path_factory):
 def estimated(model, **settings):
     others = {name: settings.pop(name) for name in ("precision", "checkpointing", "gpu") if name in settings}
     return estimate_ranks(model, Split(**settings), engine="torch", seq=64, **others)
+
+
+def facts_of(model, cp):
+    """Of each stage of eight ranks: two share tensors, two are stages."""
+    split = Split(gpus=4 * cp, tp=2, pp=2, cp=cp, sequence_parallel=True, micro_batch=4)
+    workload = Workload(task="train", batch=4, seq=64, precision="fp32")
+    job = ParallelJob(source=find_model(str(model)), workload=workload, split=split, sequence=64, capability=(9, 0))
+    return ranks_torch.stages(job)[0]
 
 
 def test_states_are_a_ranks_share(model):
@@ -199,10 +212,32 @@ def test_ranks_share_a_sequence(model):
     assert shared.split.dp == 1
 
 
-@pytest.mark.parametrize(("beside", "size"), [("pp", 2), ("tp", 2)])
-def test_sequences_over_ranks_go_with_data_parallelism_only(model, beside, size):
-    with pytest.raises(UnsupportedError, match=f"Leave out --{beside}"):
-        estimated(model, gpus=4, cp=2, **{beside: size})
+def test_sequences_are_shared_beside_tensors_and_pipelines(model):
+    """Half of the tokens: half of what is kept for the backward pass, and of what a stage hands on."""
+    split = {"gpus": 8, "tp": 2, "pp": 2, "sequence_parallel": True, "precision": "fp32", "micro_batch": 4}
+    alone, shared = (estimated(model, **split, cp=cp, global_batch=16) for cp in (1, 2))
+    one, other = (found.worst.breakdown["activations"] for found in (alone, shared))
+    assert other == pytest.approx(one / 2, rel=0.1)
+    handed = [[sent.bytes for sent in facts_of(model, cp=cp)[0].sent if sent.axis == "pp"] for cp in (1, 2)]
+    assert handed[0] == [2 * size for size in handed[1]]
+
+
+def test_what_is_sent_is_told_apart_by_its_axis(model):
+    """Two ranks share tensors and two sequences, so that sizes do not tell which it was."""
+    sent = facts_of(model, cp=2)[0].sent
+    assert {one.axis for one in sent} == {"tp", "cp", "pp"}
+    gathers = [one.bytes for one in sent if (one.axis, one.kind, one.phase) == ("cp", "all_gather", Phase.FORWARD)]
+    assert len(gathers) == 2  # of a layer: both chunks
+    assert sum(gathers) == 4 * 64 * 2 * 2 * 16 * 4  # rows, tokens, keys and values, half of the heads, their width
+    assert {one.kind for one in sent if one.axis == "cp" and one.phase is Phase.BACKWARD} == {
+        "all_gather", "reduce_scatter",
+    }  # fmt: skip
+    assert not [one for one in facts_of(model, cp=1)[0].sent if one.axis == "cp"]
+
+
+def test_experts_over_ranks_go_with_whole_sequences(mixture):
+    with pytest.raises(UnsupportedError, match="Leave out --ep, or --cp"):
+        estimated(mixture, gpus=4, cp=2, ep=4)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "t5-small", "sd-unet"])

@@ -60,6 +60,19 @@ def test_fused_queries_are_not_split_over_ranks(model):
     assert any(split.tp > 1 for split in run_splits(shape("llama-3-8b"), 8, 8, 1024, 64))
 
 
+def test_long_sequences_are_split_beside_tensors_and_stages():
+    """Where a rank has enough of each; and not where attention is over a window."""
+    of_long = [split for split in run_splits(shape("llama-3-8b"), 8, 8, 8192, 8) if split.cp > 1]
+    beside = [split for split in of_long if split.tp * split.pp > 1]
+    assert {(split.tp > 1, split.pp > 1) for split in beside} == {(True, False), (False, True), (True, True)}
+    assert {split.cp for split in beside} == {2, 4}
+    assert {split.zero for split in beside} == {1, 2, 3} and any(split.zero_bubble for split in beside)
+    assert len(set(of_long)) == len(of_long)
+    short = run_splits(shape("llama-3-8b"), 8, 8, 2048, 8)
+    assert all(split.tp == split.pp == 1 for split in short if split.cp > 1)
+    assert all(split.cp == 1 for split in run_splits(shape("mistral-7b"), 8, 8, 8192, 8))
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "sequence", "batch"), [("mixtral-8x7b", 16, 1024, 64), ("llama-3-8b", 8, 32768, 2)]
 )

@@ -115,6 +115,17 @@ def choose(
     return "efficient" if _efficient_takes(*inputs, capability) else "math"
 
 
+def with_sums(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> str | None:
+    """``flash`` or ``efficient``, whichever a program takes that calls one by itself, without mask and dropout; None
+    where neither runs."""
+    if any(tensor.dim() != 4 or tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        return None
+    if query.size(-1) % 8 == 0 and _flash_takes(query, key, value, 0.0, False, True, capability):
+        return "flash"
+    keys, values = (tensor[:, :1].expand(-1, query.size(1), -1, -1) for tensor in (key, value))
+    return "efficient" if _efficient_takes(query, keys, values, capability) else None
+
+
 def _heads_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gqa: bool) -> bool:
     heads = (query.size(1), key.size(1), value.size(1))
     return len(set(heads)) == 1 or (gqa and heads[0] % heads[1] == 0 and heads[1] == heads[2])

@@ -93,6 +93,42 @@ def test_zero_bubble_pipelines_and_sequences_of_four_ranks(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_sequences_beside_tensors_and_pipelines(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
+    shared = {"cp": 2, "micro_batch": 3}
+    splits = [
+        {**shared, "tp": 2}, {**shared, "tp": 2, "zero": 1, **SP}, {**shared, "pp": 2},
+        {**shared, "pp": 2, "zero": 3},
+        {**shared, "tp": 2, "zero": 3, "checkpointing": "full", **SP},
+        {**shared, "pp": 2, "interleave": 2, "zero": 1, "micro_batch": 1},
+        {**shared, "pp": 2, "zero_bubble": True, "zero": 1},
+        {"cp": 4, "micro_batch": 3, "checkpointing": "selective"},
+    ]  # fmt: skip
+    check_trained(4, llama, text, tmp_path, alone, *splits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sequences_tensors_and_stages_at_once(llama: Path, text: Path, tmp_path: Path, alone: Any) -> None:
+    shared = {"cp": 2, "tp": 2, "pp": 2}
+    splits = [{**shared, "zero": 1, "micro_batch": 2, **SP}, {**shared, "zero": 3, "micro_batch": 6}]
+    check_trained(8, llama, text, tmp_path, alone, *splits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sequences_are_clipped_beside_tensors_and_pipelines_as_on_one_rank(
+    llama: Path, text: Path, tmp_path: Path, alone: Any
+) -> None:
+    clipped = {"clip_norm": 0.1, "micro_batch": 3}
+    one = trained(1, llama, text, tmp_path / "one", {**clipped, "micro_batch": 12})[0]["losses"]
+    assert one != pytest.approx(alone[0], abs=1e-5)
+    splits = [{"cp": 2, "tp": 2, "zero": 1, **SP}, {"cp": 2, "pp": 2, "zero": 3}]
+    for found in trained(4, llama, text, tmp_path / "four", *({**clipped, **split} for split in splits)):
+        assert found["losses"] == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_experts_of_four_ranks(text: Path, tmp_path: Path) -> None:
     """Every token goes to every expert, so that all ranks have as many rows, as predicted; or to half of them."""
     splits = [
