@@ -98,6 +98,15 @@ def test_sequences_and_experts_that_do_not_divide_name_the_nearest():
         check_sizes(Split(gpus=8, ep=4), Sizes(**LLAMA, experts=6))
 
 
+@pytest.mark.parametrize(("sequence", "nearest"), [(4100, "--seq 4096 or 4112"), (10, "--seq 16")])
+def test_chunks_of_ranks_that_share_sequences_and_tensors_divide(sequence, nearest):
+    split = Split(gpus=8, cp=4, tp=2, sequence_parallel=True)
+    with pytest.raises(UsageError, match=rf"multiples of 16.*\n.*{nearest}"):
+        check_sizes(split, Sizes(**LLAMA | {"sequence": sequence}))
+    with pytest.raises(UsageError, match=r"into tp 2 x pp 1 x cp 3(.|\n)*or --cp 2"):
+        Split(gpus=8, cp=3, tp=2)
+
+
 @pytest.mark.parametrize(("layers", "stages"), [(80, 16), (126, 16), (7, 3), (5, 5), (10, 4)])
 def test_stages_are_even_and_their_ends_the_lightest(layers, stages):
     found = stage_layers(layers, stages)
