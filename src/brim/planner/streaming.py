@@ -26,13 +26,14 @@ _SIMULATED = 12  # placements at most, beside the simple ones, by a quicker reck
 class _Placement:
     """One way to place the blocks: block -> choice, and the ring that the streamed ones need.
 
-    ``simple``: what one would do without a planner.
+    ``simple``: what one would do without a planner. ``bound_s``: no placement with such a ring has a shorter pass.
     """
 
     choices: Mapping[str, str]
     slot_bytes: int
     slots: int
     simple: bool = False
+    bound_s: float = float("inf")
 
     @property
     def ring_bytes(self) -> int:
@@ -52,11 +53,15 @@ class _Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A plan, the bytes that a step under it moves over links, and the seconds that no tie may go beyond."""
+    """A plan, the bytes that a step under it moves over links, and the seconds that no tie may go beyond.
+
+    ``bound_s``: no placement of the job has a shorter pass, where that is known.
+    """
 
     plan: Plan
     moved_bytes: float
     most_s: float
+    bound_s: float = float("inf")
 
     def weighed(self) -> Weighed:
         promise = self.plan.promise
@@ -111,19 +116,20 @@ def _fastest(job: Job, hardware: Hardware, budget_bytes: Mapping[str, int], foun
                 continue
         plan = plan_of(job, hardware, budget_bytes, one.choices, one.slots)
         tried.append((one, Contender(plan=plan, moved_bytes=moved_bytes, most_s=float("inf"))))
-    return _chosen(tried)
+    return _chosen(tried, min(one.bound_s for one in found))
 
 
-def _chosen(tried: Sequence[tuple[_Placement, Contender]]) -> Contender:
+def _chosen(tried: Sequence[tuple[_Placement, Contender]], bound_s: float) -> Contender:
     """The quietest of those that are as fast, and no slower than what needs no planner: all streamed, or all that is
-    done without the processor's help."""
+    done without the processor's help. Nor as slow as to be further from the bound than a tie may be."""
     alone = [known for one, known in tried if COMPUTE_RAM not in one.choices.values()]
     simple_s = [known.weighed().seconds for one, known in tried if one.simple or not one.slots]
     most_s = min(simple_s, default=float("inf"))
     if alone and len(alone) < len(tried):
         most_s = min(most_s, quietest(alone, Contender.weighed, most_s=most_s).weighed().seconds)
+    most_s = min(most_s, as_fast_s(bound_s))
     best = quietest([known for _, known in tried], Contender.weighed, most_s=most_s)
-    return replace(best, most_s=most_s)
+    return replace(best, most_s=most_s, bound_s=bound_s)
 
 
 def _told(seconds: float) -> float:
@@ -183,7 +189,7 @@ def _candidates(
     if compute != RAM and not stays and COMPUTE_RAM in allowed and any(block.cpu_s for block in job.blocks):
         for placed in placements(job, hardware, budget_bytes, allowed, known_s=known_s):
             size = _slot_bytes(job, compute, placed.choices)
-            split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots)
+            split = _Placement(choices=placed.choices, slot_bytes=size, slots=placed.slots, bound_s=placed.bound_s)
             found.append(_with_tables(job, compute, split, budget_bytes))
     return found, refusals
 

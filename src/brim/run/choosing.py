@@ -17,7 +17,7 @@ from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.planner import BlockCost, Job
 from brim.planner.schedule import Contention
 from brim.planner.streaming import CHOICES, Contender, contender
-from brim.planner.ties import quietest
+from brim.planner.ties import as_fast_s, quietest
 from brim.run.block_seconds import OUTSIDE, BlockSeconds
 from brim.run.expert_plans import ExpertWay, expert_ways
 from brim.run.expert_reading import reading
@@ -135,7 +135,8 @@ def best_plan(
     if not found:
         assert refusal is not None
         raise refusal
-    most_s = min(made.most_s for _, made in found)
+    # A tie of one cut is no tie beside the bound of another.
+    most_s = min(*(made.most_s for _, made in found), as_fast_s(min(made.bound_s for _, made in found)))
     cut, best = quietest(found, lambda pair: pair[1].weighed(), most_s=most_s)
     return cut, best.plan
 
