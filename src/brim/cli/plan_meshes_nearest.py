@@ -104,7 +104,8 @@ def _has_room(changed: Options, needs: Mapping[str, int], gpus: int) -> bool:
     """Whether what ``gpus`` would have needed each, dealt out evenly, may be on so many."""
     from brim import catalog
 
-    return needs.get(VRAM, 0) * gpus <= catalog.gpu(changed["gpu"]).capacity_bytes * changed["gpus"]
+    room = catalog.gpu(changed["gpu"]).capacity_bytes * int(changed["gpus"])
+    return needs.get(VRAM, 0) * gpus <= room
 
 
 def _larger_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:

@@ -74,6 +74,15 @@ def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) ->
         )  # fmt: skip
 
 
+def _dense_layers(shape: Shape) -> int:
+    return shape.experts.dense_layers if shape.experts else 0
+
+
+def _of_one_kind(shape: Shape) -> Shape:
+    """All layers with experts: the first few without them are taken for such, and take less."""
+    return replace(shape, experts=replace(shape.experts, dense_layers=0)) if shape.experts else shape
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
     """One layer in a micro-batch of ``sequences``: ``costs`` as ``Pieces.costs`` has them, without what FSDP2 copies
@@ -92,8 +101,8 @@ class _Traced(Pieces):
     """As FSDP2 holds them: what rests is in float32, what computes in bfloat16, gradients are reduced in float32."""
 
     def __init__(self, source: Source, gpu: catalog.Gpu, sequence: int) -> None:
-        super().__init__(shape_of(source), gpu, sequence)
-        self.source = source
+        super().__init__(_of_one_kind(shape_of(source)), gpu, sequence)
+        self.source, self._dense = source, _dense_layers(shape_of(source))
         self._layers: dict[tuple[int | str, ...], _Layer | None] = {}
 
     def ends(self, split: Split, recompute: str) -> Ends:
@@ -140,7 +149,7 @@ class _Traced(Pieces):
         return self._layers[key]
 
     def _of_two_layers(self, split: Split, recompute: str) -> _Layer:
-        least = 1 + (self.shape.experts.dense_layers if self.shape.experts else 0)
+        least = 1 + self._dense
         one, two = (
             pieces(
                 self.source, split, count, sequence=self.sequence, recompute=recompute, gpu=self.gpu,
@@ -239,12 +248,9 @@ def _whole(split: Split) -> Split:
 
 def _as_much_of(whole: Costs, part_by_forms: Costs, whole_by_forms: Costs) -> Costs:
     """A part's costs, where closed forms say how much of the whole it is."""
-
-    def share(name: str) -> float:
-        of = getattr(whole_by_forms, name)
-        return getattr(whole, name) * getattr(part_by_forms, name) / of if of else getattr(part_by_forms, name)
-
-    return Costs(forward_s=share("forward_s"), backward_s=share("backward_s"), sends_s=part_by_forms.sends_s)
+    forward_s = whole.forward_s * part_by_forms.forward_s / (whole_by_forms.forward_s or 1.0)
+    backward_s = whole.backward_s * part_by_forms.backward_s / (whole_by_forms.backward_s or 1.0)
+    return Costs(forward_s=forward_s, backward_s=backward_s, sends_s=part_by_forms.sends_s)
 
 
 def _copied(split: Split, gathers_s: float, reduces_s: float) -> Costs:
