@@ -12,9 +12,10 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError
 from brim.units import format_bytes
 
-_LIMIT_S = 90.0  # another search is begun only where it should end by then
+_LIMIT_S = 45.0  # another search is begun only where it should end by then
 _DOUBLED = 10  # times
 _SHORTEST = 64  # tokens
+_CARDS, _LARGER = 3, 1.25  # so many sizes of cards are tried, each so much larger than the one before
 _SHARE = 0.9  # of a node's RAM that plans take (planning_request)
 _FLAGS = ("task", "gpus", "gpu", "gpus_per_node", "seq", "global_batch", "engine", "ram", "top")
 
@@ -49,7 +50,6 @@ def infeasible(model: str, options: Options, refusal: BudgetError, plans: Callab
     prover = _Prover(plans)
     found: list[Change] = []
     for changes in (_more_gpus, _larger_gpus, _shorter, _more_ram):
-        prover.at_least_once()
         for changed, told in changes(options, refusal.smallest_bytes, prover.fits):
             found.append(Change(change=told, command=command(model, changed)))
     why = " ".join(part for part in (refusal.asked, refusal.found) if part)
@@ -66,14 +66,11 @@ def command(model: str, options: Options) -> str:
 
 
 class _Prover:
-    """Searches until its time is over; of each kind of change one is looked at however late it is."""
+    """Searches until its time is over; the first one is made however late it ends."""
 
     def __init__(self, plans: Callable[[Options], bool]) -> None:
         self._plans, self._due = plans, True
         self._end_s, self._longest_s = time.perf_counter() + _LIMIT_S, 0.0
-
-    def at_least_once(self) -> None:
-        self._due = True
 
     def fits(self, options: Options) -> bool:
         begin_s = time.perf_counter()
@@ -113,8 +110,12 @@ def _larger_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _C
     from brim.run.planning_nearest import cards_with
 
     mine = catalog.gpu(options["gpu"])
-    for card in cards_with(max(needs.get(VRAM, 0), mine.capacity_bytes + 1), mine.vendor):
-        changed = {**options, "gpu": card.name}
+    wanted = max(needs.get(VRAM, 0), mine.capacity_bytes + 1)
+    for _ in range(_CARDS):
+        card = next(iter(cards_with(wanted, mine.vendor)), None)
+        if card is None:
+            return
+        changed, wanted = {**options, "gpu": card.name}, int(_LARGER * card.capacity_bytes)
         if fits(changed):
             more = format_bytes(card.capacity_bytes - mine.capacity_bytes)
             yield changed, f"{more} more on each GPU, as {card.name} ({format_bytes(card.capacity_bytes)}) has"

@@ -192,11 +192,21 @@ class _Traced(Pieces):
             held += _WIDTH * count + (_GRADIENT * count if split.zero == 1 and split.micro_batches > 1 else 0)
         else:
             each = ends.layer_parameters + (ends.layer_experts if split.ep == 1 else 0)
-            held += 2 * _WIDTH * each + (2 * _WIDTH + _GRADIENT) * beside
+            held += split.interleave * (3 * _WIDTH + _GRADIENT) * each + (2 * _WIDTH + _GRADIENT) * beside
         has_head = stage == split.pp - 1
         logits = _LOGIT * split.micro_batch * self.sequence * self.shape.vocabulary // (split.tp * split.cp)
         kept = in_flight(split, stage) * layers * ends.layer_bytes
-        return held + kept + has_head * logits + nccl_bytes(split) + self.gpu.context().bytes
+        kept += has_head * logits + self._passed_bytes(split)
+        return held + kept + nccl_bytes(split) + self.gpu.context().bytes
+
+    def _passed_bytes(self, split: Split) -> int:
+        """What a pipeline stage has room for, of all micro-batches at once: what its chunks receive, and what they
+        have sent, where torch's runtime of schedules keeps that (``ranks_torch``)."""
+        if split.pp == 1:
+            return 0
+        tokens = split.micro_batch * self.sequence // (split.tp if split.sequence_parallel else 1)
+        ways = (2 * split.interleave - 1) * (1 + (split.interleave > 1 or split.zero_bubble))
+        return ways * split.micro_batches * _WIDTH * tokens * self.shape.hidden
 
     def step(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> StepTime:
         """With the gathering and reducing of every micro-batch, of which what is longer than kernels shows."""

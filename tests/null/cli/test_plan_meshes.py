@@ -7,6 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from brim.cli import main
+from brim.cli.plan_meshes import fastest
+from brim.errors import BudgetError
 
 COMMAND = ["plan", "llama-3-8b", "--task", "train", "--gpus", "16", "--gpu", "A100 80GB", "--seq", "2048"]
 MEGATRON = ["--engine", "megatron"]  # by closed forms: no stage is traced
@@ -129,25 +131,29 @@ def test_a_plan_with_shards_in_ram_is_written_and_its_command_tells_the_same(cap
     assert (again["peak_bytes"], again["node_ram_bytes"]) == (proposal["peak_bytes"], proposal["node_ram_bytes"])
 
 
-def test_ram_that_is_too_small_for_shards_is_told(capsys):
-    assert main([*SMALL_BY_FORMS, "--gpus", "2", "--ram", "8GiB"]) == 3
-    told = capsys.readouterr().out
-    assert "Nor with its shards in RAM" in told and "--ram" in told
+def refused(**others):
+    """What a search on two small GPUs says where nothing fits."""
+    options = {"task": "train", "gpu": "RTX 3060 12GB", "gpus": 2, "gpus_per_node": None, "seq": 128, "top": 1}
+    with pytest.raises(BudgetError) as told:
+        fastest("llama-3.2-1b", {**options, "global_batch": 4, "engine": None, "ram": None, **others})
+    return told.value
 
 
-def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either(capsys):
-    given = ["--gpus", "2", "--gpu", "RTX 3060 12GB", "--seq", "32768", "--global-batch", "2"]
-    assert main(["plan", "llama-3.2-1b", "--task", "train", *given, *MEGATRON]) == 3
-    error = capsys.readouterr().out
+def test_ram_that_is_too_small_for_shards_is_told():
+    told = refused(engine="megatron", ram=8 << 30)
+    assert "Nor with its shards in RAM" in told.found and "--ram" in told.todo
+
+
+def test_bytes_that_are_missing_are_told_where_nothing_fits_in_ram_either():
+    error = refused(engine="megatron", seq=32768, global_batch=2).found
     assert "B on each of them at least, and one has" in error
     told = "Nor with its shards in RAM: None of 1 traced meshes fits, of 9 looked at; they take "
     assert told in error and "B on a GPU and" in error and "B of a node's RAM at least" in error
 
 
 @pytest.mark.slow
-def test_ram_that_is_too_small_is_told_beside_what_was_traced(capsys):
-    assert main([*SMALL, "--gpus", "2", "--ram", "8GiB"]) == 3
-    error = capsys.readouterr().out
+def test_ram_that_is_too_small_is_told_beside_what_was_traced():
+    error = refused(ram=8 << 30).found
     assert "traced meshes fits, of 83 looked at; they take" in error
     assert "Nor with its shards in RAM: The states of one node's ranks take" in error
 
