@@ -49,8 +49,9 @@ def run_meshes(
     shape = pieces.shape
     _check_states(shape, gpus, gpu, Pieces(shape, gpu, sequence).parameters())
     found = [
-        mesh for split in run_splits(shape, gpus, gpus_per_node, sequence, batch) for mesh in pieces.meshes(split)
-        if not (split.zero_bubble and mesh.checkpointing != "none")
+        mesh for split in run_splits(shape, gpus, gpus_per_node, sequence, batch)
+        if not (pieces.dense and split.pp > 1)  # a stage is traced in a model of few layers, of the first kind
+        for mesh in pieces.meshes(split) if not (split.zero_bubble and mesh.checkpointing != "none")
     ]  # fmt: skip
     if not found:
         raise UsageError(
@@ -102,7 +103,7 @@ class _Traced(Pieces):
 
     def __init__(self, source: Source, gpu: catalog.Gpu, sequence: int) -> None:
         super().__init__(_of_one_kind(shape_of(source)), gpu, sequence)
-        self.source, self._dense = source, _dense_layers(shape_of(source))
+        self.source, self.dense = source, _dense_layers(shape_of(source))
         self._layers: dict[tuple[int | str, ...], _Layer | None] = {}
 
     def ends(self, split: Split, recompute: str) -> Ends:
@@ -149,7 +150,7 @@ class _Traced(Pieces):
         return self._layers[key]
 
     def _of_two_layers(self, split: Split, recompute: str) -> _Layer:
-        least = 1 + self._dense
+        least = 1 + self.dense
         one, two = (
             pieces(
                 self.source, split, count, sequence=self.sequence, recompute=recompute, gpu=self.gpu,

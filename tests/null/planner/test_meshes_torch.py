@@ -85,6 +85,14 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
     assert looked_at >= ({"ep", True, False} if model == "mixtral-8x7b" else {"cp", False})
 
 
+def test_layers_of_two_kinds_are_not_cut_into_stages():
+    found = run_meshes(
+        find_model("deepseek-v3"), gpus=256, gpus_per_node=8, gpu=H100, sequence=1024, global_batch=256
+    )
+    assert {mesh.split.pp for mesh in found} == {1}
+    assert any(mesh.split.ep == 256 for mesh in found)
+
+
 @pytest.fixture(scope="module")
 def tight():
     """Little room: most ways are a bit too large for it."""
