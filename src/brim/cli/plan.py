@@ -51,8 +51,8 @@ _OPTIONS = [
     click.option(
         "--engine",
         type=click.Choice(["torch", "megatron"]),
-        help="Whose seconds and bytes, beside --gpus: megatron (with Transformer Engine) or torch, "
-        "which brim train runs. [default: megatron]",
+        help="Whose seconds and bytes, beside --gpus: torch, which brim train runs, or megatron (with Transformer "
+        "Engine). [default: torch]",
     ),
     click.option("--global-batch", type=_COUNT, help="Sequences of a step on all --gpus. [default: 8 for each]"),
     click.option("--compare-gpus", metavar="1,2,4,8", help="Compare a training on so many GPUs."),

@@ -43,22 +43,61 @@ class Found:
 
 
 def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
-    """Search, prove and print, and write the first to ``output``; the exit code where nothing fits."""
+    """Search, prove and print, and write the first to ``output``; where nothing fits, what would. The exit code."""
     from rich.console import Console
 
     _check(options)
     started = time.perf_counter()
     load("brim.estimation.ranks", MODELS)
     with Console(stderr=True).status("Looking at meshes"):
-        found = fastest(model, options)
+        found, refusal = _found(model, options)
+    if refusal is not None:
+        return _show_nearest(model, options, refusal, as_json=as_json)
     took_s = time.perf_counter() - started
-    if output is not None and found.rows:
+    if output is not None:
         _write(output, model, options, *found.rows[0])
     if as_json:
         print_json(_document(model, options, found, took_s))
     else:
         _print(model, options, found, took_s)
-    return None if found.rows else INFEASIBLE
+    return None
+
+
+def _found(model: str, options: dict[str, Any]) -> tuple[Found, BudgetError | None]:
+    """What the search found, or why there is nothing."""
+    try:
+        found = fastest(model, options)
+    except BudgetError as error:
+        return Found(rows=[], looked_at=0, traced=0, least_bytes={}), error
+    if found.rows:
+        return found, None
+    asked = f"{model} was to be split over {options['gpus']} {options['gpu']}."
+    return found, BudgetError(asked, f"{found.none()}.", smallest_bytes=found.least_bytes)
+
+
+def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
+    """What would fit in place of what was asked."""
+    from rich.console import Console
+
+    from brim.cli.plan_meshes_nearest import infeasible
+
+    with Console(stderr=True).status("Looking for what would fit"):
+        answer = infeasible(model, options, refusal, lambda changed: bool(fastest(model, dict(changed)).rows))
+    if as_json:
+        print_json({
+            "model": model, "gpus": options["gpus"], "engine": options["engine"] or "torch", "proposals": [],
+            "infeasible": answer.to_json(),
+        })  # fmt: skip
+        return INFEASIBLE
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"Nothing fits. {answer.why}", markup=False)
+    if refusal.todo:
+        console.print(refusal.todo, markup=False)
+    for one in answer.nearest:
+        console.print(f"It fits with {one.change}: {one.command}", markup=False)
+    if not answer.nearest:
+        console.print("No small change that would do was found.", markup=False)
+    return INFEASIBLE
 
 
 def fastest(model: str, options: dict[str, Any]) -> Found:
@@ -119,12 +158,14 @@ def _refusal(on_gpus: _Ways, in_ram: _Ways, refusals: list[BudgetError], found: 
 
 def _on_gpus(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
     """The fastest with all of it on the GPUs, and how many were looked at."""
+    from brim.estimation.models import find_model
     from brim.planner import meshes
     from brim.planner.meshes_torch import DOUBT, run_meshes
 
     sizes = _sizes(model, options) | {"global_batch": options["global_batch"] or 0}
-    if options["engine"] == "torch":
-        found = run_meshes(**sizes)
+    if _runs_torch(options):
+        del sizes["shape"]
+        found = run_meshes(find_model(model), **sizes)
         return _best(found, model, options, proofs, doubt=DOUBT), len(found)
     found = meshes.meshes(**sizes)
     return meshes.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"]), len(found)
@@ -177,9 +218,11 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
     """For ``torchrun ... -m brim train --plan``."""
     from brim.run import distributed_plan
 
+    engine, precision = _engine(mesh, options)
     made = distributed_plan.made(
-        model=model, gpu=options["gpu"], sequence=options["seq"], split=mesh.split, checkpointing=mesh.checkpointing,
-        peak_bytes=proof.worst.peak_bytes.process, step_s=proof.step_s or mesh.step_s,
+        model=model, gpu=options["gpu"], engine=engine, precision=precision, sequence=options["seq"],
+        split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.worst.peak_bytes.process,
+        step_s=proof.step_s or mesh.step_s,
     )  # fmt: skip
     distributed_plan.write(path, made)
 
@@ -213,8 +256,13 @@ def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) ->
 def _engine(mesh: Mesh, options: dict[str, Any]) -> tuple[str, str]:
     """Which engine a mesh is proved for, and in which precision: shards in RAM are FSDP2's. Mixed is what ``brim
     train`` takes on GPUs."""
-    torch = mesh.split.offload_shards or options["engine"] == "torch"
+    torch = mesh.split.offload_shards or _runs_torch(options)
     return ("torch", "bf16-mixed") if torch else ("megatron", "bf16")
+
+
+def _runs_torch(options: dict[str, Any]) -> bool:
+    """The engine that ``brim train`` runs, unless another was named."""
+    return (options["engine"] or "torch") == "torch"
 
 
 def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
@@ -283,17 +331,14 @@ def _print(model: str, options: dict[str, Any], found: Found, took_s: float) -> 
             format_bytes(proof.worst.peak_bytes.process), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
             format_seconds(step_s), f"{tokens:,.0f}",
         )  # fmt: skip
-    if rows:
-        console.print(table)
-        if in_ram:
-            console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.", markup=False)
-        halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
-        told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
-        console.print(told, markup=False)
-        console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
-    else:
-        console.print(f"{found.none()}. More GPUs, larger ones, or a shorter sequence would do.", markup=False)
-    for note in rows[0][1].notes if rows else ():
+    console.print(table)
+    if in_ram:
+        console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.", markup=False)
+    halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
+    told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
+    console.print(told, markup=False)
+    console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
+    for note in rows[0][1].notes:
         console.print(note, markup=False)
     counts = f"looked at {found.looked_at:,} meshes in {format_seconds(took_s)}, {found.traced} of them traced"
     console.print(counts, markup=False)

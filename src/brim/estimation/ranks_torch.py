@@ -35,6 +35,7 @@ from brim.estimation.parallel_chunk import TracedChunk
 from brim.estimation.parallel_compose import OPTIMIZER, Composer, mark_of, traced_order
 from brim.estimation.parallel_depth import UNIT, deepened_in_pairs
 from brim.estimation.parallel_job import ParallelJob, StageFacts
+from brim.estimation.parallel_join import of_chunks
 from brim.estimation.parallel_schedule import Turn, brief, turns
 from brim.estimation.parallel_script import Sent
 from brim.estimation.quiet import quiet
@@ -85,6 +86,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     )  # fmt: skip
     parts = pipeline.parts(layers)
     composers: dict[Any, Composer] = {}
+    chunks: dict[Any, Trace] = {}
     found = []
     for stage in range(split.pp):
         own = parts[stage :: split.pp]
@@ -92,7 +94,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
         traced = traced_order(order)
         key = (*((part.layers, part.embeds, part.has_head) for part in own), *traced)
         if key not in composers:
-            composers[key] = Composer(_traced(job, own, traced), traced)
+            composers[key] = Composer(_traced(job, own, traced, chunks), traced)
         found.append(_facts(composers[key], job, own, order, stage))
     told = [_TOLD, _IN_RAM] if split.offload_shards else [_TOLD]
     told += [_BUFFERS, f"stages of {', '.join(map(str, layers))} layers"] if split.pp > 1 else []
@@ -149,10 +151,15 @@ def _sizes(job: ParallelJob) -> Sizes:
 # -- tracing a stage -----------------------------------------------------------------------------------------
 
 
-def _traced(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn]) -> Trace:
+def _traced(
+    job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn], chunks: dict[Any, Trace]
+) -> Trace:  # fmt: skip
     """The rank's step with these turns; of one deep stage, two layers of shallower ones repeated where that is
-    exact."""
-    if len(parts) == 1 and parts[0].layers >= _FEWEST:
+    exact; of several chunks each kind once, kept in ``chunks``."""
+    if len(parts) > 1:
+        joined = of_chunks(parts, order, lambda part, own: _traced(job, [part], own, chunks), chunks)
+        return _of_layers(job, parts, order, None) if joined is None else joined
+    if parts[0].layers >= _FEWEST:
         least = UNIT + parts[0].layers % UNIT
         few = [_of_layers(job, parts, order, least + more * UNIT) for more in range(3)]
         found = deepened_in_pairs(few, parts[0].layers - least)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import brim
 from brim.core import codec
-from brim.errors import FormatError, UsageError
+from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.estimation.parallel import Split
 from brim.run.distributed_request import SplitRequest
 
-VERSION = 2
+VERSION = 3
+RUNS = "torch"  # the engine whose plans brim train runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """A mesh and what is promised of it: bytes of the worst rank's whole process, and seconds of a step."""
+    """A mesh and what is promised of it under ``engine`` in ``precision``: bytes of the worst rank's whole process,
+    and seconds of a step."""
 
     brim: str
     model: str
     gpu: str
+    engine: str
+    precision: str
     sequence: int
     split: Split
     checkpointing: str
@@ -34,12 +39,13 @@ class SplitPlan:
 
 
 def made(
-    *, model: str, gpu: str, sequence: int, split: Split, checkpointing: str, peak_bytes: int, step_s: float
-) -> SplitPlan:
+    *, model: str, gpu: str, engine: str, precision: str, sequence: int, split: Split, checkpointing: str,
+    peak_bytes: int, step_s: float,
+) -> SplitPlan:  # fmt: skip
     """By this version of brim."""
     return SplitPlan(
-        brim=brim.__version__, model=model, gpu=gpu, sequence=sequence, split=split, checkpointing=checkpointing,
-        peak_bytes=peak_bytes, step_s=step_s,
+        brim=brim.__version__, model=model, gpu=gpu, engine=engine, precision=precision, sequence=sequence,
+        split=split, checkpointing=checkpointing, peak_bytes=peak_bytes, step_s=step_s,
     )  # fmt: skip
 
 
@@ -63,12 +69,13 @@ def read(path: str | Path) -> SplitPlan:
 
 
 def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
-    """``request`` as its plan says, where it has one. Raises UsageError for another number of ranks, or for a split
-    that was given beside it."""
+    """``request`` as its plan says, where it has one. Raises UsageError for another number of ranks, and for a split
+    or another precision that was given beside it; UnsupportedError for a plan of an engine that does not run here."""
     training = request.training
     if training.plan is None:
         return request
     plan = read(training.plan)
+    _check_runs(training.plan, plan)
     split = plan.split
     if split.gpus != ranks:
         raise UsageError(
@@ -80,12 +87,29 @@ def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
             f"{training.plan} was given with options that split the work, as --zero and --tp do.",
             "The plan decides these.", "Leave them out, or leave out --plan.",
         )  # fmt: skip
+    if training.precision not in (None, plan.precision):
+        raise UsageError(
+            f"--precision {training.precision} was given with {training.plan}.",
+            f"The plan's bytes are those of {plan.precision}.", "Leave out --precision, or --plan.",
+        )  # fmt: skip
     followed = replace(
-        training, plan=None, batch=split.global_batch, micro_batch=split.micro_batch, seq=plan.sequence,
-        checkpointing=plan.checkpointing,
+        training, plan=None, precision=plan.precision, batch=split.global_batch, micro_batch=split.micro_batch,
+        seq=plan.sequence, checkpointing=plan.checkpointing,
     )  # fmt: skip
     return SplitRequest(
         training=followed, zero=split.zero, tp=split.tp, pp=split.pp, interleave=split.interleave,
         sequence_parallel=split.sequence_parallel, zero_bubble=split.zero_bubble, ep=split.ep, cp=split.cp,
         stage_layers=split.stage_layers, offload_shards=split.offload_shards, timeout_s=request.timeout_s,
+    )  # fmt: skip
+
+
+def _check_runs(path: str | Path, plan: SplitPlan) -> None:
+    """Raise UnsupportedError where what was promised is not what would run."""
+    if plan.engine == RUNS:
+        return
+    raise UnsupportedError(
+        f"{path} was to be run.",
+        f"Its bytes and seconds are those of the engine {plan.engine}, and brim train runs {RUNS}.",
+        f"Make one for that: brim plan {plan.model} --task train --gpus {plan.split.gpus} --gpu "
+        f"{shlex.quote(plan.gpu)} --engine {RUNS} --output FILE.",
     )  # fmt: skip

@@ -155,7 +155,7 @@ def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dic
             yield Nearest(change=" and ".join(parts), command=changed.command())
         return
     amounts.pop(VRAM)
-    for card in _cards(needs[VRAM], catalog.gpu(request.gpu).vendor):
+    for card in cards_with(needs[VRAM], catalog.gpu(request.gpu).vendor):
         changed = replace(request, gpu=card.name, vram=None, **amounts)
         if prover.fits(changed, machine_of(changed)):
             name = f"{card.name} ({format_bytes(card.capacity_bytes)})"
@@ -163,7 +163,7 @@ def _more_memory(prover: _Prover, request: Request, machine: Machine, needs: dic
             return
 
 
-def _cards(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
+def cards_with(vram_bytes: int, vendor: str) -> Sequence[Gpu]:
     """The two smallest cards of that vendor that have so much beside their context, links known."""
     cards = [
         card for card in map(catalog.gpu, catalog.gpu_names()) if card.vendor == vendor and card.pcie_bytes_per_s
@@ -214,20 +214,20 @@ def _first(
 
 
 def _shorter(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
-    largest = _largest(request.seq, _SHORTEST, lambda count: prover.fits(replace(request, seq=count), machine))
-    if largest is not None:
-        changed = replace(request, seq=largest)
-        yield Nearest(change=f"sequences of {largest:,} tokens", command=changed.command())
+    length = largest(request.seq, _SHORTEST, lambda count: prover.fits(replace(request, seq=count), machine))
+    if length is not None:
+        changed = replace(request, seq=length)
+        yield Nearest(change=f"sequences of {length:,} tokens", command=changed.command())
 
 
 def _fewer(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:
-    largest = _largest(request.batch, _FEWEST, lambda count: prover.fits(replace(request, batch=count), machine))
-    if largest is not None:
-        changed = replace(request, batch=largest)
-        yield Nearest(change=f"a batch of {largest:,}", command=changed.command())
+    count = largest(request.batch, _FEWEST, lambda count: prover.fits(replace(request, batch=count), machine))
+    if count is not None:
+        changed = replace(request, batch=count)
+        yield Nearest(change=f"a batch of {count:,}", command=changed.command())
 
 
-def _largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
+def largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
     """The largest of above/2, above/4, ... that fits, found by halving the list; ``least`` is tried first."""
     sizes = [least]
     while sizes[-1] * 2 < above:

@@ -27,7 +27,7 @@ def shape(model):
 
 @pytest.fixture(scope="module")
 def found():
-    return run_meshes(shape("llama-3-8b"), gpus=8, gpus_per_node=8, gpu=H100, sequence=1024, global_batch=32)
+    return run_meshes(find_model("llama-3-8b"), gpus=8, gpus_per_node=8, gpu=H100, sequence=1024, global_batch=32)
 
 
 def test_zero_bubble_pipelines_join_where_they_run(found):
@@ -78,11 +78,14 @@ def test_long_sequences_are_split_beside_tensors_and_stages():
 )
 def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, model, gpus, sequence, batch):
     looked_at = set()
-    for mesh in run_meshes(shape(model), gpus=gpus, gpus_per_node=8, gpu=H100, sequence=sequence, global_batch=batch):
+    for mesh in run_meshes(
+        find_model(model), gpus=gpus, gpus_per_node=8, gpu=H100, sequence=sequence, global_batch=batch
+    ):
         split = mesh.split
         looked_at |= {name for name in ("ep", "cp") if getattr(split, name) > 1} | {split.zero_bubble}
         plan = distributed_plan.made(
-            model=model, gpu="H100", sequence=sequence, split=split, checkpointing=mesh.checkpointing,
+            model=model, gpu="H100", engine="torch", precision="bf16-mixed", sequence=sequence, split=split,
+            checkpointing=mesh.checkpointing,
             peak_bytes=mesh.peak_bytes, step_s=mesh.step_s,
         )  # fmt: skip
         distributed_plan.write(tmp_path / "plan.json", plan)
@@ -95,11 +98,19 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
     assert looked_at >= ({"ep", True, False} if model == "mixtral-8x7b" else {"cp", False})
 
 
+def test_layers_of_two_kinds_are_not_cut_into_stages():
+    found = run_meshes(
+        find_model("deepseek-v3"), gpus=256, gpus_per_node=8, gpu=H100, sequence=1024, global_batch=256
+    )
+    assert {mesh.split.pp for mesh in found} == {1}
+    assert any(mesh.split.ep == 256 for mesh in found)
+
+
 @pytest.fixture(scope="module")
 def tight():
     """Little room: most ways are a bit too large for it."""
     gpu = catalog.gpu("RTX 4090")
-    return run_meshes(shape("qwen2.5-7b"), gpus=8, gpus_per_node=8, gpu=gpu, sequence=1024), gpu.capacity_bytes
+    return run_meshes(find_model("qwen2.5-7b"), gpus=8, gpus_per_node=8, gpu=gpu, sequence=1024), gpu.capacity_bytes
 
 
 @pytest.mark.parametrize("off", [-4e9, -2e9, 0, 1e9, 2e9, 4e9, 8e9])
@@ -140,7 +151,7 @@ def proof_of(model, mesh):
 @pytest.mark.timeout(900)
 def test_the_search_finds_what_tracing_everything_finds(small):
     gpu, asked = catalog.gpu(GPU), {}
-    found = run_meshes(shape(small), gpus=2, gpus_per_node=2, gpu=gpu, sequence=SEQUENCE, global_batch=BATCH)
+    found = run_meshes(find_model(small), gpus=2, gpus_per_node=2, gpu=gpu, sequence=SEQUENCE, global_batch=BATCH)
 
     def proof(mesh):
         asked[mesh] = proof_of(small, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,9 @@ SPLIT = Split(
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     made = distributed_plan.made(
-        model="llama", gpu="H100 SXM", sequence=256, split=SPLIT, checkpointing="full", peak_bytes=1 << 30, step_s=0.5
-    )
+        model="llama", gpu="H100 SXM", engine="torch", precision="bf16-mixed", sequence=256, split=SPLIT,
+        checkpointing="full", peak_bytes=1 << 30, step_s=0.5,
+    )  # fmt: skip
     distributed_plan.write(tmp_path / "plan.json", made)
     return tmp_path / "plan.json"
 
@@ -37,6 +39,32 @@ def test_a_plan_decides_the_split_the_batch_and_the_sequence(plan: Path) -> None
     assert followed.split(8, 8) == SPLIT
     training = followed.training
     assert (training.batch, training.micro_batch, training.seq, training.checkpointing) == (16, 2, 256, "full")
+    assert training.precision == "bf16-mixed"
+
+
+def test_a_plan_of_another_engine_is_refused_with_what_to_do(plan: Path, tmp_path: Path) -> None:
+    made = replace(distributed_plan.read(plan), engine="megatron", precision="bf16")
+    distributed_plan.write(tmp_path / "megatron.json", made)
+    with pytest.raises(UnsupportedError) as told:
+        distributed_plan.with_plan(request(tmp_path / "megatron.json"), 8)
+    assert "engine megatron, and brim train runs torch" in told.value.found
+    assert "brim plan llama --task train --gpus 8 --gpu 'H100 SXM' --engine torch" in told.value.todo
+
+
+def test_another_precision_beside_a_plan_is_refused(plan: Path) -> None:
+    asked = request(plan)
+    same = replace(asked, training=replace(asked.training, precision="bf16-mixed"))
+    assert distributed_plan.with_plan(same, 8).training.precision == "bf16-mixed"
+    with pytest.raises(UsageError, match="The plan's bytes are those of bf16-mixed"):
+        distributed_plan.with_plan(replace(asked, training=replace(asked.training, precision="fp32")), 8)
+
+
+def test_a_plan_without_engine_and_precision_is_of_an_older_brim(plan: Path) -> None:
+    document = json.loads(plan.read_text())
+    del document["engine"], document["precision"]
+    plan.write_text(json.dumps(document | {"version": 2}))
+    with pytest.raises(FormatError, match="Found kind 'SplitPlan', version 2"):
+        distributed_plan.read(plan)
 
 
 def test_a_plan_says_where_shards_lie(plan: Path, tmp_path: Path) -> None:

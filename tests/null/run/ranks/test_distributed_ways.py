@@ -10,7 +10,6 @@ import pytest
 
 from brim import catalog
 from brim.estimation.models import find_model
-from brim.estimation.parallel_shape import shape_of
 from brim.planner.meshes_torch import run_meshes
 from brim.run import distributed_plan
 from rank_checks import (
@@ -171,11 +170,11 @@ def test_a_plan_that_the_search_has_made_is_run(
 ) -> None:
     folder = mixtral if way == "ep" else llama
     sizes = {"gpus": 2, "gpus_per_node": 2, "sequence": SEQ, "global_batch": BATCH}
-    found = run_meshes(shape_of(find_model(str(folder))), gpu=catalog.gpu("H100"), **sizes)
+    found = run_meshes(find_model(str(folder)), gpu=catalog.gpu("H100"), **sizes)
     mesh = next(mesh for mesh in found if int(getattr(mesh.split, way)) > (way != "zero_bubble"))
     made = distributed_plan.made(
-        model=str(folder), gpu="H100", sequence=SEQ, split=mesh.split, checkpointing=mesh.checkpointing,
-        peak_bytes=mesh.peak_bytes, step_s=mesh.step_s,
+        model=str(folder), gpu="H100", engine="torch", precision="fp32", sequence=SEQ, split=mesh.split,
+        checkpointing=mesh.checkpointing, peak_bytes=mesh.peak_bytes, step_s=mesh.step_s,
     )  # fmt: skip
     distributed_plan.write(tmp_path / "plan.json", made)
     done = torchrun(2, *brim_train(folder, text, tmp_path / "out", "--plan", str(tmp_path / "plan.json"), "--json"))
