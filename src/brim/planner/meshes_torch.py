@@ -205,7 +205,7 @@ class _Traced(Pieces):
         have sent, where torch's runtime of schedules keeps that (``ranks_torch``)."""
         if split.pp == 1:
             return 0
-        tokens = split.micro_batch * self.sequence // (split.tp if split.sequence_parallel else 1)
+        tokens = split.micro_batch * split.between(self.sequence)
         ways = (2 * split.interleave - 1) * (1 + (split.interleave > 1 or split.zero_bubble))
         return ways * split.micro_batches * _WIDTH * tokens * self.shape.hidden
 
