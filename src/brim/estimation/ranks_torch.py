@@ -155,7 +155,12 @@ def _traced(
     job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn], chunks: dict[Any, Trace]
 ) -> Trace:  # fmt: skip
     """The rank's step with these turns; of one deep stage, two layers of shallower ones repeated where that is
-    exact; of several chunks each kind once, kept in ``chunks``."""
+    exact; of several chunks each kind once, kept in ``chunks``.
+
+    Halves of backward passes are not put together so: with ZeRO-1 the sum was 0.7 % over what all chunks took.
+    """
+    if job.split.zero_bubble and len(parts) > 1:
+        return _of_layers(job, parts, order, None)
     if len(parts) > 1:
         joined = of_chunks(parts, order, lambda part, own: _traced(job, [part], own, chunks), chunks)
         return _of_layers(job, parts, order, None) if joined is None else joined
