@@ -20,17 +20,20 @@ if TYPE_CHECKING:
     from brim.planner.meshes import Mesh
 
 INFEASIBLE = 3
+_PROOFS_S = 45.0  # no further proof is begun that would end later, once something fits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """``rows``: the fastest that fit, with what was proved of them. ``looked_at`` by closed forms, of which so many
-    were ``traced``; ``least_bytes``: the least of those on a GPU, and in a node's RAM where shards lie there."""
+    were ``traced``; ``least_bytes``: the least of those on a GPU, and in a node's RAM where shards lie there.
+    ``hurried``: more would have been traced if there had been time."""
 
     rows: list[tuple[Mesh, ParallelEstimate]]
     looked_at: int
     traced: int
     least_bytes: dict[str, int]
+    hurried: bool = False
 
     def none(self) -> str:
         """Why there are no rows."""
@@ -103,14 +106,14 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
 def fastest(model: str, options: dict[str, Any]) -> Found:
     """The fastest meshes that are proved to fit; where none does on several GPUs, with shards in RAM. Raises
     BudgetError where closed forms or a node's RAM rule out all of one kind, and none of the other fits."""
-    proofs: _Proofs = {}
+    proofs = _Proofs()
     on_gpus = _ways(_on_gpus, model, options, proofs)
     in_ram = _ways(_in_ram, model, options, proofs) if not on_gpus.chosen and options["gpus"] > 1 else _Ways()
     rows = [(mesh, told) for mesh in (*on_gpus.chosen, *in_ram.chosen) if (told := proofs[mesh]) is not None]
     rows.sort(key=lambda row: row[1].step_s or row[0].step_s)
     found = Found(
         rows=rows, looked_at=on_gpus.looked_at + in_ram.looked_at, traced=len(proofs),
-        least_bytes=_least(proofs),
+        least_bytes=_least(proofs), hurried=proofs.hurried,
     )  # fmt: skip
     refusals = [error for error in (on_gpus.refused, in_ram.refused) if error is not None]
     if not rows and refusals:
@@ -125,7 +128,26 @@ def _least(proofs: _Proofs) -> dict[str, int]:
     return {tier: min(counts) for tier, counts in (("vram", vram), ("ram", in_ram)) if counts}
 
 
-_Proofs = dict["Mesh", "ParallelEstimate | None"]  # None: its fullest stage alone does not fit
+class _Proofs(dict["Mesh", "ParallelEstimate | None"]):
+    """What was proved of each; None: its fullest stage alone does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began_s = self._last_s = time.perf_counter()
+        self._longest_s = 0.0
+        self.hurried = False
+
+    def __setitem__(self, mesh: Mesh, told: ParallelEstimate | None) -> None:
+        super().__setitem__(mesh, told)
+        now_s = time.perf_counter()
+        self._longest_s, self._last_s = max(self._longest_s, now_s - self._last_s), now_s
+
+    def in_time(self) -> bool:
+        """Whether another one, as long as the longest so far, would end before ``_PROOFS_S`` are over."""
+        self.hurried = time.perf_counter() - self._began_s + self._longest_s > _PROOFS_S
+        return not self.hurried
+
+
 _Search = Callable[[str, dict[str, Any], _Proofs], tuple[list["Mesh"], int]]
 
 
@@ -199,7 +221,8 @@ def _best(
         fits = fits and (ram_bytes is None or told.node_ram_bytes <= ram_bytes)
         return meshes_offload.Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s or mesh.step_s, fits=fits)
 
-    return meshes_offload.best(found, proof, options["top"], catalog.gpu(options["gpu"]).capacity_bytes, doubt)
+    room = catalog.gpu(options["gpu"]).capacity_bytes
+    return meshes_offload.best(found, proof, options["top"], room, doubt, proofs.in_time)
 
 
 def _sizes(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -296,7 +319,7 @@ def _document(model: str, options: dict[str, Any], found: Found, took_s: float) 
         })  # fmt: skip
     return {
         "model": model, "gpus": options["gpus"], "meshes": found.looked_at, "traced": found.traced,
-        "least_bytes": found.least_bytes, "proposals": proposals, "took_s": took_s,
+        "least_bytes": found.least_bytes, "proposals": proposals, "took_s": took_s, "hurried": found.hurried,
     }  # fmt: skip
 
 
@@ -341,4 +364,5 @@ def _print(model: str, options: dict[str, Any], found: Found, took_s: float) -> 
     for note in rows[0][1].notes:
         console.print(note, markup=False)
     counts = f"looked at {found.looked_at:,} meshes in {format_seconds(took_s)}, {found.traced} of them traced"
+    counts += ": more would have taken too long" * found.hurried
     console.print(counts, markup=False)

@@ -67,17 +67,19 @@ class Proof:
 
 
 def best(
-    found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int, doubt: float = 0.0
+    found: Sequence[Mesh], proof: Callable[[Mesh], Proof], top: int, room: int, doubt: float = 0.0,
+    in_time: Callable[[], bool] = lambda: True,
 ) -> list[Mesh]:  # fmt: skip
     """The ``top`` fastest that fit, one of each split, with few proofs: each tells how far estimates are off.
 
     ``room`` is what a GPU has. What may fit is proved in the order in which it is expected to be fast, until none is
     left that might be faster than what was found, by the share of ``doubt`` of what is expected. While nothing fits
-    the smallest is proved before the search ends. Of what raises ModelError or UnsupportedError, and of what splits
+    the smallest is proved before the search ends; once something does, it ends where a further proof would not be
+    ``in_time``. Of what raises ModelError or UnsupportedError, and of what splits
     all that and more, nothing is proved; the first such error is raised where nothing else was left.
     """
     search = _Search(found=found, room=room)
-    while (mesh := search.following(top, doubt)) is not None:
+    while (mesh := search.following(top, doubt)) is not None and (not search.fitting() or in_time()):
         try:
             search.proved[mesh] = proof(mesh)
         except (ModelError, UnsupportedError) as error:  # what this model's layers do not split into

@@ -6,7 +6,7 @@ import shlex
 import pytest
 from transformers import LlamaConfig
 
-from brim.cli import main
+from brim.cli import main, plan_meshes
 from brim.cli.plan_meshes import fastest
 from brim.errors import BudgetError
 
@@ -186,12 +186,16 @@ def test_the_comparison_of_gpus_takes_experts_over_ranks(capsys):
 
 
 @pytest.mark.timeout(600)
-def test_a_plan_is_for_the_engine_that_train_runs_and_names_it(capsys, tmp_path):
+def test_a_plan_is_for_the_engine_that_train_runs_and_names_it(capsys, tmp_path, monkeypatch):
+    """And where proofs take too long, it is the first that fits."""
+    monkeypatch.setattr(plan_meshes, "_PROOFS_S", 0.0)
     path = tmp_path / "plan.json"
     asked = ["plan", "llama-3.2-1b", "--task", "train", "--gpus", "2", "--gpu", "RTX 4090", "--seq", "256"]
-    words = ["--global-batch", "2", "--top", "1", "--output", str(path), "--json"]
+    words = ["--global-batch", "2", "--top", "3", "--output", str(path), "--json"]
     assert main([*asked, *words]) == 0
-    (proposal,) = json.loads(capsys.readouterr().out)["proposals"]
+    told = json.loads(capsys.readouterr().out)
+    (proposal,) = told["proposals"]
+    assert told["hurried"]
     assert proposal["engine"] == "torch"
     assert main([*shlex.split(proposal["command"])[1:], "--json"]) == 0
     again = json.loads(capsys.readouterr().out)

@@ -126,6 +126,17 @@ def test_once_something_fits_few_further_proofs_are_made(llama):
     assert set(chosen) == set(asked[1:]) and len(asked) == 1 + 1 + 4
 
 
+def test_without_time_the_search_ends_with_the_first_that_fits_and_not_before(llama):
+    asked = []
+
+    def proof(mesh):
+        asked.append(mesh)
+        return Proof(bytes=mesh.peak_bytes, step_s=mesh.step_s, fits=len(asked) == 3)
+
+    assert best(found(llama), proof, 9, int(80e9), in_time=lambda: False) == asked[2:]
+    assert len(asked) == 3
+
+
 def test_what_raises_is_no_proof_and_rules_out_what_splits_as_much(llama):
     asked = []
 
