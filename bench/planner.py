@@ -189,7 +189,7 @@ def _measured(options: argparse.Namespace, cell: points.Cell, point: points.Poin
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return row | {"problem": f"exit {done.returncode}: {' '.join(lines[-3:])[:300]}"}
         told = json.loads(done.stdout)
-        took_s = told["step_s"] if cell.task == "train" else told["s_per_token"]
+        took_s = told["step_s"] if cell.task == "train" else told["steady_s_per_token"]
         return row | {"measured_s": took_s, "rounds_s": [took_s], "measured_bytes": told["measured_bytes"]}
     except subprocess.TimeoutExpired:
         return row | {"problem": f"not finished after {TIMEOUT_S} s"}

@@ -73,15 +73,15 @@ class Figures:
     """What was promised and what was measured. ``eta`` is T_bound / T_measured per token.
 
     ``measured_bytes["ram"]`` is the growth of the resident set's high water over the moment before loading.
-    ``median_s_per_token`` is what ``step_s`` of the plan foresees: in the mean there are also the first passes, which
-    touch memory that nobody had touched.
+    ``steady_s_per_token``, of the later half of the steps, is what ``step_s`` of the plan foresees: in the mean there
+    are also the first passes, which touch memory that nobody had touched.
     """
 
     plan: Plan
     promised_bytes: dict[str, int]
     measured_bytes: dict[str, int]
     s_per_token: float | None
-    median_s_per_token: float | None
+    steady_s_per_token: float | None
     eta: float | None
     timeline: Timeline = field(compare=False)
     predicted: Timeline = field(compare=False)  # what the plan foresees, from the first measured pass on
@@ -92,7 +92,7 @@ class Figures:
             "promised_bytes": self.promised_bytes,
             "measured_bytes": self.measured_bytes,
             "s_per_token": self.s_per_token,
-            "median_s_per_token": self.median_s_per_token,
+            "steady_s_per_token": self.steady_s_per_token,
             "eta": self.eta,
         }
 
@@ -249,7 +249,7 @@ class _Run:
             "promised_bytes": {tier: promise.peak_bytes.get(tier, 0) for tier in (VRAM, RAM)},
             "measured_bytes": {tier: measured[tier] for tier in (VRAM, RAM)},
             "s_per_token": step_s,
-            "median_s_per_token": clock.median_s_per_step(),
+            "steady_s_per_token": clock.steady_s_per_step(),
             "eta": promise.bound_s / step_s if step_s else None,
             "timeline": handle.timeline(),
             "predicted": foreseen.beside(handle, self._hardware),

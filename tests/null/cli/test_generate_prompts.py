@@ -13,7 +13,7 @@ from generating import alone, save
 from tiny_model import held
 
 SUMMARY = {"batch", "tokens", "seconds", "tokens_per_s"}
-SUMMARY |= {"plan", "promised_bytes", "measured_bytes", "s_per_token", "median_s_per_token", "eta", "compute"}
+SUMMARY |= {"plan", "promised_bytes", "measured_bytes", "s_per_token", "steady_s_per_token", "eta", "compute"}
 PROMPTS = ["hi", "a longer one", "\u00e9t\u00e9"]
 
 

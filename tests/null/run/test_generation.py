@@ -253,5 +253,5 @@ def test_passes_are_those_of_a_generation() -> None:
 def test_the_median_forgives_a_first_token_that_the_mean_has() -> None:
     clock = Clock(times_s=[1.0, 6.0, 7.0, 8.0])
     assert clock.s_per_step() == pytest.approx(7 / 3)
-    assert clock.median_s_per_step() == 1.0
-    assert Clock(times_s=[1.0]).median_s_per_step() is None
+    assert clock.steady_s_per_step() == 1.0
+    assert Clock(times_s=[1.0]).steady_s_per_step() is None
