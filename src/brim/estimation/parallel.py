@@ -186,6 +186,22 @@ def experts_of(config: Any) -> int:
     return int(next((count for name in names if (count := getattr(config, name, None))), 0))
 
 
+def sizes_of(config: Any, sequence: int) -> Sizes:
+    """What must divide, by transformers' configuration. Raises UnsupportedError for one without layers."""
+    if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
+        raise UnsupportedError(
+            f"A model of {type(config).__name__} was to be split over several GPUs.",
+            "It has no number of layers and hidden size: it is no language model.",
+        )
+    heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    ffn = next((v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), None)
+    return Sizes(
+        layers=int(config.num_hidden_layers), heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads), hidden=int(config.hidden_size),
+        ffn=int(ffn or 4 * config.hidden_size), sequence=sequence, experts=experts_of(config),
+    )  # fmt: skip
+
+
 def check_experts(split: Split) -> None:
     """Raise UnsupportedError for experts over ranks that PyTorch's engine does not spread them over."""
     if split.ep > 1 and (split.ep != split.shards or split.tp > 1):

@@ -22,13 +22,12 @@ from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.parallel import (
-    Sizes,
     Split,
     check_context,
     check_experts,
     check_sizes,
-    experts_of,
     refuse_beside,
+    sizes_of,
 )
 from brim.estimation.parallel_balance import stages_of
 from brim.estimation.parallel_chunk import TracedChunk
@@ -79,8 +78,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     """
     split = job.split
     _check(job)
-    sizes = _sizes(job)
-    check_sizes(split, sizes)
+    check_sizes(split, sizes_of(transformers_config(job.source), job.sequence))
     layers = stages_of(
         split, transformers_config(job.source), sequence=job.sequence, checkpointing=job.workload.checkpointing
     )  # fmt: skip
@@ -125,26 +123,6 @@ def _check_compiled(split: Split) -> None:
         "--compile",
         ("--ep", split.ep > 1, "Which experts tokens go to is decided by values, where a graph ends."),
         ("--zero-bubble", split.zero_bubble, "A compiled block's backward pass is one, and has no halves."),
-    )
-
-
-def _sizes(job: ParallelJob) -> Sizes:
-    config: Any = transformers_config(job.source)
-    if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
-        raise UnsupportedError(
-            f"{job.source.name} was to be split over several GPUs.",
-            "Its configuration has no number of layers and hidden size: it is no language model.",
-        )
-    heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    ffn = next((v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), None)
-    return Sizes(
-        layers=int(config.num_hidden_layers),
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        hidden=int(config.hidden_size),
-        ffn=int(ffn or 4 * config.hidden_size),
-        sequence=job.sequence,
-        experts=experts_of(config),
     )
 
 

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from brim.errors import UnsupportedError, UsageError
-from brim.estimation.parallel import Split, check_sizes
+from brim.estimation.parallel import Split, check_sizes, sizes_of
 from brim.estimation.parallel_balance import balanced
 from brim.run.distributed import run_joined
 from brim.run.distributed_group import Ranks
-from brim.run.distributed_model import Filler, own_shares, sizes_of
+from brim.run.distributed_model import Filler, own_shares
 from brim.run.distributed_request import TIMEOUT_S
 from brim.run.generation import Request
 from brim.run.generation_inputs import check, encode

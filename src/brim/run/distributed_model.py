@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from brim.errors import ModelError, UnsupportedError
-from brim.estimation.parallel import Sizes, Split, check_context, check_experts, check_sizes, experts_of
+from brim.errors import UnsupportedError
+from brim.estimation.parallel import Split, check_context, check_experts, check_sizes, sizes_of
 from brim.estimation.parallel_balance import stages_of
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
@@ -206,23 +206,3 @@ def own_shares(stage: nn.Module) -> None:
         local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
         if local.untyped_storage().nbytes() > local.numel() * local.itemsize and isinstance(parameter.data, DTensor):
             parameter.data._local_tensor = local.clone()
-
-
-def _layers(config: Any) -> int:
-    return int(config.num_hidden_layers)
-
-
-def sizes_of(config: Any, sequence: int) -> Sizes:
-    """What must divide. Raises ModelError for a configuration without layers."""
-    if any(not isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
-        raise ModelError(
-            f"{type(config).__name__} was to be split over ranks.",
-            "It has no number of layers and hidden size.",
-        )
-    heads = int(getattr(config, "num_attention_heads", 0) or 1)
-    ffn = next((v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), None)
-    return Sizes(
-        layers=_layers(config), heads=heads, kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        hidden=int(config.hidden_size), ffn=int(ffn or 4 * config.hidden_size), sequence=sequence,
-        experts=experts_of(config),
-    )  # fmt: skip
