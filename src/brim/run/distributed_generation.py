@@ -220,7 +220,7 @@ def _of_layers(opened: OpenedModel, ranks: Ranks) -> Any:
     part = pipeline.parts(_stages(module, table, head, ranks.world))[ranks.rank]
     stage = pipeline.cut(module, part)
     layers = [module.get_submodule(path) for path in blocks(module)]
-    _renumber(stage.inner, layers, part)
+    _renumber(module, stage.inner, layers, part)
     dtype = head.weight.dtype
     if not part.embeds:
         module.set_submodule(names[id(table)], _Room(table.embedding_dim, dtype))
@@ -252,16 +252,14 @@ def _stages(module: Any, table: nn.Module, head: nn.Module, ranks: int) -> tuple
     return found
 
 
-def _renumber(inner: nn.Module, layers: list[nn.Module], part: pipeline.Part) -> None:
+def _renumber(module: Any, inner: Any, layers: list[nn.Module], part: pipeline.Part) -> None:
     """The layers count from 0 on, as their cache does: together they are a smaller model."""
     for layer in layers:
         for child in layer.modules():
             if isinstance(vars(child).get("layer_idx"), int):
                 child.layer_idx = vars(child)["layer_idx"] - part.first
-    config: Any = inner.config
-    config.num_hidden_layers = part.layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[part.first : part.first + part.layers]
+    inner.config.num_hidden_layers = part.layers
+    module.config = inner.config  # by which the cache is made
 
 
 class _Room(nn.Module):

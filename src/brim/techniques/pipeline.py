@@ -10,7 +10,9 @@ what came in, where a rank would wait: the same graph is gone through twice, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from brim.techniques.checkpointing import blocks
 from brim.techniques.context_parallel import Context
 
 NAME = "pipeline"
+_OF_LAYERS = re.compile("layer|block")  # as configurations name what they have one of for each layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +58,21 @@ def cut(model: Any, part: Part) -> Stage:
             f"Layers {part.first} to {part.first + part.layers - 1} of {part.of} were asked for.",
             f"{type(model).__name__} has {len(stack)}.",
         )
-    del stack[part.first + part.layers :]
-    del stack[: part.first]
     inner = model.get_submodule(path.rpartition(".")[0])
+    _keep(stack, inner, range(part.first, part.first + part.layers))
     if not part.has_head:
         _leave_out_head(model, inner)
+    stage = Stage(model, inner, part)
     if not part.embeds:
-        _leave_out_embedding(inner)
-    return Stage(model, inner, part)
+        _leave_out_embedding(inner, stack, has_head=part.has_head)
+        stack[0].register_forward_pre_hook(stage.come_in, with_kwargs=True)
+    return stage
+
+
+def shorten(stage: Stage, kept: Sequence[int]) -> None:
+    """Leave only those layers of a stage, by their places in it: a shallower stage of the same kinds of layers."""
+    stack, _ = _stack(stage.model)
+    _keep(stack, stage.inner, kept)
 
 
 class Stage(nn.Module):
@@ -76,6 +86,23 @@ class Stage(nn.Module):
         self._inner = [inner]  # a part of ``model``: not a second child
         self.tokens_over: DeviceMesh | None = None
         self.context: Context | None = None
+        self._came_in: torch.Tensor | None = None
+
+    def come_in(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A hook for the first layer: it gets what came in as it came. Decoders scale embeddings, or add to them,
+        wherever these are from."""
+        came_in, self._came_in = self._came_in, None
+        if came_in is None:  # called by somebody else, who sends by other ways
+            return None
+        given = args[0] if args else named.get("hidden_states")
+        if not isinstance(given, torch.Tensor) or given.shape != came_in.shape:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} was to be cut into stages.",
+                "Its layers take something else than hidden states.",
+            )
+        if args:
+            return (came_in, *args[1:]), named
+        return args, {**named, "hidden_states": came_in}
 
     @property
     def inner(self) -> nn.Module:
@@ -89,6 +116,7 @@ class Stage(nn.Module):
         if self.tokens_over is not None and not self.part.embeds:
             given = DTensor.from_local(given, self.tokens_over, [Shard(1)], run_check=False)
         named["input_ids" if self.part.embeds else "inputs_embeds"] = given
+        self._came_in = None if self.part.embeds else given
         if context is not None:
             named["position_ids"] = context.positions(given.shape[1], given.device)
         if self.part.has_head:
@@ -178,33 +206,71 @@ def _stack(model: nn.Module) -> tuple[nn.ModuleList, str]:
     return found[0]
 
 
+def _keep(stack: nn.ModuleList, inner: Any, kept: Sequence[int]) -> None:
+    """Only those layers, and a configuration of the decoder's own whose lists of layers have only their entries.
+
+    The decoder looks up what kind a layer is, and so the mask that it gets, by the layer's place in the stack.
+    """
+    of = len(stack)
+    for place in sorted(set(range(of)) - set(kept), reverse=True):
+        del stack[place]
+    config = inner.config = copy.deepcopy(inner.config)
+    stored = vars(config)
+    own = {name: type(value)(value[place] for place in kept) for name, value in _of_layers(config, of)}
+    stored |= {name: value for name, value in own.items() if name in stored}
+    computed = {name: value for name, value in own.items() if name not in stored}
+    if computed:
+        config.__class__ = type(type(config).__name__, (type(config),), computed)
+
+
+def _of_layers(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
+    """What a configuration has one of for each layer, stored or worked out from its other settings."""
+    kind = type(config)
+    names = {*vars(config), *(name for name in dir(kind) if isinstance(getattr(kind, name), property))}
+    for name in sorted(filter(_OF_LAYERS.search, names)):
+        value = getattr(config, name)
+        if isinstance(value, (list, tuple)) and len(value) == layers:
+            yield name, value
+
+
 def _leave_out_head(model: Any, inner: nn.Module) -> None:
-    """No last norm and no output layer; a tied weight stays with the embedding."""
+    """No last norm, and nothing of the model beside its decoder; a tied weight stays with the embedding."""
     names = [name for name, child in inner.named_children() if _is_norm(child)]
     if names:
         setattr(inner, names[-1], nn.Identity())
     for name, child in list(model.named_children()):
-        if child is not inner and isinstance(child, nn.Linear):
+        if all(part is not inner for part in child.modules()):
             delattr(model, name)
 
 
-def _leave_out_embedding(inner: nn.Module) -> None:
-    """Hidden states come in: tables of tokens go, tables of positions add nothing, dropout was done."""
-    for name, child in list(inner.named_children()):
+def _leave_out_embedding(inner: nn.Module, stack: nn.ModuleList, *, has_head: bool) -> None:
+    """Hidden states come in: what makes them of tokens, and its norm and its dropout, is left out."""
+    children = [(name, child) for name, child in inner.named_children() if child is not stack]
+    last_norm = next((child for _, child in reversed(children) if _is_norm(child)), None) if has_head else None
+    for name, child in children:
+        embeds = any(isinstance(part, nn.Embedding) for part in child.modules())
         if isinstance(child, nn.Embedding):
             setattr(inner, name, _Nothing())
-        elif isinstance(child, nn.Dropout):
-            setattr(inner, name, nn.Identity())
+        elif child is not last_norm and (embeds or _is_norm(child) or isinstance(child, nn.Dropout)):
+            setattr(inner, name, _Through())
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(("Norm", "LayerNorm", "RMSNorm"))
+    return "Norm" in type(module).__name__
+
+
+class _Through(nn.Module):
+    """In the place of what was done to hidden states before they came here."""
+
+    def forward(self, *args: Any, **named: Any) -> torch.Tensor:
+        given = (one for one in (*args, *named.values()) if isinstance(one, torch.Tensor) and one.is_floating_point())
+        return next(given)
 
 
 class _Nothing(nn.Module):
     """In the place of a table of positions that an earlier stage has added."""
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.zeros((), device=positions.device, dtype=torch.get_default_dtype())
 
 
