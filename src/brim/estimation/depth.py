@@ -85,7 +85,7 @@ def depth_of(source: Source, model: nn.Module | None = None) -> Depth | None:
         return None
     if not _is_even(source.config, layers):
         return None
-    model = _built(source, config) if model is None else model
+    model = on_meta(source, config) if model is None else model
     stack = None if model is None else _stack(model, layers)
     if stack is None:
         return None
@@ -106,7 +106,8 @@ def _is_even(config: Mapping[str, Any], layers: int) -> bool:
     return True
 
 
-def _built(source: Source, config: Any) -> nn.Module | None:
+def on_meta(source: Source, config: Any) -> nn.Module | None:
+    """The model without memory; None where its configuration makes none."""
     from transformers.initialization import no_init_weights
 
     kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
@@ -128,11 +129,12 @@ def _stack(model: nn.Module, layers: int) -> nn.ModuleList | None:
 
 def alike(stack: nn.ModuleList, first: int) -> bool:
     """Whether all layers from ``first`` on are alike."""
-    known = _settings(stack[first])
-    return all(_same(known, _settings(stack[n]), first, n) for n in range(len(stack) - 1, first, -1))
+    known = settings_of(stack[first])
+    return all(same_settings(known, settings_of(stack[n]), first, n) for n in range(len(stack) - 1, first, -1))
 
 
-def _settings(layer: nn.Module) -> dict[str, Any]:
+def settings_of(layer: nn.Module) -> dict[str, Any]:
+    """By path: classes of modules, shapes and dtypes of tensors, and plain attributes."""
     found: dict[str, Any] = {}
     for path, module in layer.named_modules():
         found[path] = type(module)
@@ -144,7 +146,7 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any], first: int, second: int) -> bool:
+def same_settings(one: Mapping[str, Any], other: Mapping[str, Any], first: int, second: int) -> bool:
     """Equal but for numbers that say which layer it is."""
     if one.keys() != other.keys():
         return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from brim.estimation.models import transformers_config
 from brim.estimation.parallel_job import ParallelJob
@@ -16,9 +15,8 @@ from brim.techniques import pipeline, sharding
 class TracedChunk:
     """What comes in to a stage and is kept for its backward passes, and those. ``dtype``: of hidden states."""
 
-    def __init__(
-        self, model: nn.Module, handle: sharding.Sharded, part: pipeline.Part, job: ParallelJob, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: pipeline.Stage, handle: sharding.Sharded, job: ParallelJob, dtype: torch.dtype) -> None:
+        part = model.part
         self.model, self.handle, self._part = model, handle, part
         many = job.split.micro_batches  # pipelining makes room for all of them (stage.py, _RecvInfo)
         self._tokens = torch.zeros(job.split.micro_batch, job.sequence, dtype=torch.long)

@@ -15,7 +15,8 @@ from brim.estimation.workload import Workload
 @dataclass(frozen=True, kw_only=True)
 class ParallelJob:
     """A model to train, how, and how it is split. ``capability`` is the GPU's. ``fused_loss``: of Megatron-LM
-    only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU. ``compiled``: each block by torch.compile."""
+    only. ``target``: ``cuda``, or ``cpu`` for ranks without a GPU. ``compiled``: each block by torch.compile.
+    ``layers``: which of the model's are there; None: all."""
 
     source: Source
     workload: Workload
@@ -25,6 +26,7 @@ class ParallelJob:
     fused_loss: bool = True
     target: str = "cuda"
     compiled: bool = False
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

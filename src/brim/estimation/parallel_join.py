@@ -13,27 +13,27 @@ from typing import Any
 
 from brim.core import Category, Op, Storage, Trace
 from brim.estimation.parallel_compose import OPTIMIZER
+from brim.estimation.parallel_layers import Layers
 from brim.estimation.parallel_schedule import Turn
-from brim.techniques.pipeline import Part
 
 _FOREACH = "aten._foreach_"
 _BORN, _DIED, _OTHER = "born", "died", "other"
 
 
 def of_chunks(
-    parts: Sequence[Part],
+    chunks: Sequence[Layers],
     order: Sequence[Turn],
-    trace: Callable[[Part, Sequence[Turn]], Trace],
+    trace: Callable[[Layers, Sequence[Turn]], Trace],
     known: MutableMapping[Any, Trace],
 ) -> Trace | None:
     """The trace of a rank with these chunks, from ``trace`` of each kind alone, kept in ``known``; None where they do
     not go together."""
     traces = []
-    for chunk, part in enumerate(parts):
-        own = tuple(replace(turn, chunk=0) for turn in order if turn.chunk == chunk)
-        key = (part.layers, part.embeds, part.has_head, own)
+    for number, chunk in enumerate(chunks):
+        own = tuple(replace(turn, chunk=0) for turn in order if turn.chunk == number)
+        key = (chunk.kinds, chunk.embeds, chunk.has_head, own)
         if key not in known:
-            known[key] = trace(part, own)
+            known[key] = trace(chunk, own)
         traces.append(known[key])
     return joined(traces)
 

@@ -7,15 +7,16 @@ whole stage many times that. What a way takes is told by the proof alone (``rank
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from brim import catalog
 from brim.core import Category, Op, Phase, Trace
 from brim.estimation import ranks_torch
 from brim.estimation.estimate import capability_of
-from brim.estimation.models import Source, transformers_config
+from brim.estimation.models import Source
 from brim.estimation.parallel import Split
 from brim.estimation.parallel_job import ParallelJob
+from brim.estimation.parallel_layers import usual_layers
 from brim.estimation.parallel_script import Sent
 from brim.estimation.simulation import place_of
 from brim.estimation.workload import Workload
@@ -39,15 +40,14 @@ class Pieces:
 def pieces(
     source: Source, split: Split, layers: int, *, sequence: int, recompute: str, gpu: catalog.Gpu, precision: str
 ) -> Pieces:
-    """Of ``source`` with so many layers, whose tensors, sequences and experts are shared as ``split`` says. Raises
-    what ``ranks_torch.stages`` does."""
+    """Of ``source`` with so many layers, of the kind that most are of, whose tensors, sequences and experts are
+    shared as ``split`` says. Raises what ``ranks_torch.stages`` does."""
     workload = Workload(
         task="train", batch=split.micro_batch, seq=sequence, precision=precision, checkpointing=recompute
     )
-    field = transformers_config(source).attribute_map.get("num_hidden_layers", "num_hidden_layers")
     job = ParallelJob(
-        source=replace(source, config={**source.config, field: layers}), workload=workload, split=_little(split),
-        sequence=sequence, capability=capability_of(place_of(gpu)),
+        source=source, workload=workload, split=_little(split), sequence=sequence,
+        capability=capability_of(place_of(gpu)), layers=usual_layers(source, layers),
     )  # fmt: skip
     (facts,), _ = ranks_torch.stages(job)
     ops = [op for op in facts.ops if op.phase in (Phase.FORWARD, Phase.BACKWARD)]

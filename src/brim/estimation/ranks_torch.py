@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from brim.core import Category, Op, Phase, Storage, Trace
@@ -32,9 +31,10 @@ from brim.estimation.parallel import (
 from brim.estimation.parallel_balance import stages_of
 from brim.estimation.parallel_chunk import TracedChunk
 from brim.estimation.parallel_compose import OPTIMIZER, Composer, mark_of, traced_order
-from brim.estimation.parallel_depth import UNIT, deepened_in_pairs
+from brim.estimation.parallel_depth import deepened_in_pairs
 from brim.estimation.parallel_job import ParallelJob, StageFacts
 from brim.estimation.parallel_join import of_chunks
+from brim.estimation.parallel_layers import Layers, layers_of
 from brim.estimation.parallel_schedule import Turn, brief, turns
 from brim.estimation.parallel_script import Sent
 from brim.estimation.quiet import quiet
@@ -46,7 +46,6 @@ from brim.predict.tracer import trace
 from brim.techniques import checkpointing, compiling, context_parallel, pipeline, sharding
 
 _STEPS = 2  # the first makes the optimizer's state
-_FEWEST = 8  # layers of a stage from which on three shallower ones are traced and two layers repeated
 _TYPES = {
     "bf16": (torch.bfloat16, None),
     "fp32": (torch.float32, None),
@@ -81,7 +80,7 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     check_sizes(split, sizes_of(transformers_config(job.source), job.sequence))
     layers = stages_of(
         split, transformers_config(job.source), sequence=job.sequence, checkpointing=job.workload.checkpointing
-    )  # fmt: skip
+    ) if job.layers is None else (len(job.layers),)  # fmt: skip
     parts = pipeline.parts(layers)
     composers: dict[Any, Composer] = {}
     chunks: dict[Any, Trace] = {}
@@ -90,10 +89,11 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
         own = parts[stage :: split.pp]
         order = turns(brief(split, stage), stage)
         traced = traced_order(order)
-        key = (*((part.layers, part.embeds, part.has_head) for part in own), *traced)
+        stages = tuple(layers_of(job, part) for part in own)
+        key = (*((one.kinds, one.embeds, one.has_head) for one in stages), *traced)
         if key not in composers:
-            composers[key] = Composer(_traced(job, own, traced, chunks), traced)
-        found.append(_facts(composers[key], job, own, order, stage))
+            composers[key] = Composer(_traced(job, stages, traced, chunks), traced)
+        found.append(_facts(composers[key], job, stages, order, stage))
     told = [_TOLD, _IN_RAM] if split.offload_shards else [_TOLD]
     told += [_BUFFERS, f"stages of {', '.join(map(str, layers))} layers"] if split.pp > 1 else []
     return found, tuple(told)
@@ -130,31 +130,29 @@ def _check_compiled(split: Split) -> None:
 
 
 def _traced(
-    job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn], chunks: dict[Any, Trace]
+    job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn], known: dict[Any, Trace]
 ) -> Trace:  # fmt: skip
     """The rank's step with these turns; of one deep stage, two layers of shallower ones repeated where that is
-    exact; of several chunks each kind once, kept in ``chunks``.
+    exact; of several chunks each kind once, kept in ``known``.
 
     Halves of backward passes are not put together so: with ZeRO-1 the sum was 0.7 % over what all chunks took.
     """
-    if job.split.zero_bubble and len(parts) > 1:
-        return _of_layers(job, parts, order, None)
-    if len(parts) > 1:
-        joined = of_chunks(parts, order, lambda part, own: _traced(job, [part], own, chunks), chunks)
-        return _of_layers(job, parts, order, None) if joined is None else joined
-    if parts[0].layers >= _FEWEST:
-        least = UNIT + parts[0].layers % UNIT
-        few = [_of_layers(job, parts, order, least + more * UNIT) for more in range(3)]
-        found = deepened_in_pairs(few, parts[0].layers - least)
+    if len(chunks) > 1:
+        joined = None
+        if not job.split.zero_bubble:
+            joined = of_chunks(chunks, order, lambda chunk, own: _traced(job, [chunk], own, known), known)
+        return _run(job, chunks, order) if joined is None else joined
+    few = chunks[0].shallower()
+    if few is not None:
+        found = deepened_in_pairs([_run(job, [one], order) for one in few[0]], few[1])
         if found is not None:
             return found
-    return _of_layers(job, parts, order, None)
+    return _run(job, chunks, order)
 
 
-def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn], layers: int | None) -> Trace:
-    """The same kind of stages with so many layers (None: their own), each of a model with one layer before and one
-    behind it where it has some there."""
-    program = _Program(job, [_alone(part, layers or part.layers) for part in parts], order)
+def _run(job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> Trace:
+    """The rank's step with all that these chunks have."""
+    program = _Program(job, chunks, order)
     split = job.split
     try:
         with quiet(), sharding.alone(split.shards * split.tp):
@@ -171,11 +169,6 @@ def _of_layers(job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence
             f"A stage of {job.source.name} was to be traced with {split.describe()}.", f"It fails: {short(error)}",
             "Its layers may not split this way.",
         ) from error  # fmt: skip
-
-
-def _alone(part: pipeline.Part, layers: int) -> pipeline.Part:
-    before, behind = (0 if part.embeds else 1), (0 if part.has_head else 1)
-    return pipeline.Part(first=before, layers=layers, of=before + layers + behind)
 
 
 def _as_sharded(made: Trace, axes: Mapping[str, str]) -> Trace:
@@ -205,8 +198,8 @@ class _Program:
     mesh: DeviceMesh
     context: DeviceMesh | None = None
 
-    def __init__(self, job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn]) -> None:
-        self.job, self.parts, self.order = job, parts, order
+    def __init__(self, job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> None:
+        self.job, self.chunks, self.order = job, chunks, order
 
     def axes(self) -> dict[str, str]:
         """Of the mesh, by the name of the group: experts are spread over all that share weights."""
@@ -217,8 +210,8 @@ class _Program:
         job, split = self.job, self.job.split
         weights, computes = _TYPES[job.workload.precision or _precision(job)]
         chunks, twins = [], []
-        for part in self.parts:
-            model, table = self._model(part, weights)
+        for layers in self.chunks:
+            model, table = self._model(layers, weights)
             model.train()
             if (job.workload.checkpointing or "none") != "none":
                 names = checkpointing.blocks(model)
@@ -233,24 +226,22 @@ class _Program:
                     context_place=_likely(split),
                 ),
             )  # fmt: skip
-            chunks.append(TracedChunk(model, handle, part, job, computes or weights))
+            chunks.append(TracedChunk(model, handle, job, computes or weights))
             twins += [pipeline.Twin(p) for name, p in model.named_parameters() if name == table]
         trained = [p for chunk in chunks for p in chunk.model.parameters() if p.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
         sharding.group_by_kind(optimizer, offload=split.offload_shards)
         return self._step(chunks, twins, optimizer)
 
-    def _model(self, part: pipeline.Part, weights: torch.dtype) -> tuple[nn.Module, str | None]:
+    def _model(self, layers: Layers, weights: torch.dtype) -> tuple[pipeline.Stage, str | None]:
         """The whole model, and of it the stage: layers that are left out take nothing once they are gone. And the
         name in it of a weight that another stage has too."""
         job = self.job
-        config = {**job.source.config, _layers_field(job): part.of}
-        source = replace(job.source, config=config)
         precision = "bf16" if weights is torch.bfloat16 else "fp32"
         settings = replace(job.workload, precision=precision, seq=job.sequence)
-        model = Job(source, settings).module()
+        model = Job(layers.whole, settings).module()
         table = pipeline.tied_table(model) if self.job.split.pp > 1 else None
-        stage = pipeline.cut(model, part)
+        stage = layers.cut(model)
         return stage, next((name for name, parameter in stage.named_parameters() if parameter is table), None)
 
     def _step(
@@ -291,23 +282,18 @@ def _precision(job: ParallelJob) -> str:
     return "bf16" if dtype in ("bfloat16", "float16") else "bf16-mixed"
 
 
-def _layers_field(job: ParallelJob) -> str:
-    config: Any = transformers_config(job.source)
-    return str(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
-
-
 # -- from a trace to facts -----------------------------------------------------------------------------------
 
 
 def _facts(
-    composer: Composer, job: ParallelJob, parts: Sequence[pipeline.Part], order: Sequence[Turn], stage: int
+    composer: Composer, job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn], stage: int
 ) -> StageFacts:
     split = job.split
     ops = composer.usual_ops()
     per_micro_batch = _sent(ops)
     hidden = _boundary_bytes(job)
-    for part in parts if split.pp > 1 else ():
-        for phase, does in ((Phase.FORWARD, not part.has_head), (Phase.BACKWARD, not part.embeds)):
+    for chunk in chunks if split.pp > 1 else ():
+        for phase, does in ((Phase.FORWARD, not chunk.has_head), (Phase.BACKWARD, not chunk.embeds)):
             if does:
                 per_micro_batch.append(Sent(kind="send", axis="pp", bytes=hidden, phase=phase))
     kernels = [op for op in (*ops, *composer.optimizer_ops()) if not _is_collective(op) and op.name not in _CROSSINGS]

@@ -216,14 +216,14 @@ def _keep(stack: nn.ModuleList, inner: Any, kept: Sequence[int]) -> None:
         del stack[place]
     config = inner.config = copy.deepcopy(inner.config)
     stored = vars(config)
-    own = {name: type(value)(value[place] for place in kept) for name, value in _of_layers(config, of)}
+    own = {name: type(value)(value[place] for place in kept) for name, value in of_layers(config, of)}
     stored |= {name: value for name, value in own.items() if name in stored}
     computed = {name: value for name, value in own.items() if name not in stored}
     if computed:
         config.__class__ = type(type(config).__name__, (type(config),), computed)
 
 
-def _of_layers(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
+def of_layers(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
     """What a configuration has one of for each layer, stored or worked out from its other settings."""
     kind = type(config)
     names = {*vars(config), *(name for name in dir(kind) if isinstance(getattr(kind, name), property))}

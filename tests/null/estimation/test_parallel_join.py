@@ -36,13 +36,13 @@ def estimated(model, split, **settings):
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: " ".join(f"{k} {v}" for k, v in split.items()))
 @pytest.mark.parametrize("checkpointing", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_each_kind_of_chunk_is_traced_once_and_tells_the_same(model, split, checkpointing):
-    whole_rank, counted = ranks_torch._of_layers, []
+    whole_rank, counted = ranks_torch._run, []
 
-    def of_layers(job, parts, order, layers):
-        counted.append(len(parts))
-        return whole_rank(job, parts, order, layers)
+    def run(job, chunks, order):
+        counted.append(len(chunks))
+        return whole_rank(job, chunks, order)
 
-    with mock.patch.object(ranks_torch, "_of_layers", of_layers):
+    with mock.patch.object(ranks_torch, "_run", run):
         found = estimated(model, split, checkpointing=checkpointing)
         assert max(counted) == 1
         with mock.patch.object(ranks_torch, "of_chunks", lambda *_: None):

@@ -124,22 +124,6 @@ def test_checkpointing_composes_with_sharding(model):
     assert full["activations"] < 0.7 * plain["activations"]
 
 
-@pytest.mark.slow
-def test_a_deep_stage_is_a_layer_repeated(model, tmp_path):
-    """Eight layers from traces of two, three and four, and all of them traced."""
-    from brim.estimation import ranks_torch
-
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 8}))
-    repeated = estimated(tmp_path, gpus=2, zero=3, precision="fp32").worst
-    before = ranks_torch._FEWEST
-    ranks_torch._FEWEST = 100
-    try:
-        whole = estimated(tmp_path, gpus=2, zero=3, precision="fp32").worst
-    finally:
-        ranks_torch._FEWEST = before
-    assert repeated.peak_bytes == whole.peak_bytes
-
-
 def test_interleaved_stages_keep_what_every_micro_batch_sent(model):
     """Also those that are not written out: on the first rank each takes the room for what it receives, and for what
     it has sent; its first chunk sends one way, its second both."""
