@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     MixtralConfig,
@@ -38,6 +39,33 @@ def save_mixtral(folder: Path, chosen: int) -> Path:
         bos_token_id=0, eos_token_id=None,
     )  # fmt: skip
     MixtralForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+# Four layers of several kinds each, but for granite, which scales its embeddings.
+MIXED: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 16, "sliding_window": 8},
+    "gpt_oss": {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 4},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "qk_nope_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 4,
+        "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+    },
+    "granite": {"embedding_multiplier": 3.0},
+}  # fmt: skip
+
+
+def save_mixed(folder: Path, family: str) -> Path:
+    """All tokens go to all experts."""
+    torch.manual_seed(6)
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128, "bos_token_id": 0,
+        "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    config = AutoConfig.for_model(family, **{**sizes, **MIXED[family]})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 

@@ -34,7 +34,7 @@ def request(model: Path, data: Path, output: Path, **options: Any) -> Request:
 def plain(
     model: Path, data: Path, steps: int, *, seq: int = SEQ, batch: int = BATCH, lr: float = LR
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final parameters of plain PyTorch, with everything in memory."""
+    """Losses, and final parameters and stored buffers, of plain PyTorch with everything in memory."""
     batches = Batches(open_data(data, AutoTokenizer.from_pretrained(model), seq), batch, seed=0, pad_to=seq)
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_pretrained(model).train()
@@ -46,7 +46,7 @@ def plain(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, dict(module.named_parameters())
+    return losses, module.state_dict()
 
 
 def remember_predictions() -> Callable[[], None]:

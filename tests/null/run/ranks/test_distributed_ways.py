@@ -13,6 +13,7 @@ from brim.estimation.models import find_model
 from brim.planner.meshes_torch import run_meshes
 from brim.run import distributed_plan
 from rank_checks import (
+    MIXED,
     SP,
     adapted,
     check,
@@ -20,6 +21,7 @@ from rank_checks import (
     check_losses,
     check_memory,
     check_trained,
+    save_mixed,
     save_mixtral,
 )
 from splitting import BATCH, LR, SEQ, STEPS, brim_train, torchrun, trained
@@ -124,6 +126,23 @@ def test_sequences_are_clipped_beside_tensors_and_pipelines_as_on_one_rank(
     splits = [{"cp": 2, "tp": 2, "zero": 1, **SP}, {"cp": 2, "pp": 2, "zero": 3}]
     for found in trained(4, llama, text, tmp_path / "four", *({**clipped, **split} for split in splits)):
         assert found["losses"] == pytest.approx(one, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow) if family != "gemma2" else family for family in MIXED]
+)
+@pytest.mark.timeout(600)
+def test_layers_of_several_kinds_in_stages(family: str, text: Path, tmp_path: Path) -> None:
+    """Layers look far in turn or are dense at first, embeddings are scaled, and stages begin between those."""
+    folder = save_mixed(tmp_path / family, family)
+    splits = [{"pp": 2, "micro_batch": 3}]
+    if family != "gemma2":
+        splits += [{"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 3}, {"zero": 3, "micro_batch": 6}]
+    made = trained(2, folder, text, tmp_path, *splits)
+    reference = plain(folder, text, STEPS, seq=SEQ, batch=BATCH, lr=LR)
+    for number, found in enumerate(made):
+        check_losses(found, tmp_path / str(number), reference)
+    check_memory(2, folder, made, *splits)
 
 
 @pytest.mark.slow
