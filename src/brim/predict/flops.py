@@ -66,11 +66,14 @@ def op_work(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
 def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating-point operations of one aten operation, forward or backward; works on fake and meta tensors.
 
-    Products by PyTorch's own registry (``torch/utils/flop_counter.py``: two per multiply-add, causal masks not
-    counted), with the products that it lacks; anything else that computes is one per element of its largest tensor;
-    views, copies, gathers and fills are 0.
+    Products by PyTorch's own registry (``torch/utils/flop_counter.py``: two per multiply-add), with the products that
+    it lacks; anything else that computes is one per element of its largest tensor; views, copies, gathers and fills
+    are 0. Unlike the registry, fused attention does not count what a causal mask hides: its kernels skip that.
     """
-    count = _attention().get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+    attention = _attention().get(func.overloadpacket)
+    if attention is not None:
+        return attention(*args, causal=_is_causal(func, args, kwargs))
+    count = flop_registry.get(func.overloadpacket)
     if count is not None:
         return int(count(*args, **kwargs, out_val=out))
     product = _products().get(func.overloadpacket)
@@ -156,14 +159,15 @@ def _products() -> dict[Any, Callable[..., int]]:
 def _attention() -> dict[Any, Callable[..., int]]:
     """Fused attention: two products forward, five backward (the scores again; gradients of q, k, v and the scores).
 
-    PyTorch's registry has the same counts, but before 2.13 it refuses fewer key than query heads.
+    PyTorch's registry has the same counts of whole matrices of scores, but before 2.13 it refuses fewer key than
+    query heads.
     """
 
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
-        return _score_count(q, k) * (q.shape[-1] + v.shape[-1])
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, causal: bool) -> int:
+        return _score_count(q, k, causal) * (q.shape[-1] + v.shape[-1])
 
-    def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
-        return _score_count(q, k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+    def backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, causal: bool) -> int:
+        return _score_count(q, k, causal) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
     kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     names = [f"_scaled_dot_product_{kind}" for kind in (*kinds, "fused_attention_overrideable")]
@@ -171,9 +175,19 @@ def _attention() -> dict[Any, Callable[..., int]]:
     return {getattr(aten, name): count for name, count in counts.items() if hasattr(aten, name)}
 
 
-def _score_count(q: torch.Tensor, k: torch.Tensor) -> int:
-    """Twice the entries of the score matrices of q (batch, heads, queries, width) and k (batch, ..., keys, width)."""
-    return 2 * math.prod(q.shape[:-1]) * k.shape[-2]
+def _is_causal(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    at = names.index("is_causal")
+    return bool(args[at] if at < len(args) else kwargs.get("is_causal", False))
+
+
+def _score_count(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
+    """Twice the scores of q (batch, heads, queries, width) and k (batch, ..., keys, width) that are computed: all, or
+    each query's of the keys up to its own."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    whole = min(queries, keys)
+    scores = whole * (whole + 1) // 2 + max(queries - keys, 0) * keys if causal else queries * keys
+    return 2 * math.prod(q.shape[:-2]) * scores
 
 
 def _recurrent(source: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:

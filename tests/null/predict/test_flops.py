@@ -76,6 +76,22 @@ def test_attention_on_the_cpu_kernel_counts_both_products_and_five_backward(head
     assert backward.flops("attention") == 5 * one
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (6, 10), (10, 6)])
+def test_attention_does_not_count_what_a_causal_mask_hides(queries, keys):
+    q = torch.randn(2, 4, queries, 8, device="meta")
+    k, v = (torch.randn(2, 4, keys, 8, device="meta") for _ in range(2))
+    seen = int(torch.ones(queries, keys, dtype=torch.bool).tril().sum())
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    by_place, by_name = (
+        record(lambda: flash(q, k, v, 0.0, True)).flops(), record(lambda: flash(q, k, v, is_causal=True)).flops()
+    )  # fmt: skip
+    assert by_place == by_name == 2 * 2 * 2 * 4 * seen * 8
+    out, lse = flash(q, k, v)
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    backward = record(lambda: back(torch.ones_like(out), q, k, v, out, lse, 0.0, True))
+    assert backward.flops("attention") == 5 * 2 * 2 * 4 * seen * 8
+
+
 def test_products_that_pytorch_does_not_count():
     with torch.device("meta"):
         a, b = torch.randn(6, 5), torch.randn(5)
