@@ -32,13 +32,14 @@ def request(model: Path, data: Path, output: Path, **options: Any) -> Request:
 
 
 def plain(
-    model: Path, data: Path, steps: int, *, seq: int = SEQ, batch: int = BATCH, lr: float = LR
+    model: Path, data: Path, steps: int, *, seq: int = SEQ, batch: int = BATCH, lr: float = LR, sgd: bool = False
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses, and final parameters and stored buffers, of plain PyTorch with everything in memory."""
     batches = Batches(open_data(data, AutoTokenizer.from_pretrained(model), seq), batch, seed=0, pad_to=seq)
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_pretrained(model).train()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, fused=True)
+    kind = torch.optim.SGD if sgd else torch.optim.AdamW
+    optimizer = kind(module.parameters(), lr=lr, fused=True)
     losses = []
     for _ in range(steps):
         loss = module(**next(batches)).loss

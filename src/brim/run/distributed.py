@@ -12,7 +12,8 @@ import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from brim.errors import BrimError, BudgetError, ModelError, UsageError
+from brim.estimation.models import short
 from brim.estimation.parallel import Split
 from brim.run import checkpoint_reading
 from brim.run.data import Batches
@@ -86,10 +88,16 @@ def _in_words(error: Exception, ranks: Ranks) -> BaseException:
             f"Rank {ranks.rank} was to do its part.", f"Its memory ran out: {' '.join(str(error).split()):.300}",
             "Take more ranks; for training also a smaller --micro-batch, --checkpointing full or a higher --zero.",
         )  # fmt: skip
-    if isinstance(error, dist.DistError) or any(word in str(error) for word in _ENGINE_WORDS):
+    if _is_of_engine(error):
         return ranks.stuck(error)
     traceback.print_exception(error)
     return error
+
+
+def _is_of_engine(error: Exception) -> bool:
+    """Other ranks', or memory's: nothing that this model does."""
+    words = any(word in str(error) for word in _ENGINE_WORDS)
+    return isinstance(error, dist.DistError) or words or is_out_of_memory(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +204,7 @@ class _Run:
             begin_s = time.perf_counter()
             batch = next(opened.batches)
             lr = request.lr_at(number, steps)
-            with meter.step(number - first):
+            with meter.step(number - first), _splits(split, opened.trainee.opened.name, is_first=number == first):
                 loss = stepper.step(share_of(batch, split, shard, ranks.device), lr=lr, clip_norm=request.clip_norm)
             report = StepReport(
                 step=number + 1, steps=steps, loss=loss, lr=lr, tokens=batch["input_ids"].numel(),
@@ -217,6 +225,20 @@ class _Run:
     def _note(self, text: str) -> None:
         self._notes.append(text)
         self._on_note(text)
+
+
+@contextmanager
+def _splits(split: Split, model: str, *, is_first: bool) -> Iterator[None]:
+    """A forward pass that counts on whole tensors fails in the first step: in words what that means."""
+    try:
+        yield
+    except Exception as error:
+        if not is_first or split.tp == 1 or isinstance(error, BrimError) or _is_of_engine(error):
+            raise
+        raise ModelError(
+            f"{model} was to be trained on {split.describe()}.", f"Its first step fails: {short(error)}",
+            "Its layers may not split by tensors: use --zero or --pp.",
+        ) from error  # fmt: skip
 
 
 def _mesh(split: Split, device: torch.device) -> DeviceMesh:

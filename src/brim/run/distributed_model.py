@@ -21,7 +21,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.run.file_tensor import FileTensor
 from brim.run.trainee import Method, Trainee, open_trainee
 from brim.techniques import checkpointing, context_parallel, optimizers, pipeline, sharding
-from brim.techniques.sharding_plan import check_fused, has_turned
+from brim.techniques.tensor_parts import check_parts, has_turned
 from brim.techniques.weight_streaming import Weights
 
 COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
@@ -89,7 +89,7 @@ def check(trainee: Trainee, recipe: Recipe) -> None:
     check_experts(split)
     check_context(split)
     layers = (trainee.module.get_submodule(path) for path in checkpointing.blocks(trainee.module))
-    check_fused(layers, split.tp, type(trainee.module).__name__)
+    check_parts(layers, split.tp, type(trainee.module).__name__)
     if split.tp > 1 and has_turned(trainee.module):
         raise UnsupportedError(
             f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",

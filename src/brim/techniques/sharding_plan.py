@@ -7,8 +7,9 @@ residual stream are split along the sequence (Korthikanti et al., arXiv 2205.051
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,15 +22,32 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map
 
 from brim.errors import UnsupportedError, UsageError
+from brim.techniques.tensor_parts import (
+    FUSED,
+    READS,
+    WRITES,
+    TensorParts,
+    check_parts,
+    is_norm,
+    is_turned,
+    parts_of,
+)
 
-# Products that read the residual stream, and those that write to it, as transformers' models name them.
-_READS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "c_fc", "c_attn")
-_WRITES = ("o_proj", "out_proj", "down_proj", "fc2", "c_proj")
-_FUSED = {"c_attn": 3}  # queries, keys and values side by side
+_OF_HEADS = ("q_proj", "c_attn")
+# Of an attention's heads; and GPT-2's size of the queries, by which it cuts them off.
+_COUNTS = {
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_heads",
+    "n_head",
+    "split_size",
+}
 _TOKENS = Shard(1)  # hidden states split along the sequence
-_NORMS = ("Norm", "LayerNorm", "RMSNorm")
 
 
 def split_block(path: str, block: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -38,11 +56,12 @@ def split_block(path: str, block: nn.Module, mesh: DeviceMesh, *, sequence_paral
     Raises UsageError for a product that does not divide, UnsupportedError for a block that has none of the known
     names.
     """
-    check_fused([block], mesh.size(), path)
+    check_parts([block], mesh.size(), path)
+    parts = parts_of(block)
     _linearize(block, mesh.size())
-    plan = _block_plan(path, block, mesh.size(), sequence_parallel)
+    plan = _block_plan(path, block, parts, mesh, sequence_parallel)
     parallelize_module(block, mesh, plan, src_data_rank=None)
-    _narrow_heads(block, mesh.size())
+    _narrow_heads(block, parts, mesh.size())
 
 
 def split_outside(
@@ -50,69 +69,53 @@ def split_outside(
     sequence_parallel: bool,
 ) -> None:  # fmt: skip
     """Split what of ``model`` is outside its ``blocks``; ``tied`` are ``tied_weights`` of before."""
-    parallelize_module(model, mesh, dict(_outer_plan(model, blocks, sequence_parallel)), src_data_rank=None)
+    parallelize_module(model, mesh, dict(_outer_plan(model, blocks, mesh, sequence_parallel)), src_data_rank=None)
     for first, second in tied:
         model.get_submodule(second).weight = model.get_submodule(first).weight
 
 
-def fused_products(block: nn.Module) -> list[str]:
-    """Products of a decoder layer that several are made one of, such as queries, keys and values: those of no known
-    name beside one that is split by its inputs. A rank's rows of such a product are not its part of each."""
-    linear = [name for name, module in block.named_modules() if isinstance(module, nn.Linear) or _is_turned(module)]
-    parts = {name.rpartition(".")[0] for name in linear if name.rpartition(".")[2] in _WRITES}
-    return [
-        name for name in linear
-        if name.rpartition(".")[0] in parts and name.rpartition(".")[2] not in (*_READS, *_WRITES)
-    ]  # fmt: skip
-
-
-def check_fused(blocks: Iterable[nn.Module], ranks: int, model: str) -> None:
-    """Raise UnsupportedError for decoder layers whose products are not split by tensors."""
-    found = next((names for block in blocks if (names := fused_products(block))), None)
-    if ranks > 1 and found:
-        raise UnsupportedError(
-            f"--tp {ranks} was asked for {model}.",
-            f"Of its layers {', '.join(found)} is one product each of what a rank needs its own part of.",
-            "Split it by --zero or --pp.",
-        )
-
-
-def has_turned(block: nn.Module) -> bool:
-    """Whether weights lie the other way round, with queries, keys and values in one: they can be traced when split,
-    and no checkpoint would find their parts again."""
-    return any(_is_turned(module) for module in block.modules())
-
-
-def _is_turned(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
-
-
-def _block_plan(path: str, block: nn.Module, ranks: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {}
-    parents: dict[str, None] = {}
-    for name, module in block.named_modules():
-        parent, _, leaf = name.rpartition(".")
-        if isinstance(module, nn.Linear) and leaf in (*_READS, *_WRITES):
-            _check(f"{path}.{name}", module.out_features if leaf in _READS else module.in_features, ranks)
-            parents[parent] = None
-            if leaf in _READS:
-                plan[name] = ColwiseParallel()
-            elif sequence_parallel:
-                plan[name] = RowwiseParallel(output_layouts=_TOKENS, use_local_output=False)
-            else:
-                plan[name] = RowwiseParallel()
-        elif sequence_parallel and _is_norm(module):
-            plan[name] = SequenceParallel()
-    if not any(name.rpartition(".")[2] in _WRITES for name in plan):
+def _block_plan(
+    path: str, block: nn.Module, parts: TensorParts, mesh: DeviceMesh, sequence_parallel: bool
+) -> dict[str, ParallelStyle]:
+    ranks = mesh.size()
+    if not parts.writes:
         raise UnsupportedError(
             f"{path} was to be split over {ranks} ranks.",
-            f"It has no products of the names {', '.join((*_READS, *_WRITES))}.",
+            f"It has no products of the names {', '.join((*READS, *WRITES))}.",
             "Split its model over pipeline stages or by ZeRO.",
         )
+    plan: dict[str, ParallelStyle] = {}
+    for name in parts.reads:
+        _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).out_features, ranks)
+        given = (
+            _TOKENS if sequence_parallel and "." not in name else Replicate()
+        )  # what is in a part: gathered for it
+        plan[name] = ColwiseParallel(input_layouts=given)
+    for name in parts.writes:
+        _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).in_features, ranks)
+        apart = sequence_parallel and not parts.in_whole(name)
+        plan[name] = RowwiseParallel(output_layouts=_TOKENS, use_local_output=False) if apart else RowwiseParallel()
+    for name in parts.head_norms:  # along any dimension: each rank has other heads, whose gradients are added
+        plan[name] = SequenceParallel(sequence_dim=0, use_local_output=True)
     if sequence_parallel:
-        for parent in parents:
-            block.get_submodule(parent).register_forward_pre_hook(_gather_tokens, with_kwargs=True)
+        _take_tokens_apart(block, parts, plan, mesh)
     return plan
+
+
+def _take_tokens_apart(
+    block: nn.Module, parts: TensorParts, plan: dict[str, ParallelStyle], mesh: DeviceMesh
+) -> None:
+    """Norms see a rank's tokens; parts of a layer are given all of them, and give back a rank's."""
+    for name, module in block.named_modules():
+        if is_norm(module) and name not in plan and not parts.in_whole(name):
+            plan[name] = SequenceParallel()
+    for parent in parts.parents:
+        if parent and not parts.in_whole(parent):
+            block.get_submodule(parent).register_forward_pre_hook(_gather_tokens, with_kwargs=True)
+    for name in parts.whole:
+        module = block.get_submodule(name)
+        module.register_forward_pre_hook(_localize_tokens, with_kwargs=True)
+        module.register_forward_hook(_divider(mesh))
 
 
 def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -122,6 +125,26 @@ def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"])}
 
 
+def _localize_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What is not split computes the same on every rank, from all tokens and by plain tensors."""
+    return tree_map(_localized, (args, kwargs))
+
+
+def _localized(hidden: Any) -> Any:
+    whole = _gathered(hidden)
+    return whole if whole is hidden else whole.to_local(grad_placements=[Replicate()])
+
+
+def _divider(mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:
+    def divide(module: nn.Module, args: Any, output: Any) -> Any:
+        """Every rank has all of the hidden states, which come first, and goes on with its tokens."""
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        own = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).redistribute(placements=[_TOKENS])
+        return (own, *others) if isinstance(output, tuple) else own
+
+    return divide
+
+
 def _gathered(hidden: Any) -> Any:
     if isinstance(hidden, DTensor) and hidden.placements == (_TOKENS,):
         return hidden.redistribute(placements=[Replicate()])
@@ -129,14 +152,17 @@ def _gathered(hidden: Any) -> Any:
 
 
 def _outer_plan(
-    model: nn.Module, blocks: Sequence[str], sequence_parallel: bool
+    model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, sequence_parallel: bool
 ) -> Iterator[tuple[str, ParallelStyle]]:
     """Embeddings split by their rows, the output layer by its outputs; norms along the sequence."""
     inside = tuple(f"{path}." for path in blocks)
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and not _takes_tokens(module):  # positions, which it works out itself
+            if sequence_parallel:
+                module.register_forward_hook(_divider(mesh))
+        elif isinstance(module, nn.Embedding):
             output = _TOKENS if sequence_parallel else Replicate()
             yield (
                 name,
@@ -149,12 +175,13 @@ def _outer_plan(
                 input_layouts=_TOKENS if sequence_parallel else Replicate(), output_layouts=Shard(-1),
                 use_local_output=False,
             )  # fmt: skip
-        elif sequence_parallel and _is_norm(module):
+        elif sequence_parallel and is_norm(module):
             yield name, SequenceParallel()
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(_NORMS) and any(True for _ in module.parameters(recurse=False))
+def _takes_tokens(table: nn.Embedding) -> bool:
+    """And nothing beside them."""
+    return len(inspect.signature(type(table).forward).parameters) == 2
 
 
 def _check(name: str, size: int, ranks: int) -> None:
@@ -168,12 +195,12 @@ def _linearize(block: nn.Module, ranks: int) -> None:
     Of queries, keys and values in one product every rank gets its part of each.
     """
     for name, module in list(block.named_modules()):
-        if not _is_turned(module):
+        if not is_turned(module):
             continue
         parent, _, leaf = name.rpartition(".")
         weight = module.weight.detach().t()
         linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta", dtype=weight.dtype)
-        parts = _FUSED.get(leaf, 1)
+        parts = FUSED.get(leaf, 1)
         linear.weight = nn.Parameter(_interleaved(weight, parts, ranks).contiguous())
         linear.bias = nn.Parameter(_interleaved(module.bias.detach(), parts, ranks))
         setattr(block.get_submodule(parent), leaf, linear)
@@ -187,13 +214,12 @@ def _interleaved(tensor: torch.Tensor, parts: int, ranks: int) -> torch.Tensor:
     return torch.cat([pieces[part][rank] for rank in range(ranks) for part in range(parts)])
 
 
-def _narrow_heads(block: nn.Module, ranks: int) -> None:
+def _narrow_heads(block: nn.Module, parts: TensorParts, ranks: int) -> None:
     """Modules that count their own heads have this rank's only."""
-    for module in block.modules():
-        own: dict[str, Any] = vars(module)
-        if "split_size" in own:  # GPT-2's: queries, keys and values are cut apart by it
-            own["split_size"] //= ranks
-            own["num_heads"] //= ranks
+    for parent in {name.rpartition(".")[0] for name in parts.reads if name.endswith(_OF_HEADS)}:
+        own: dict[str, Any] = vars(block.get_submodule(parent))
+        for name in _COUNTS & own.keys():
+            own[name] //= ranks
 
 
 def tied_weights(model: nn.Module) -> list[tuple[str, str]]:

@@ -15,13 +15,14 @@ from brim.run import distributed_plan
 from rank_checks import (
     MIXED,
     SP,
+    TENSORS,
     adapted,
     check,
     check_adapter,
     check_losses,
     check_memory,
     check_trained,
-    save_mixed,
+    save_family,
     save_mixtral,
 )
 from splitting import BATCH, LR, SEQ, STEPS, brim_train, torchrun, trained
@@ -134,7 +135,7 @@ def test_sequences_are_clipped_beside_tensors_and_pipelines_as_on_one_rank(
 @pytest.mark.timeout(600)
 def test_layers_of_several_kinds_in_stages(family: str, text: Path, tmp_path: Path) -> None:
     """Layers look far in turn or are dense at first, embeddings are scaled, and stages begin between those."""
-    folder = save_mixed(tmp_path / family, family)
+    folder = save_family(tmp_path / family, family)
     splits = [{"pp": 2, "micro_batch": 3}]
     if family != "gemma2":
         splits += [{"pp": 2, "interleave": 2, "zero": 1, "micro_batch": 3}, {"zero": 3, "micro_batch": 6}]
@@ -143,6 +144,28 @@ def test_layers_of_several_kinds_in_stages(family: str, text: Path, tmp_path: Pa
     for number, found in enumerate(made):
         check_losses(found, tmp_path / str(number), reference)
     check_memory(2, folder, made, *splits)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow) if family != "qwen3" else family for family in TENSORS]
+)
+@pytest.mark.timeout(600)
+def test_tensors_of_layers_that_are_more_than_products(family: str, text: Path, tmp_path: Path) -> None:
+    """Gradients of what all heads share are those of all ranks' heads, and clipped as on one rank.
+
+    By SGD: Adam makes a whole step of a gradient that is nothing but rounding.
+    """
+    folder = save_family(tmp_path / family, family)
+    sgd = {"optimizer": "sgd", "lr": 0.1}
+    splits = [{"tp": 2, "zero": 0, "micro_batch": 6, **sgd}, {"tp": 2, "zero": 0, "micro_batch": 6, **sgd, **SP}]
+    made = trained(2, folder, text, tmp_path, *splits, {**splits[1], "clip_norm": 0.1})
+    one = trained(1, folder, text, tmp_path / "one", {"micro_batch": 12, "clip_norm": 0.1, **sgd})[0]["losses"]
+    reference = plain(folder, text, STEPS, seq=SEQ, batch=BATCH, lr=0.1, sgd=True)
+    for number, found in enumerate(made[:2]):
+        check_losses(found, tmp_path / str(number), reference)
+    check_memory(2, folder, made[:2], *splits)
+    assert made[2]["losses"] == pytest.approx(one, abs=1e-5)
+    assert one != pytest.approx(reference[0], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,128 @@
+"""Which modules of a decoder layer tensor parallelism splits, and which layers it leaves alone, by names and shapes.
+
+What reads the residual stream is split by its outputs and what writes to it by its inputs. Whatever has weights
+between the two meets a rank's part of them: a norm of single heads is the same for all of them, anything else would
+have to be known. What is not known is refused, as a wrong split computes something else and tells nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from brim.errors import UnsupportedError
+
+# Products that read the residual stream, and those that write to it, as transformers' models name them.
+READS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h")
+WRITES = ("o_proj", "out_proj", "down_proj", "fc2", "fc_out", "c_proj", "dense", "dense_4h_to_h")
+FUSED = {"c_attn": 3}  # GPT-2's queries, keys and values side by side, which are dealt out before they are split
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParts:
+    """Paths in a decoder layer: of products that are split by outputs and by inputs, of norms between those that are
+    the same for every head, and of those of the layer's own children in which other weights are, such as experts."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    head_norms: tuple[str, ...]
+    whole: tuple[str, ...]
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Of what is split."""
+        return tuple(dict.fromkeys(_parent(name) for name in (*self.reads, *self.writes)))
+
+    def in_whole(self, name: str) -> bool:
+        return name.partition(".")[0] in self.whole
+
+
+def parts_of(block: nn.Module) -> TensorParts:
+    linear = [name for name, module in block.named_modules() if is_product(module)]
+    reads = tuple(name for name in linear if _leaf(name) in READS or _is_dealt(name, block.get_submodule(name)))
+    writes = tuple(name for name in linear if _leaf(name) in WRITES)
+    parents = {_parent(name) for name in (*reads, *writes)}
+    norms = tuple(
+        name for name, module in block.named_modules()
+        if _parent(name) in parents and _is_of_heads(module, block.get_submodule(_parent(name)))
+    )  # fmt: skip
+    split = {*reads, *writes, *norms}
+    whole = tuple(
+        name for name, child in block.named_children()
+        if not is_norm(child) and any(path not in split for path in _weighted(name, child))
+    )  # fmt: skip
+    return TensorParts(reads=reads, writes=writes, head_norms=norms, whole=whole)
+
+
+def why_whole(block: nn.Module) -> str | None:
+    """Why a decoder layer's products are not split; None where they are."""
+    parts = parts_of(block)
+    for parent in parts.parents:
+        reads, writes = ([name for name in names if _parent(name) == parent] for names in (parts.reads, parts.writes))
+        inside = (
+            _weighted(parent, block.get_submodule(parent)) if parent else (name for name, _ in block.named_children())
+        )
+        unknown = [path for path in inside if path not in (*reads, *writes, *parts.head_norms)]
+        fused = [path for path in unknown if is_product(block.get_submodule(path))]
+        if writes and fused:
+            return f"{', '.join(fused)} is one product each of what a rank needs its own part of."
+        if not (reads and writes):
+            return f"{', '.join((*reads, *writes))} is split, and what goes with it is not known by its name."
+        if parent and unknown:
+            weights = [f"{path}.{name}" for path in unknown for name in block.get_submodule(path)._parameters]
+            return f"{', '.join(weights)} lies between products that are split, and of which parts is not known."
+    return None
+
+
+def check_parts(blocks: Iterable[nn.Module], ranks: int, model: str) -> None:
+    """Raise UnsupportedError for decoder layers whose products are not split by tensors."""
+    why = next((why for block in blocks if (why := why_whole(block))), None)
+    if ranks > 1 and why:
+        raise UnsupportedError(
+            f"--tp {ranks} was asked for {model}.", f"Of its layers {why}", "Split it by --zero or --pp."
+        )
+
+
+def has_turned(block: nn.Module) -> bool:
+    """Whether weights lie the other way round, with queries, keys and values in one: they can be traced when split,
+    and no checkpoint would find their parts again."""
+    return any(is_turned(module) for module in block.modules())
+
+
+def is_turned(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _is_dealt(name: str, module: nn.Module) -> bool:
+    return _leaf(name) in FUSED and is_turned(module)
+
+
+def is_product(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_turned(module)
+
+
+def is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
+
+
+def _is_of_heads(module: nn.Module, attention: nn.Module) -> bool:
+    """One norm for all heads, of the size of one."""
+    shapes = {tuple(parameter.shape) for parameter in module.parameters()}
+    return is_norm(module) and shapes == {(getattr(attention, "head_dim", None),)}
+
+
+def _weighted(name: str, module: nn.Module) -> Iterator[str]:
+    """Paths of a module, and of those in it, that have parameters of their own."""
+    for path, part in module.named_modules(prefix=name):
+        if any(True for _ in part.parameters(recurse=False)):
+            yield path
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
