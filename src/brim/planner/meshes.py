@@ -139,6 +139,11 @@ def _which(split: Split, stage: int) -> tuple[int, int]:
     return (1, 0) if split.pp == 1 else (2, 0 if stage == 0 else 1)
 
 
+def _beside(split: Split, stage: int, ends: Ends) -> int:
+    """Parameters of a stage beside its layers'."""
+    return 0 if 0 < stage < split.pp - 1 else ends.beside_parameters[_which(split, stage)]
+
+
 def nccl_bytes(split: Split) -> int:
     return sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp", "cp"))
 
@@ -220,9 +225,8 @@ class Pieces:
         """States, kept activations of all micro-batches in flight, and all that does not grow with either.
         ``layers``: of the stage, or of each of its chunks."""
         inner = 0 < stage < split.pp - 1
-        beside = 0 if inner else ends.beside_parameters[_which(split, stage)]
         own = layers * split.interleave
-        states = _states(own * ends.layer_parameters + beside, own * ends.layer_experts, split)
+        states = _states(own * ends.layer_parameters + _beside(split, stage, ends), own * ends.layer_experts, split)
         flying, kept, which = in_flight(split, stage), layers * ends.layer_bytes, _which(split, stage)
         held = flying * kept + ends.beside_bytes[(2, 0) if inner else which]
         return states + (max(held, (flying - 1) * kept + ends.table_bytes[which]) if stage == 0 else held)
@@ -263,9 +267,6 @@ class Pieces:
     def step(self, split: Split, recompute: str, ends: Ends, layers: tuple[int, ...]) -> StepTime:
         layer, embedding, head = self.costs(split, recompute)
         own = [layers[stage] * split.interleave for stage in range(split.pp)]
-        most = max(own)
-        count = most * ends.layer_parameters + max(ends.beside_parameters.values())
-        once = self.once_s(split, count, most * ends.layer_experts)
         stages = []
         for stage in range(split.pp):
             cost = layer.times(own[stage]).plus(self._handed_on(split, stage))
@@ -273,6 +274,8 @@ class Pieces:
                 cost = cost.plus(embedding)
             if stage == split.pp - 1:
                 cost = cost.plus(head)
+            count = own[stage] * ends.layer_parameters + _beside(split, stage, ends)
+            once = self.once_s(split, count, own[stage] * ends.layer_experts)
             stages.append(StageTime(
                 forward_s=cost.forward_s, backward_s=cost.backward_s, communicates_s=cost.sends_s, once_s=once,
                 weight_s=(cost.backward_s - cost.sends_s / 2) / 2,

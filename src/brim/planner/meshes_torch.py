@@ -50,7 +50,6 @@ def run_meshes(
     _check_states(shape, gpus, gpu, Pieces(shape, gpu, sequence).parameters())
     found = [
         mesh for split in run_splits(shape, gpus, gpus_per_node, sequence, batch)
-        if not (pieces.dense and split.pp > 1)  # a stage is traced in a model of few layers, of the first kind
         for mesh in pieces.meshes(split) if not (split.zero_bubble and mesh.checkpointing != "none")
     ]  # fmt: skip
     if not found:
@@ -73,10 +72,6 @@ def _check_states(shape: Shape, gpus: int, gpu: catalog.Gpu, parameters: int) ->
             f"About {-(-states // room)} hold its states alone.",
             smallest_bytes={"vram": least + gpu.context().bytes},
         )  # fmt: skip
-
-
-def _dense_layers(shape: Shape) -> int:
-    return shape.experts.dense_layers if shape.experts else 0
 
 
 def _of_one_kind(shape: Shape) -> Shape:
@@ -103,7 +98,7 @@ class _Traced(Pieces):
 
     def __init__(self, source: Source, gpu: catalog.Gpu, sequence: int) -> None:
         super().__init__(_of_one_kind(shape_of(source)), gpu, sequence)
-        self.source, self.dense = source, _dense_layers(shape_of(source))
+        self.source = source
         self._layers: dict[tuple[int | str, ...], _Layer | None] = {}
 
     def ends(self, split: Split, recompute: str) -> Ends:
@@ -150,21 +145,20 @@ class _Traced(Pieces):
         return self._layers[key]
 
     def _of_two_layers(self, split: Split, recompute: str) -> _Layer:
-        least = 1 + self.dense
         one, two = (
             pieces(
                 self.source, split, count, sequence=self.sequence, recompute=recompute, gpu=self.gpu,
                 precision=PRECISION,
             )
-            for count in (least, least + 1)
+            for count in (1, 2)
         )  # fmt: skip
         first, second = (self._all(made.ops, made.sent, split) for made in (one, two))
         layer = second.plus(first.times(-1))
         embedding = self._all([op for op in one.ops if op.name.startswith("aten.embedding")], (), split)
-        head = first.plus(layer.times(-least)).plus(embedding.times(-1))
+        head = first.plus(layer.times(-1)).plus(embedding.times(-1))
         (gathers, reduces), (all_gathers, all_reduces) = self._copies(one.copies), self._copies(two.copies)
-        gathers, all_gathers = all_gathers - gathers, gathers - least * (all_gathers - gathers)
-        reduces, all_reduces = all_reduces - reduces, reduces - least * (all_reduces - reduces)
+        gathers, all_gathers = all_gathers - gathers, 2 * gathers - all_gathers
+        reduces, all_reduces = all_reduces - reduces, 2 * reduces - all_reduces
         return _Layer(
             sequences=split.micro_batch, costs=(layer, embedding, head), gathers_s=gathers, reduces_s=reduces,
             rest_gathers_s=all_gathers, rest_reduces_s=all_reduces, kept_bytes=two.kept_bytes - one.kept_bytes,
@@ -229,7 +223,7 @@ class _Traced(Pieces):
         own = count // split.shards + experts // (split.shards // split.ep)
         rate = self.hardware.tier(self.hardware.compute).bytes_per_s
         stepped, whole = _STEPPED * own / rate, count + (experts if split.ep == 1 else 0)
-        if split.zero < 3 and split.micro_batches > 1:
+        if split.zero < 3 and split.micro_batches > 1 and split.shards > 1:
             stepped += (_GATHERED + _REDUCED * _puts_off(split)) * whole / rate
         if not _puts_off(split):
             return stepped

@@ -98,12 +98,13 @@ def test_each_way_goes_through_a_plans_file_and_the_runs_own_checks(tmp_path, mo
     assert looked_at >= ({"ep", True, False} if model == "mixtral-8x7b" else {"cp", False})
 
 
-def test_layers_of_two_kinds_are_not_cut_into_stages():
+def test_layers_of_two_kinds_are_cut_into_stages_too():
     found = run_meshes(
         find_model("deepseek-v3"), gpus=256, gpus_per_node=8, gpu=H100, sequence=1024, global_batch=256
     )
-    assert {mesh.split.pp for mesh in found} == {1}
+    assert {mesh.split.pp for mesh in found} > {1, 4}
     assert any(mesh.split.ep == 256 for mesh in found)
+    assert any(mesh.split.ep > 1 and mesh.split.pp > 1 for mesh in found)
 
 
 @pytest.fixture(scope="module")
@@ -135,26 +136,32 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
-        vocab_size=32000, max_position_embeddings=2048, architectures=["LlamaForCausalLM"],
+        vocab_size=32000, max_position_embeddings=4096, architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
     return str(folder)
 
 
-def proof_of(model, mesh):
+def proof_of(model, mesh, sequence):
     told = estimate_ranks(
-        model, mesh.split, seq=SEQUENCE, gpu=GPU, precision="bf16-mixed", checkpointing=mesh.checkpointing
+        model, mesh.split, seq=sequence, gpu=GPU, precision="bf16-mixed", checkpointing=mesh.checkpointing
     )
     return Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s, fits=bool(told.fits))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_search_finds_what_tracing_everything_finds(small):
+@pytest.mark.parametrize(("gpus", "sequence", "batch"), [(2, SEQUENCE, BATCH), (4, 4096, 2)])
+def test_the_search_finds_what_tracing_everything_finds(small, gpus, sequence, batch):
+    """Also among sequences that are split beside tensors and stages, where they are long and few."""
     gpu, asked = catalog.gpu(GPU), {}
-    found = run_meshes(find_model(small), gpus=2, gpus_per_node=2, gpu=gpu, sequence=SEQUENCE, global_batch=BATCH)
+    found = run_meshes(
+        find_model(small), gpus=gpus, gpus_per_node=gpus, gpu=gpu, sequence=sequence, global_batch=batch
+    )
+    beside = {mesh.split.tp * mesh.split.pp > 1 for mesh in found if mesh.split.cp > 1}
+    assert (True in beside) == (gpus == 4)
 
     def proof(mesh):
-        asked[mesh] = proof_of(small, mesh)
+        asked[mesh] = proof_of(small, mesh, sequence)
         return asked[mesh]
 
     (chosen,) = best(found, proof, 1, gpu.capacity_bytes, DOUBT)
