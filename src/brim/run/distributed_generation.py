@@ -268,6 +268,8 @@ class _Room(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self._width, self._dtype = width, dtype
+        # Decoders ask for its device and dtype.
+        self.register_buffer("weight", torch.empty(0, width, dtype=dtype), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
