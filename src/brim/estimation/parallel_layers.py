@@ -52,10 +52,7 @@ class Layers:
     def cut(self, model: nn.Module) -> pipeline.Stage:
         """What ``whole`` has made, without all other layers."""
         part = self.part
-        stage = pipeline.cut(model, part)
-        if part.layers > len(self.own):
-            pipeline.shorten(stage, [layer - part.first for layer in self.own])
-        return stage
+        return pipeline.cut(model, part, None if self._alike else [layer - part.first for layer in self.own])
 
     def shallower(self) -> tuple[list[Layers], int] | None:
         """Three stages, each two layers deeper than the one before, and how many layers the first one lacks. None

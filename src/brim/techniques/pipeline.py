@@ -14,7 +14,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.checkpointing import blocks
 from brim.techniques.context_parallel import Context
+from brim.techniques.tensor_parts import is_norm
 
 NAME = "pipeline"
 _OF_LAYERS = re.compile("layer|block")  # as configurations name what they have one of for each layer
@@ -47,8 +48,9 @@ class Part:
         return self.first + self.layers == self.of
 
 
-def cut(model: Any, part: Part) -> Stage:
-    """``model`` (transformers' causal language model) with the layers of ``part`` only, in place.
+def cut(model: Any, part: Part, kept: Sequence[int] | None = None) -> Stage:
+    """``model`` (transformers' causal language model) with the layers of ``part`` only, in place; of these with those
+    at the places ``kept`` (None: all), for a shallower stage of the same kinds of layers.
 
     Raises UsageError for layers that it does not have, UnsupportedError where its one list of layers is not found.
     """
@@ -59,20 +61,23 @@ def cut(model: Any, part: Part) -> Stage:
             f"{type(model).__name__} has {len(stack)}.",
         )
     inner = model.get_submodule(path.rpartition(".")[0])
-    _keep(stack, inner, range(part.first, part.first + part.layers))
-    if not part.has_head:
-        _leave_out_head(model, inner)
+    _keep(stack, inner, [part.first + place for place in (range(part.layers) if kept is None else kept)])
     stage = Stage(model, inner, part)
+    if not part.has_head:
+        _leave_out_head(model, inner, stack, stage.progress)
     if not part.embeds:
-        _leave_out_embedding(inner, stack, has_head=part.has_head)
-        stack[0].register_forward_pre_hook(stage.come_in, with_kwargs=True)
+        _leave_out_embedding(inner, stack, stage.progress, has_head=part.has_head)
+    inner.register_forward_pre_hook(stage.begin)
+    stack[0].register_forward_pre_hook(stage.come_in, with_kwargs=True)
+    stack[-1].register_forward_hook(stage.go_out)
     return stage
 
 
-def shorten(stage: Stage, kept: Sequence[int]) -> None:
-    """Leave only those layers of a stage, by their places in it: a shallower stage of the same kinds of layers."""
-    stack, _ = _stack(stage.model)
-    _keep(stack, stage.inner, kept)
+@dataclass
+class Progress:
+    """How far a decoder's forward pass is: before its layers, at them, or behind them."""
+
+    place: Literal["before", "at", "behind"] = "before"
 
 
 class Stage(nn.Module):
@@ -86,23 +91,39 @@ class Stage(nn.Module):
         self._inner = [inner]  # a part of ``model``: not a second child
         self.tokens_over: DeviceMesh | None = None
         self.context: Context | None = None
+        self.progress = Progress()
         self._came_in: torch.Tensor | None = None
+        self._goes_out: list[torch.Tensor] | None = None
+
+    def begin(self, inner: nn.Module, args: Any) -> None:
+        """A hook for the decoder."""
+        self.progress.place = "before"
 
     def come_in(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """A hook for the first layer: it gets what came in as it came. Decoders scale embeddings, or add to them,
         wherever these are from."""
+        self.progress.place = "at"
         came_in, self._came_in = self._came_in, None
-        if came_in is None:  # called by somebody else, who sends by other ways
+        if came_in is None:  # tokens, or somebody else calls, who sends by other ways
             return None
+        alike = [
+            one for one in (*args, *named.values()) if isinstance(one, torch.Tensor) and one.shape == came_in.shape
+        ]
         given = args[0] if args else named.get("hidden_states")
-        if not isinstance(given, torch.Tensor) or given.shape != came_in.shape:
+        if len(alike) != 1 or alike[0] is not given:
             raise UnsupportedError(
                 f"{type(self.model).__name__} was to be cut into stages.",
-                "Its layers take something else than hidden states.",
+                "Its layers take something else than hidden states, or more.",
             )
         if args:
             return (came_in, *args[1:]), named
         return args, {**named, "hidden_states": came_in}
+
+    def go_out(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """A hook for the last layer: what it gives goes out, whatever the decoder does to it then."""
+        self.progress.place = "behind"
+        if self._goes_out is not None:
+            self._goes_out.append(output[0] if isinstance(output, tuple) else output)
 
     @property
     def inner(self) -> nn.Module:
@@ -115,8 +136,10 @@ class Stage(nn.Module):
             given = context.own(given)
         if self.tokens_over is not None and not self.part.embeds:
             given = DTensor.from_local(given, self.tokens_over, [Shard(1)], run_check=False)
-        named["input_ids" if self.part.embeds else "inputs_embeds"] = given
-        self._came_in = None if self.part.embeds else given
+        if self.part.embeds:
+            named["input_ids"] = given
+        else:
+            self._came_in, named["inputs_embeds"] = given, _shaped_like(given)
         if context is not None:
             named["position_ids"] = context.positions(given.shape[1], given.device)
         if self.part.has_head:
@@ -125,7 +148,9 @@ class Stage(nn.Module):
                 labels = named["shift_labels"] = context.following(labels)
             loss: torch.Tensor = self.model(**named, labels=labels, use_cache=False).loss
             return loss
-        hidden: torch.Tensor = self._inner[0](**named, use_cache=False)[0]
+        self._goes_out = []
+        self._inner[0](**named, use_cache=False)
+        (hidden,), self._goes_out = self._goes_out, None
         return hidden.to_local() if isinstance(hidden, DTensor) else hidden
 
 
@@ -212,8 +237,12 @@ def _keep(stack: nn.ModuleList, inner: Any, kept: Sequence[int]) -> None:
     The decoder looks up what kind a layer is, and so the mask that it gets, by the layer's place in the stack.
     """
     of = len(stack)
+    if len(kept) == of:
+        return
     for place in sorted(set(range(of)) - set(kept), reverse=True):
         del stack[place]
+    if getattr(inner, "config", None) is None:
+        return
     config = inner.config = copy.deepcopy(inner.config)
     stored = vars(config)
     own = {name: type(value)(value[place] for place in kept) for name, value in of_layers(config, of)}
@@ -233,36 +262,58 @@ def of_layers(config: Any, layers: int) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _leave_out_head(model: Any, inner: nn.Module) -> None:
+def _leave_out_head(model: Any, inner: nn.Module, stack: nn.ModuleList, progress: Progress) -> None:
     """No last norm, and nothing of the model beside its decoder; a tied weight stays with the embedding."""
-    names = [name for name, child in inner.named_children() if _is_norm(child)]
-    if names:
-        setattr(inner, names[-1], nn.Identity())
+    name = _last_norm(inner, stack)
+    if name is not None:
+        setattr(inner, name, _Left(progress, "behind"))
     for name, child in list(model.named_children()):
         if all(part is not inner for part in child.modules()):
             delattr(model, name)
 
 
-def _leave_out_embedding(inner: nn.Module, stack: nn.ModuleList, *, has_head: bool) -> None:
+def _leave_out_embedding(inner: nn.Module, stack: nn.ModuleList, progress: Progress, *, has_head: bool) -> None:
     """Hidden states come in: what makes them of tokens, and its norm and its dropout, is left out."""
-    children = [(name, child) for name, child in inner.named_children() if child is not stack]
-    last_norm = next((child for _, child in reversed(children) if _is_norm(child)), None) if has_head else None
-    for name, child in children:
+    stays = _last_norm(inner, stack) if has_head else None
+    for name, child in list(inner.named_children()):
         embeds = any(isinstance(part, nn.Embedding) for part in child.modules())
+        if child is stack or name == stays:
+            continue
         if isinstance(child, nn.Embedding):
             setattr(inner, name, _Nothing())
-        elif child is not last_norm and (embeds or _is_norm(child) or isinstance(child, nn.Dropout)):
-            setattr(inner, name, _Through())
+        elif embeds or is_norm(child) or isinstance(child, nn.Dropout):
+            setattr(inner, name, _Left(progress, "before"))
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return "Norm" in type(module).__name__
+def _last_norm(inner: nn.Module, stack: nn.ModuleList) -> str | None:
+    """By its name, and by its place among the decoder's parts; where that is wrong, ``_Left`` finds out."""
+    norms = [name for name, child in inner.named_children() if child is not stack and is_norm(child)]
+    return next(reversed([name for name in norms if "emb" not in name] or norms), None)
 
 
-class _Through(nn.Module):
-    """In the place of what was done to hidden states before they came here."""
+def _shaped_like(hidden: torch.Tensor) -> torch.Tensor:
+    """To be given for embeddings, whose shape, dtype and device are looked at: without memory, and not what came in,
+    as some decoders scale embeddings in place."""
+    return hidden.detach() if isinstance(hidden, DTensor) else hidden.new_zeros(()).expand(hidden.shape)
+
+
+class _Left(nn.Module):
+    """In the place of what is done to hidden states on another stage, before the layers or behind them.
+
+    Raises UnsupportedError where it is called at another moment: it does something else, too.
+    """
+
+    def __init__(self, progress: Progress, place: str) -> None:
+        super().__init__()
+        self._progress, self._place = progress, place
 
     def forward(self, *args: Any, **named: Any) -> torch.Tensor:
+        if self._progress.place != self._place:
+            raise UnsupportedError(
+                "A model was to be cut into stages.",
+                f"A norm of its decoder that is taken for one {self._place} its layers runs at another time.",
+                "Use --zero or --tp.",
+            )
         given = (one for one in (*args, *named.values()) if isinstance(one, torch.Tensor) and one.is_floating_point())
         return next(given)
 
