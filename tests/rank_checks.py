@@ -55,13 +55,21 @@ MIXED: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0},
 }  # fmt: skip
 
-# Attention with a norm of each head, layers with experts beside it, heads that a layer counts, tables of positions.
+# A norm of each head, experts, heads that a layer counts, experts with one for all tokens, tables of positions.
 TENSORS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 4},
     "gptj": {
         "n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8, "n_positions": 128, "attn_pdrop": 0.0,
         "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    },
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "llama4_text": {
+        "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
     },
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0},
 }  # fmt: skip

@@ -7,6 +7,7 @@ lacks pairs of layers of a stretch in which each layer is like the last but one.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -15,14 +16,13 @@ from typing import Any
 
 from torch import nn
 
+from brim.errors import UsageError
 from brim.estimation.depth import on_meta, same_settings, settings_of
 from brim.estimation.models import Source, transformers_config
 from brim.estimation.parallel_depth import UNIT
 from brim.estimation.parallel_job import ParallelJob
 from brim.techniques import pipeline
 from brim.techniques.checkpointing import blocks
-
-_kinds: dict[str, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,25 +34,26 @@ class Layers:
     kinds: tuple[int, ...]
     embeds: bool
     has_head: bool
+    of: int  # layers of the model
+    alike: bool  # all of them
 
     @property
     def part(self) -> pipeline.Part:
         """Of the model that ``whole`` makes, up to what ``cut`` leaves out."""
-        if self._alike:  # a model with one layer before and one behind them where the stage has some there
+        if self.alike:  # a model with one layer before and one behind them where the stage has some there
             before, behind = (0 if self.embeds else 1), (0 if self.has_head else 1)
             return pipeline.Part(first=before, layers=len(self.own), of=before + len(self.own) + behind)
-        of = len(layer_kinds(self.source))
-        first, end = (0 if self.embeds else self.own[0]), (of if self.has_head else self.own[-1] + 1)
-        return pipeline.Part(first=first, layers=end - first, of=of)
+        first, end = (0 if self.embeds else self.own[0]), (self.of if self.has_head else self.own[-1] + 1)
+        return pipeline.Part(first=first, layers=end - first, of=self.of)
 
     @property
     def whole(self) -> Source:
-        return _with_layers(self.source, self.part.of) if self._alike else self.source
+        return _with_layers(self.source, self.part.of) if self.alike else self.source
 
     def cut(self, model: nn.Module) -> pipeline.Stage:
         """What ``whole`` has made, without all other layers."""
         part = self.part
-        return pipeline.cut(model, part, None if self._alike else [layer - part.first for layer in self.own])
+        return pipeline.cut(model, part, None if self.alike else [layer - part.first for layer in self.own])
 
     def shallower(self) -> tuple[list[Layers], int] | None:
         """Three stages, each two layers deeper than the one before, and how many layers the first one lacks. None
@@ -75,32 +76,39 @@ class Layers:
 
 
 def layers_of(job: ParallelJob, part: pipeline.Part) -> Layers:
-    """The stage with ``part`` of the job's layers."""
+    """The stage with ``part`` of the job's layers. Raises UsageError for layers that its model does not have."""
     kinds = layer_kinds(job.source)
-    there = range(len(kinds)) if job.layers is None else job.layers
-    own = tuple(there[part.first : part.first + part.layers])
+    there = tuple(range(len(kinds))) if job.layers is None else job.layers
+    alike = len(set(kinds)) == 1
+    if part.of != len(there) or (max(there) >= len(kinds) and not alike):
+        raise UsageError(f"{part.of} layers of {job.source.name} were asked for.", f"It has {len(kinds)}.")
+    own = there[part.first : part.first + part.layers]
     return Layers(
-        source=job.source, own=own, kinds=tuple(kinds[layer] for layer in own), embeds=part.embeds,
-        has_head=part.has_head,
+        source=job.source, own=own, kinds=tuple(0 if alike else kinds[layer] for layer in own), embeds=part.embeds,
+        has_head=part.has_head, of=len(kinds), alike=alike,
     )  # fmt: skip
 
 
 def layer_kinds(source: Source) -> tuple[int, ...]:
     """Of each layer its kind: 0 for those like the first, 1 for those like the first that is of another kind, ..."""
-    name = json.dumps([source.architecture, source.config], sort_keys=True, default=str)
-    if name not in _kinds:
-        _kinds[name] = _found_kinds(source)
-    return _kinds[name]
+    return _kinds_of(source.architecture, json.dumps(source.config, sort_keys=True, default=_in_json))
 
 
 def usual_layers(source: Source, count: int) -> tuple[int, ...]:
-    """The last ``count`` layers of the kind that most are of; fewer where there are no more."""
+    """So many layers of the kind that most are of, as of a deeper model where all are of one; else the last ones."""
     kinds = layer_kinds(source)
+    if len(set(kinds)) == 1:
+        return tuple(range(count))
     usual = Counter(kinds).most_common(1)[0][0]
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == usual)[-count:]
+    found = [layer for layer, kind in enumerate(kinds) if kind == usual]
+    return tuple((found if len(found) >= count else range(len(kinds)))[-count:])
 
 
-def _found_kinds(source: Source) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=16)
+def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
+    source = Source(
+        name=architecture, library="transformers", architecture=architecture, config=json.loads(configuration)
+    )
     config = transformers_config(source)
     model = on_meta(source, config)
     if model is None:  # what is wrong with it the trace will tell
@@ -110,13 +118,19 @@ def _found_kinds(source: Source) -> tuple[int, ...]:
     first: list[tuple[int, Any, dict[str, Any]]] = []  # of each kind
     kinds = []
     for number, layer in enumerate(layers):
-        told, own = [value[number] for value in lists], settings_of(layer)
+        told = [value[number] for value in lists]
+        own = {name: value for name, value in settings_of(layer).items() if not isinstance(value, float)}
         alike = (told == known and same_settings(settings, own, n, number) for n, known, settings in first)
         kind = next((kind for kind, same in enumerate(alike) if same), len(first))
         if kind == len(first):
             first.append((number, told, own))
         kinds.append(kind)
     return tuple(kinds)
+
+
+def _in_json(value: Any) -> str:
+    """A dtype, as configurations in files have it."""
+    return str(value).removeprefix("torch.")
 
 
 def _with_layers(source: Source, layers: int) -> Source:

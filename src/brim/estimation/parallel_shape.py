@@ -48,8 +48,8 @@ class Experts:
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
-    ``windowed``: its attention does not look at all that went before. ``fused_queries``: they are one product with
-    keys and values, or others of its layers are, of a kind that ``brim train`` does not split."""
+    ``windowed``: its attention does not look at all that went before. ``whole_tensors``: its layers' products are not
+    split by ``brim train`` (``techniques.tensor_parts``)."""
 
     name: str
     layers: int
@@ -69,7 +69,7 @@ class Shape:
     latent: Latent | None = None
     experts: Experts | None = None
     windowed: bool = False
-    fused_queries: bool = False
+    whole_tensors: bool = False
 
     @property
     def query(self) -> int:
@@ -125,11 +125,11 @@ def shape_of(source: Source) -> Shape:
         latent=_latent(config),
         experts=_experts(config),
         windowed=narrow(config) is not None,
-        fused_queries=_fused(source, config),
+        whole_tensors=_has_whole_tensors(source, config),
     )
 
 
-def _fused(source: Source, config: Any) -> bool:
+def _has_whole_tensors(source: Source, config: Any) -> bool:
     """By the layers themselves: a configuration does not say."""
     kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
     if kind is None:

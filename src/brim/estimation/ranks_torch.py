@@ -83,17 +83,17 @@ def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
     ) if job.layers is None else (len(job.layers),)  # fmt: skip
     parts = pipeline.parts(layers)
     composers: dict[Any, Composer] = {}
-    chunks: dict[Any, Trace] = {}
+    known: dict[Any, Trace] = {}
     found = []
     for stage in range(split.pp):
         own = parts[stage :: split.pp]
         order = turns(brief(split, stage), stage)
         traced = traced_order(order)
-        stages = tuple(layers_of(job, part) for part in own)
-        key = (*((one.kinds, one.embeds, one.has_head) for one in stages), *traced)
+        chunks = tuple(layers_of(job, part) for part in own)
+        key = (*((one.kinds, one.embeds, one.has_head) for one in chunks), *traced)
         if key not in composers:
-            composers[key] = Composer(_traced(job, stages, traced, chunks), traced)
-        found.append(_facts(composers[key], job, stages, order, stage))
+            composers[key] = Composer(_traced(job, chunks, traced, known), traced)
+        found.append(_facts(composers[key], job, chunks, order, stage))
     told = [_TOLD, _IN_RAM] if split.offload_shards else [_TOLD]
     told += [_BUFFERS, f"stages of {', '.join(map(str, layers))} layers"] if split.pp > 1 else []
     return found, tuple(told)

@@ -204,7 +204,7 @@ def _takes_more(mesh: Mesh, other: Mesh) -> bool:
 
 
 def _splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
-    whole = shape.experts is not None or shape.latent is not None or shape.fused_queries  # not split by tensors
+    whole = shape.experts is not None or shape.latent is not None or shape.whole_tensors  # not split by tensors
     tensors = [n for n in range(1, 1 + (1 if whole else min(gpus_per_node, gpus))) if gpus % n == 0]
     divides = False
     for tp, micro in itertools.product(tensors, _MICRO_BATCHES):

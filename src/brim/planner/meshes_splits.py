@@ -39,7 +39,7 @@ def splits(
 def run_splits(shape: Shape, gpus: int, gpus_per_node: int, sequence: int, batch: int) -> Iterator[Split]:
     """All that ``brim train`` runs: each of these with ZeRO's stages, and pipelines without bubbles."""
     for split in splits(shape, gpus, gpus_per_node, sequence, batch, sequences_beside=True):
-        if split.tp > 1 and shape.fused_queries:
+        if split.tp > 1 and shape.whole_tensors:
             continue
         yield split
         for zero in _further_stages(split):

@@ -229,15 +229,15 @@ class _Run:
 
 @contextmanager
 def _splits(split: Split, model: str, *, is_first: bool) -> Iterator[None]:
-    """A forward pass that counts on whole tensors fails in the first step: in words what that means."""
+    """A decoder that counts on whole tensors, or on all its layers, fails in the first step: what that means."""
     try:
         yield
     except Exception as error:
-        if not is_first or split.tp == 1 or isinstance(error, BrimError) or _is_of_engine(error):
+        if not is_first or split.tp * split.pp == 1 or isinstance(error, BrimError) or _is_of_engine(error):
             raise
         raise ModelError(
             f"{model} was to be trained on {split.describe()}.", f"Its first step fails: {short(error)}",
-            "Its layers may not split by tensors: use --zero or --pp.",
+            "Its layers may not split this way: use --zero, or the other of --tp and --pp.",
         ) from error  # fmt: skip
 
 

@@ -8,7 +8,7 @@ residual stream are split along the sequence (Korthikanti et al., arXiv 2205.051
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,7 @@ from brim.techniques.tensor_parts import (
     parts_of,
 )
 
+_HEADS = ("lm_head", "embed_out", "output", "output_projection", "proj_out")
 _OF_HEADS = ("q_proj", "c_attn")
 # Of an attention's heads; and GPT-2's size of the queries, by which it cuts them off.
 _COUNTS = {
@@ -61,6 +62,8 @@ def split_block(path: str, block: nn.Module, mesh: DeviceMesh, *, sequence_paral
     _linearize(block, mesh.size())
     plan = _block_plan(path, block, parts, mesh, sequence_parallel)
     parallelize_module(block, mesh, plan, src_data_rank=None)
+    for name in filter(parts.in_whole, parts.writes):  # experts' outputs are added to it in place, and it is a view
+        block.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
     _narrow_heads(block, parts, mesh.size())
 
 
@@ -69,7 +72,9 @@ def split_outside(
     sequence_parallel: bool,
 ) -> None:  # fmt: skip
     """Split what of ``model`` is outside its ``blocks``; ``tied`` are ``tied_weights`` of before."""
-    parallelize_module(model, mesh, dict(_outer_plan(model, blocks, mesh, sequence_parallel)), src_data_rank=None)
+    heads = {*_HEADS, *(second.rpartition(".")[2] for _, second in tied)}
+    plan = dict(_outer_plan(model, blocks, heads, mesh, sequence_parallel))
+    parallelize_module(model, mesh, plan, src_data_rank=None)
     for first, second in tied:
         model.get_submodule(second).weight = model.get_submodule(first).weight
 
@@ -152,7 +157,7 @@ def _gathered(hidden: Any) -> Any:
 
 
 def _outer_plan(
-    model: nn.Module, blocks: Sequence[str], mesh: DeviceMesh, sequence_parallel: bool
+    model: nn.Module, blocks: Sequence[str], heads: Collection[str], mesh: DeviceMesh, sequence_parallel: bool
 ) -> Iterator[tuple[str, ParallelStyle]]:
     """Embeddings split by their rows, the output layer by its outputs; norms along the sequence."""
     inside = tuple(f"{path}." for path in blocks)
@@ -170,7 +175,7 @@ def _outer_plan(
                     input_layouts=Replicate(), output_layouts=output, use_local_output=not sequence_parallel
                 ),
             )
-        elif isinstance(module, nn.Linear) and name.rpartition(".")[2] in ("lm_head", "embed_out", "output"):
+        elif isinstance(module, nn.Linear) and name.rpartition(".")[2] in heads:
             yield name, ColwiseParallel(
                 input_layouts=_TOKENS if sequence_parallel else Replicate(), output_layouts=Shard(-1),
                 use_local_output=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -70,10 +71,28 @@ def why_whole(block: nn.Module) -> str | None:
             return f"{', '.join(fused)} is one product each of what a rank needs its own part of."
         if not (reads and writes):
             return f"{', '.join((*reads, *writes))} is split, and what goes with it is not known by its name."
+        other = _of_other_sizes(block, reads, writes)
+        if other:
+            return f"{', '.join(other)} gives something else than what {', '.join(writes)} takes."
         if parent and unknown:
             weights = [f"{path}.{name}" for path in unknown for name in block.get_submodule(path)._parameters]
             return f"{', '.join(weights)} lies between products that are split, and of which parts is not known."
     return None
+
+
+def _of_other_sizes(block: nn.Module, reads: Iterable[str], writes: Iterable[str]) -> list[str]:
+    """Products whose outputs are not the inputs of what goes with them: several in one, of which a rank's share is
+    another. Keys and values are fewer than queries."""
+    takes = {_sizes(block.get_submodule(name))[1] for name in writes}
+    gives = {name: _sizes(block.get_submodule(name))[0] // FUSED.get(_leaf(name), 1) for name in reads}
+    return [name for name, size in gives.items() if {size} != takes and _leaf(name) not in ("k_proj", "v_proj")]
+
+
+def _sizes(product: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs."""
+    shape: Any = product.weight.shape
+    outputs, inputs = reversed(shape) if is_turned(product) else shape
+    return int(outputs), int(inputs)
 
 
 def check_parts(blocks: Iterable[nn.Module], ranks: int, model: str) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from brim import catalog
+from brim.errors import UsageError
 from brim.estimation import ranks_torch
 from brim.estimation.models import find_model
 from brim.estimation.parallel import Split
@@ -123,3 +124,16 @@ def test_pieces_are_of_the_usual_kind(model):
     names = [{op.name for op in found.ops} for found in (one, two)]
     assert any("grouped_mm" in name or "topk" in name for name in names[0])
     assert names[0] == names[1]
+
+
+def test_a_layer_costs_something_where_a_model_has_no_second_one(model):
+    settings = {"sequence": 64, "recompute": "none", "gpu": catalog.gpu("H100"), "precision": "bf16"}
+    source = find_model(model(LLAMA, num_hidden_layers=1))
+    one, two = (pieces(source, Split(gpus=2, zero=3), count, **settings) for count in (1, 2))
+    assert len(two.ops) > len(one.ops) and two.kept_bytes > one.kept_bytes
+
+
+def test_layers_that_a_model_does_not_have_are_an_error(model):
+    job = job_of(model(LLAMA), gpus=2, pp=2, global_batch=2)
+    with pytest.raises(UsageError, match="It has 17"):
+        layers_of(job, Part(first=9, layers=9, of=18))

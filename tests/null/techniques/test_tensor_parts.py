@@ -54,6 +54,11 @@ def test_experts_are_whole_and_what_is_beside_them_is_split() -> None:
         ("cohere", {"use_qk_norm": True}, "self_attn.q_norm.weight"),  # a norm for each head
         ("stablelm", {"qk_layernorm": True}, "q_layernorm.norms.0.weight"),
         ("phi3", {}, "self_attn.qkv_proj"),
+        (
+            "moshi",
+            {"ffn_dim": 96, "num_codebooks": 2, "depth_decoder_config": None},
+            "mlp.fc1",
+        ),  # two products in one
         ("gpt_bigcode", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "attn.c_attn"),  # GPT-2's name, and no such thing
         ("modernbert-decoder", {}, "attn.q_proj"),  # what is split goes on to a name that is not known
     ],
