@@ -39,6 +39,7 @@ MODELS = {
 }
 ON_CUDA = {"large": checkpoints.FULL}
 TINY = {"tiny": checkpoints.TINY}
+_TINY_SHARE = 2.0  # most of what such a plan takes is the process, and a new one takes more than this
 SHARES = (0.75, 0.5)  # of what the plain way takes: the budgets that are planned for
 _ROOM = 1.25  # a plan made by hand has so much more than it is thought to take, to show what it does
 _STEPS, _NEW_TOKENS = 4, 64
@@ -116,7 +117,7 @@ def cells(*, tiny: bool, vram_cap: int | None) -> Iterator[Cell]:
                 seq=16 if tiny else seq,
                 new_tokens=6 if tiny else _NEW_TOKENS,
                 vram_cap=vram_cap,
-                shares=SHARES[:1] if tiny else SHARES,
+                shares=(_TINY_SHARE,) if tiny else SHARES,
                 few=tiny,
             )
 
