@@ -22,7 +22,6 @@ from brim.estimation.models import Source, transformers_config
 from brim.estimation.parallel_depth import UNIT
 from brim.estimation.parallel_job import ParallelJob
 from brim.techniques import pipeline
-from brim.techniques.checkpointing import blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,7 @@ def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
     model = on_meta(source, config)
     if model is None:  # what is wrong with it the trace will tell
         return (0,) * int(config.num_hidden_layers)
-    layers = [model.get_submodule(path) for path in blocks(model)]
+    layers, _ = pipeline.stack_of(model)
     lists = [value for _, value in pipeline.of_layers(config, len(layers))]
     first: list[tuple[int, Any, dict[str, Any]]] = []  # of each kind
     kinds = []

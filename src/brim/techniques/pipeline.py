@@ -54,7 +54,7 @@ def cut(model: Any, part: Part, kept: Sequence[int] | None = None) -> Stage:
 
     Raises UsageError for layers that it does not have, UnsupportedError where its one list of layers is not found.
     """
-    stack, path = _stack(model)
+    stack, path = stack_of(model)
     if part.of != len(stack) or part.layers < 1 or part.first < 0 or part.first + part.layers > part.of:
         raise UsageError(
             f"Layers {part.first} to {part.first + part.layers - 1} of {part.of} were asked for.",
@@ -220,7 +220,8 @@ class Twin:
         own.add_(other)
 
 
-def _stack(model: nn.Module) -> tuple[nn.ModuleList, str]:
+def stack_of(model: nn.Module) -> tuple[nn.ModuleList, str]:
+    """A model's list of layers and the path of its first; raises UnsupportedError where there is no one list."""
     parents = {path.rpartition(".")[0] for path in blocks(model)}
     lists = [(model.get_submodule(path), path) for path in parents]
     found = [(module, path) for module, path in lists if isinstance(module, nn.ModuleList)]

@@ -59,25 +59,26 @@ def parts_of(block: nn.Module) -> TensorParts:
 
 def why_whole(block: nn.Module) -> str | None:
     """Why a decoder layer's products are not split; None where they are."""
-    parts = parts_of(block)
+    parts, fused, others = parts_of(block), list[str](), list[str]()
     for parent in parts.parents:
         reads, writes = ([name for name in names if _parent(name) == parent] for names in (parts.reads, parts.writes))
         inside = (
             _weighted(parent, block.get_submodule(parent)) if parent else (name for name, _ in block.named_children())
         )
         unknown = [path for path in inside if path not in (*reads, *writes, *parts.head_norms)]
-        fused = [path for path in unknown if is_product(block.get_submodule(path))]
-        if writes and fused:
-            return f"{', '.join(fused)} is one product each of what a rank needs its own part of."
+        fused += [path for path in unknown if writes and is_product(block.get_submodule(path))]
         if not (reads and writes):
-            return f"{', '.join((*reads, *writes))} is split, and what goes with it is not known by its name."
-        other = _of_other_sizes(block, reads, writes)
-        if other:
-            return f"{', '.join(other)} gives something else than what {', '.join(writes)} takes."
-        if parent and unknown:
+            others.append(f"{', '.join((*reads, *writes))} is split, and what goes with it is not known by its name.")
+        elif other := _of_other_sizes(block, reads, writes):
+            others.append(f"{', '.join(other)} gives something else than what {', '.join(writes)} takes.")
+        elif parent and unknown:
             weights = [f"{path}.{name}" for path in unknown for name in block.get_submodule(path)._parameters]
-            return f"{', '.join(weights)} lies between products that are split, and of which parts is not known."
-    return None
+            others.append(
+                f"{', '.join(weights)} lies between products that are split, and of which parts is not known."
+            )
+    if fused:
+        return f"{', '.join(fused)} is one product each of what a rank needs its own part of."
+    return others[0] if others else None
 
 
 def _of_other_sizes(block: nn.Module, reads: Iterable[str], writes: Iterable[str]) -> list[str]:
