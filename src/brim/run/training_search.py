@@ -66,6 +66,7 @@ class Planner:
         self._learned: dict[str, int] = {}  # per tier, what the latest proof found beyond the profile
         self._seconds: dict[tuple[object, ...], float] = {}  # of ways whose schedules were simulated
         self._simple_s = math.inf  # of the fastest simple way
+        self._sizes: set[int] = set()  # of micro-batches of which a way was to be proved
         self._longest_s = 0.0  # that a proof took
         whole = self._profile(self._rehearsal.batch)
         row = self._profile(1) if self._rehearsal.batch > 1 else None
@@ -141,11 +142,24 @@ class Planner:
     def _search(self, limits: Limits, top: int) -> list[Found]:
         """What is proved under ``limits``. What the first proof says beyond the profile holds for all that follow."""
         self._learned.clear()
+        self._sizes.clear()
         self._simple_s = min(map(self.seconds, self.baselines(limits)), default=math.inf)
         begin_s = time.monotonic()
         found = self._proved(limits, top, [], begin_s)
         if found and self._learned:
             found = self._proved(replace(limits, corrections=dict(self._learned)), top, found, begin_s)
+            found = self._of_other_sizes(limits, found, begin_s)
+        return found
+
+    def _of_other_sizes(self, limits: Limits, found: list[Found], begin_s: float) -> list[Found]:
+        """``found``, and one way of each size of micro-batch that may be faster and of which none was proved: what a
+        proof says beyond the profile is another number of bytes for another size, even one below zero."""
+        for _, way, _ in self._in_order(limits):
+            if time.monotonic() > begin_s + _SEARCH_S:
+                break
+            if way.bound_s < found[0].step_s and way.frame.micro_batch not in self._sizes:
+                made = self.prove(way, limits=limits)
+                found = found if made is None else self._with(found, made)
         return found
 
     def _proved(self, limits: Limits, top: int, found: list[Found], begin_s: float) -> list[Found]:
@@ -246,6 +260,7 @@ class Planner:
         Not ``corrects``: that way or none.
         """
         limits, best = limits or self.limits, None
+        self._sizes.add(way.frame.micro_batch)
         for _ in range(_PROOFS if corrects else 1):
             made = self._found(way)
             if fits(made.prediction.peak_bytes, limits.budget_bytes):

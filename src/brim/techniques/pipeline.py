@@ -312,7 +312,7 @@ class _Left(nn.Module):
         if self._progress.place != self._place:
             raise UnsupportedError(
                 "A model was to be cut into stages.",
-                f"A norm of its decoder that is taken for one {self._place} its layers runs at another time.",
+                f"A part of its decoder that is taken for one {self._place} its layers runs at another time.",
                 "Use --zero or --tp.",
             )
         given = (one for one in (*args, *named.values()) if isinstance(one, torch.Tensor) and one.is_floating_point())
