@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from brim.errors import UsageError
 
@@ -24,19 +25,27 @@ _FACTORS = {
     "tib": TIB,
     "tb": 10**12,
 }
-_PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-zA-Z]*)\s*")
+_PATTERN = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-zA-Z]*|%)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
+def is_share(text: str | int) -> bool:
+    """Whether it is written as a share, ``"80%"``: of what, the caller of ``parse_bytes`` says."""
+    return isinstance(text, str) and text.rstrip().endswith("%")
+
+
+def parse_bytes(text: str | int, whole_bytes: int | None = None) -> int:
     """``"8GiB"``, ``"512 MB"``, ``"3g"`` (binary) or a plain number of bytes -> bytes, rounded down.
 
-    Raises UsageError for anything else, negative numbers included.
+    ``"80%"`` is that share of ``whole_bytes``. Raises UsageError for anything else, negative numbers, more than 100 %
+    and shares of nothing known included.
     """
     if isinstance(text, int):
         if text < 0:
             raise UsageError(f"{text} was given as a number of bytes.", "It is negative.")
         return text
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
+    if match is not None and match[2] == "%":
+        return _share(text, Fraction(match[1]) / 100, whole_bytes)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UsageError(
@@ -44,6 +53,18 @@ def parse_bytes(text: str | int) -> int:
             todo="Write a number and a unit: 8GiB, 512MiB, 1.5GB, or plain bytes.",
         )
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def _share(text: str, share: Fraction, whole_bytes: int | None) -> int:
+    if share > 1:
+        raise UsageError(
+            f"{text} was given as an amount of memory.", "That is more than there is.", "Give 100% or less."
+        )
+    if whole_bytes is None:
+        raise UsageError(
+            f"{text} was given as an amount of memory.", "It is not known of how much.", "Give bytes, such as 8GiB."
+        )
+    return int(share * whole_bytes)
 
 
 def format_bytes(count: int | float) -> str:

@@ -24,6 +24,28 @@ def test_parse(text, expected):
     assert parse_bytes(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("80%", 800), ("12.5 %", 125), ("0%", 0), ("100%", 1000), ("1GiB", 1 << 30), (17, 17)]
+)
+def test_parse_a_share_of_what_there_is(text, expected):
+    assert parse_bytes(text, 1000) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "whole", "says"),
+    [("101%", 1000, "more than there is"), ("80%", None, "of how much")],
+)
+def test_parse_refuses_a_share(text, whole, says):
+    with pytest.raises(UsageError, match=says):
+        parse_bytes(text, whole)
+
+
+@pytest.mark.parametrize("text", ["%", "-5%", "5%%", "8GiB%", "nan%"])
+def test_parse_refuses_what_looks_like_a_share(text):
+    with pytest.raises(UsageError):
+        parse_bytes(text, 1000)
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "8 GiBs", "1e9", "8,5GiB", "nan", "8 GiB 3", -5])
 def test_parse_refuses(text):
     with pytest.raises(UsageError):

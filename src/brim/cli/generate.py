@@ -13,7 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from brim.cli import generate_split
-from brim.cli.options import BYTES, device_option, html_option, json_option, print_json, write_html
+from brim.cli.options import (
+    BUDGET,
+    RAM_HELP,
+    VRAM_HELP,
+    device_option,
+    html_option,
+    json_option,
+    print_json,
+    write_html,
+)
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -51,8 +60,8 @@ _AUTO_OR = _AutoOr()
     show_default=True,
     help="Tokens of a prompt that go through the model at once; auto: all, or as many as fit.",
 )
-@click.option("--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: 90 % of what is free.")
-@click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free.")
+@click.option("--vram", type=BUDGET, help=VRAM_HELP)
+@click.option("--ram", type=BUDGET, help=RAM_HELP)
 @device_option
 @click.option("--precision", help="fp32, bf16, fp16, int8, int4 or fp8; converted once. Default: as stored.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly the plan in this file of brim plan.")

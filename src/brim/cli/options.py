@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from brim.errors import UsageError
-from brim.units import format_bytes, parse_bytes
+from brim.units import format_bytes, is_share, parse_bytes
 
 if TYPE_CHECKING:
     from brim.report.html import Table, View
@@ -30,6 +30,19 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             self.fail(" ".join(str(error).split("\n")), param, ctx)
 
 
+class _Budget(_Bytes):
+    """The same, or a share such as ``80%``, given to the command as it is written: of what is known later."""
+
+    name = "bytes|%"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            whole = parse_bytes(value, _ANY)
+        except UsageError as error:
+            self.fail(" ".join(str(error).split("\n")), param, ctx)
+        return value if is_share(value) else whole
+
+
 class OutputFile(click.Path):
     """A file in a folder that exists: said at once, not after a run of hours."""
 
@@ -43,7 +56,10 @@ class OutputFile(click.Path):
         return path
 
 
-BYTES = _Bytes()
+_ANY = 1  # a whole to try a share on
+VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
+RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
+BYTES, BUDGET = _Bytes(), _Budget()
 
 
 def json_option(command: F) -> F:

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from brim.cli.loading import load
-from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json
+from brim.cli.options import BUDGET, OutputFile, html_option, json_option, print_json
 from brim.cli.plan_page import tiers_of, write_page
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -28,9 +28,15 @@ _COUNT = click.IntRange(min=1)
 _OPTIONS = [
     click.option("--task", type=click.Choice(["generate", "train"]), default="generate", show_default=True),
     click.option("--gpu", help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
-    click.option("--vram", type=BYTES, help="Budget of the GPU, such as 8GiB; default: all of it that is free."),
-    click.option("--ram", type=BYTES, help="Host memory; default: 90 % of what is free, 64GiB beside a --gpu."),
-    click.option("--disk", type=BYTES, help="Room on disk for what memory cannot hold."),
+    click.option(
+        "--vram", type=BUDGET, help="Budget of the GPU: 8GiB, or 80% of it.  [default: all of it that is free]"
+    ),
+    click.option(
+        "--ram",
+        type=BUDGET,
+        help="Host memory: 8GiB, or 80% of it.  [default: 90 % of what is free, 64GiB beside a --gpu]",
+    ),
+    click.option("--disk", type=BUDGET, help="Room on disk for what memory cannot hold."),
     click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences a step."),
     click.option("--seq", type=_COUNT, default=1024, show_default=True, help="Tokens a sequence, or a prompt."),
     click.option("--new-tokens", type=_COUNT, default=128, show_default=True, help="Tokens to generate."),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from brim.cli.options import BYTES, OutputFile
+from brim.cli.options import BUDGET, RAM_HELP, VRAM_HELP, OutputFile
 
 
 class _Command(click.Command):
@@ -27,8 +27,8 @@ class _Command(click.Command):
 
 
 @click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
-@click.option("--vram", type=BYTES, help="Budget of the compute device, such as 8GiB; default: 90 % of what is free.")
-@click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free.")
+@click.option("--vram", type=BUDGET, help=VRAM_HELP)
+@click.option("--ram", type=BUDGET, help=RAM_HELP)
 @click.option(
     "--mode",
     type=click.Choice(["auto", "stream", "unified", "off"]),
@@ -49,8 +49,8 @@ class _Command(click.Command):
 @click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGS]...")
 def run(
-    vram: int | None,
-    ram: int | None,
+    vram: int | str | None,
+    ram: int | str | None,
     mode: str,
     device: str,
     report: Path | None,

@@ -10,7 +10,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from brim.cli.options import BYTES, device_option, html_option, json_option, print_json, write_html
+from brim.cli.options import (
+    BUDGET,
+    RAM_HELP,
+    VRAM_HELP,
+    device_option,
+    html_option,
+    json_option,
+    print_json,
+    write_html,
+)
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -19,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class _Disk(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """``DIR`` or ``DIR:200GiB``, given to the command as (folder, bytes or None)."""
+    """``DIR``, ``DIR:200GiB`` or ``DIR:40%``, given to the command as (folder, amount or None)."""
 
-    name = "folder[:bytes]"
+    name = "folder[:bytes|:%]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, tuple):
             return value
         folder, _, amount = value.rpartition(":") if ":" in value else (value, "", "")
-        limit = BYTES.convert(amount, param, ctx) if amount else None
+        limit = BUDGET.convert(amount, param, ctx) if amount else None
         if not Path(folder).is_dir():
             self.fail(f"{folder!r} is not a folder.", param, ctx)
         return folder, limit
@@ -56,9 +65,13 @@ def _what() -> list[Callable[..., Any]]:
             "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the model goes."
         ),
         click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True),
-        click.option("--vram", type=BYTES, help="Budget of the compute device; default: 90 % of what is free."),
-        click.option("--ram", type=BYTES, help="Budget of host memory; default: 90 % of what is free."),
-        click.option("--disk", type=_Disk(), help="Folder, and at most how much of it, for what memory cannot hold."),
+        click.option("--vram", type=BUDGET, help=VRAM_HELP),
+        click.option("--ram", type=BUDGET, help=RAM_HELP),
+        click.option(
+            "--disk",
+            type=_Disk(),
+            help="Folder, and at most how much of it (:50GiB, :40% of what is free), for what memory cannot hold.",
+        ),
         device_option,
         click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences a step."),
         click.option("--micro-batch", type=_AutoOr(1), default="auto", help="Sequences at once.  [default: auto]"),
@@ -133,7 +146,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @click.argument("model")
 @_options
-def train(model: str, html: Path | None, as_json: bool, disk: tuple[str, int | None] | None, **options: Any) -> None:
+def train(
+    model: str, html: Path | None, as_json: bool, disk: tuple[str, int | str | None] | None, **options: Any
+) -> None:
     """Train a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's

@@ -10,6 +10,7 @@ import psutil
 
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
+from brim.units import is_share, parse_bytes
 
 _PROC = Path("/proc")
 # What files the two versions of the memory controller keep: limit, usage, and statistics of reclaimable page cache.
@@ -50,6 +51,22 @@ def free_bytes(tier: str, *, directory: Path | None = None, proc: Path = _PROC) 
     if tier == VRAM:
         return _vram_free_bytes()
     raise UsageError(f"The free bytes of tier {tier!r} were asked.", f"Tiers are {VRAM}, {RAM} and {DISK}.")
+
+
+def total_bytes(tier: str, *, directory: Path | None = None) -> int:
+    """What a percentage of a tier is of: all RAM that this process may use, all VRAM of the current CUDA device (of
+    RAM where torch sees none, as that is where a model computes then), of a disk what is free in ``directory``.
+    """
+    if tier != VRAM:
+        return ram_capacity_bytes() if tier == RAM else free_bytes(tier, directory=directory)
+    import torch
+
+    return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else ram_capacity_bytes()
+
+
+def amount_bytes(amount: str | int, tier: str, *, directory: Path | None = None) -> int:
+    """``"8GiB"`` or ``"80%"`` of a tier in bytes. Raises UsageError for what is neither."""
+    return parse_bytes(amount, total_bytes(tier, directory=directory) if is_share(amount) else None)
 
 
 def _vram_free_bytes() -> int:

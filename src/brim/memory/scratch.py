@@ -23,6 +23,11 @@ from brim.units import format_bytes
 SCRATCH_PATH = "(scratch file)"
 
 
+def scratch_folder(given: str | Path | None = None) -> Path:
+    """Where a scratch file goes: as given, else ``BRIM_SCRATCH``, else the temporary folder."""
+    return Path(given or os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
+
+
 class PlannedScratch:
     """Says where a scratch file would hold what it is given, and writes nothing: for prediction.
 
@@ -91,7 +96,7 @@ class Scratch(PlannedScratch):
         self, files: OpenFiles, *, directory: str | Path | None = None, limit_bytes: int | None = None
     ) -> None:
         super().__init__(limit_bytes=limit_bytes)
-        self._directory = Path(directory or os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir())
+        self._directory = scratch_folder(directory)
         try:
             with tempfile.TemporaryFile(prefix="brim-", dir=self._directory, buffering=0) as file:
                 self._fd = os.dup(file.fileno())

@@ -73,17 +73,21 @@ def budgets(
 ) -> dict[str, int]:
     """The budget of every tier that compute or weights use: as given, else what is free less a tenth.
 
+    ``"80%"`` is of all that the tier has, whoever holds some of it: the same budget at every start.
     Where RAM is the compute tier, ``vram`` is its budget too: the smaller of the two holds.
     """
     given = {RAM: ram, VRAM: vram}
     if hardware.compute == RAM:
-        amounts = [parse_bytes(value) for value in (vram, ram) if value is not None]
+        whole = hardware.tier(RAM).capacity_bytes
+        amounts = [parse_bytes(value, whole) for value in (vram, ram) if value is not None]
         budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
     else:
         on = VRAM if device != "emulated" else RAM
         free = {RAM: free_bytes(RAM), VRAM: free_bytes(on)}
         budget = {
-            tier: int(free[tier] * _FREE_SHARE) if value is None else parse_bytes(value)
+            tier: int(free[tier] * _FREE_SHARE)
+            if value is None
+            else parse_bytes(value, hardware.tier(tier).capacity_bytes)
             for tier, value in given.items()
         }
     for tier, amount in budget.items():

@@ -48,7 +48,7 @@ class Settings:
                 raise UsageError(f"{name}={value!r} was asked of brim run.", f"Known are {', '.join(known)}.")
         for amount in (self.vram, self.ram):
             if amount is not None:
-                parse_bytes(amount)
+                parse_bytes(amount, 1)  # of a share, only whether it is one
         if self.report is not None and self.report.suffix not in REPORTS:
             raise UsageError(
                 f"A report was to be written to {self.report}.",

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brim.core.hardware import RAM, VRAM
-from brim.measure.capacity import free_bytes, ram_capacity_bytes, resident_bytes
+from brim.measure.capacity import amount_bytes, free_bytes, ram_capacity_bytes, resident_bytes
 from brim.measure.monitor import KernelMeter
 from brim.run import launch_bound
 from brim.run.example_shapes import as_shapes
@@ -29,7 +29,7 @@ from brim.run.launch_hooks import Call, parameter_bytes
 from brim.run.launch_needs import living_optimizers, moves_itself, optimizers_of, plain
 from brim.run.launch_outcome import UNTOUCHED, Outcome
 from brim.run.launch_unseen import example_of, unseen, without_dynamo
-from brim.units import format_bytes, parse_bytes
+from brim.units import format_bytes
 
 _ROOM = 8
 _FREE_SHARE = 0.9
@@ -147,7 +147,9 @@ def _limit(settings: Settings) -> tuple[int, str]:
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     tier = VRAM if on_gpu else RAM
     amounts = {RAM: settings.ram, VRAM: settings.vram}
-    given = {tier: parse_bytes(amount) for tier, amount in amounts.items() if amount is not None}
+    given = {
+        name: amount_bytes(amount, name if on_gpu else RAM) for name, amount in amounts.items() if amount is not None
+    }
     capacity = {RAM: ram_capacity_bytes()}
     if on_gpu:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError
+from brim.measure.capacity import amount_bytes
 from brim.run.launch import Settings
 from brim.run.launch_hooks import Call, Watcher
-from brim.units import parse_bytes
 
 if TYPE_CHECKING:
     from brim.run.launch_ample import Ample
@@ -61,7 +62,7 @@ class Launched:
             raise
         if self.settings.mode in ("auto", "stream"):
             if self.settings.device != "cpu" and self.settings.vram is not None and torch.cuda.is_available():
-                self._defer(parse_bytes(self.settings.vram))
+                self._defer(amount_bytes(self.settings.vram, VRAM))
             self._watcher.begin()
 
     def _defer(self, vram_bytes: int) -> None:
@@ -149,5 +150,6 @@ class Launched:
 
 
 def _small_bytes(settings: Settings) -> int:
-    given = [parse_bytes(amount) for amount in (settings.vram, settings.ram) if amount is not None]
+    amounts = ((settings.vram, RAM if settings.device == "cpu" else VRAM), (settings.ram, RAM))
+    given = [amount_bytes(amount, tier) for amount, tier in amounts if amount is not None]
     return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in given)]))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,16 +13,17 @@ from brim import catalog
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UsageError
-from brim.measure.capacity import resident_bytes
+from brim.measure.capacity import amount_bytes, free_bytes, resident_bytes
 from brim.measure.probe import probe
 from brim.memory import heap
+from brim.memory.scratch import scratch_folder
 from brim.run.drives import reading_from
 from brim.run.fitting import budgets
 from brim.run.precision_rows import Row
 from brim.run.trainee import Method
 from brim.techniques.optimizers import OPTIMIZERS
 from brim.techniques.precision import PRECISIONS
-from brim.units import format_bytes, parse_bytes
+from brim.units import format_bytes, is_share, parse_bytes
 
 TASKS = ("generate", "train")
 PLAN_FILE = "plan.json"  # in commands, until files are named
@@ -101,7 +99,9 @@ class Request:
 
 
 def exact_bytes(amount: str | int) -> str:
-    """Bytes in the largest unit that says them exactly: ``"12GiB"``."""
+    """Bytes in the largest unit that says them exactly: ``"12GiB"``. A share stays as it was written."""
+    if is_share(amount):
+        return str(amount)
     count = parse_bytes(amount)
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if count and count % size == 0:
@@ -257,10 +257,9 @@ def _this(request: Request) -> Machine:
     left_bytes = max(0, resident_bytes() - before_bytes)
     budget = budgets(hardware, request.vram, request.ram)
     if request.disk is not None:
-        budget[DISK] = parse_bytes(request.disk)
+        budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder())
     elif request.task == "train":  # where states would go, if they did
-        folder = os.environ.get("BRIM_SCRATCH") or tempfile.gettempdir()
-        budget[DISK] = int(shutil.disk_usage(folder).free * _FREE_SHARE)
+        budget[DISK] = int(free_bytes(DISK, directory=scratch_folder()) * _FREE_SHARE)
     return Machine(hardware=hardware, budget_bytes=budget, left_bytes=left_bytes)
 
 
@@ -285,7 +284,7 @@ def _imagined(request: Request, card: catalog.Gpu) -> Machine:
     links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
     hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))
     free = card.capacity_bytes - card.context().bytes
-    vram = free if request.vram is None else min(free, parse_bytes(request.vram))
+    vram = free if request.vram is None else min(free, parse_bytes(request.vram, card.capacity_bytes))
     assumed = [
         f"RAM moves {catalog.HOST_BYTES_PER_S / 1e9:.0f} GB/s, the drive {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
         *([] if request.gpu is not None else [f"the GPU is as fast as {card.name}"]),

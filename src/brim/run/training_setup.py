@@ -11,7 +11,8 @@ from pathlib import Path
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.errors import UsageError
-from brim.measure.capacity import resident_bytes
+from brim.measure.capacity import amount_bytes, resident_bytes
+from brim.memory.scratch import scratch_folder
 from brim.run import checkpoint_reading, plan_file
 from brim.run.architecture import read_config
 from brim.run.data import Batches, open_data
@@ -22,7 +23,6 @@ from brim.run.training_plan import with_plan
 from brim.run.training_report import has_tensorboard
 from brim.run.training_request import Request
 from brim.run.training_session import Terms
-from brim.units import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     hardware = machine(request.device)
     budget = budgets(hardware, request.vram, request.ram, request.device)
     if request.disk is not None:
-        budget[DISK] = parse_bytes(request.disk)
+        budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder(request.disk_folder))
     output = Path(request.output).expanduser()
     if not request.resume and checkpoint_reading.steps(output):
         raise UsageError(

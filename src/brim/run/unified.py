@@ -194,8 +194,8 @@ def _spilling(settings: Settings) -> Spilling:
     import rmm
 
     # RMM's figure: PyTorch's comes from the driver too, but with PyTorch's own allocator set up on the way.
-    free = int(rmm.mr.available_device_memory()[0])
-    limit = int(free * _FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram)
+    free, total = map(int, rmm.mr.available_device_memory())
+    limit = int(free * _FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram, total)
     if limit == 0:
         raise BudgetError(
             "Unified memory was asked for.", "A budget of no VRAM at all was given.", "Give --vram 64MiB or more."
@@ -215,9 +215,9 @@ def _spilling(settings: Settings) -> Spilling:
 
 def _host_bytes(settings: Settings) -> int:
     from brim.core.hardware import RAM
-    from brim.measure.capacity import free_bytes
+    from brim.measure.capacity import amount_bytes, free_bytes
 
-    return int(free_bytes(RAM) * _FREE_SHARE) if settings.ram is None else parse_bytes(settings.ram)
+    return int(free_bytes(RAM) * _FREE_SHARE) if settings.ram is None else amount_bytes(settings.ram, RAM)
 
 
 def check_managed(wanted_bytes: int, free_bytes: int, *, insist: bool) -> None:

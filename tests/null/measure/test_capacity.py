@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from brim.errors import UnsupportedError, UsageError
-from brim.measure.capacity import free_bytes, ram_capacity_bytes
+from brim.measure.capacity import amount_bytes, free_bytes, ram_capacity_bytes
 
 GIB = 1 << 30
 NO_LIMIT_V1 = "9223372036854771712"
@@ -103,3 +103,14 @@ def test_an_unknown_tier_is_a_usage_error():
 def test_vram_without_cuda_is_unsupported():
     with pytest.raises(UnsupportedError):
         free_bytes("vram")
+
+
+def test_a_share_is_of_all_that_a_tier_has_and_of_what_a_disk_has_free(tmp_path):
+    assert amount_bytes("50%", "ram") == ram_capacity_bytes() // 2
+    assert amount_bytes("3GiB", "ram") == 3 * GIB
+    assert 0 < amount_bytes("50%", "disk", directory=tmp_path) < free_bytes("disk", directory=tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without CUDA says")
+def test_without_cuda_a_share_of_vram_is_one_of_ram():
+    assert amount_bytes("50%", "vram") == ram_capacity_bytes() // 2
