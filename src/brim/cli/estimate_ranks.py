@@ -48,9 +48,8 @@ def _print(found: ParallelEstimate) -> None:
     console.print(_ranks(found))
     console.print(_breakdown(found))
     worst = found.worst
-    console.print(
-        f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.process)} of the process", markup=False
-    )
+    told = f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.allocated)} allocated"
+    console.print(f"{told}; the largest process takes {format_bytes(found.process_bytes)}", markup=False)
     if worst.ram is not None:
         console.print(
             f"in RAM: {format_bytes(worst.ram.reserved)} for that rank, {format_bytes(found.node_ram_bytes)} for all "
@@ -86,7 +85,7 @@ def _ranks(found: ParallelEstimate) -> Table:
         alike.setdefault((rank.coordinates["pp"], *sizes), []).append(rank)
     groups = sorted(alike.values(), key=lambda ranks: ranks[0].rank)
     if len(groups) > _MOST_ROWS:
-        groups = sorted(groups, key=lambda ranks: -ranks[0].peak_bytes.process)[:_MOST_ROWS]
+        groups = sorted(groups, key=lambda ranks: -ranks[0].peak_bytes.allocated)[:_MOST_ROWS]
     in_ram = ("in RAM",) if found.split.offload_shards else ()
     table = _table("ranks", "stage", "allocated", "reserved", "process", *in_ram)
     for ranks in groups:

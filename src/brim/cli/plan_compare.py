@@ -112,7 +112,7 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
     mesh, proof = found.rows[0]
     way = f"{mesh.split.describe().partition(': ')[2]}, recompute {mesh.checkpointing}"
     step_s, offload = proof.step_s or mesh.step_s, mesh.split.offload_shards
-    peak = {"vram": proof.worst.peak_bytes.process} | ({"ram": proof.node_ram_bytes} if offload else {})
+    peak = {"vram": proof.process_bytes} | ({"ram": proof.node_ram_bytes} if offload else {})
     return Row(gpus=count, way=way, tokens=tokens, step_s=step_s, peak_bytes=peak, offload=offload)
 
 

@@ -124,7 +124,7 @@ def fastest(model: str, options: dict[str, Any]) -> Found:
 def _least(proofs: _Proofs) -> dict[str, int]:
     traced = [(mesh, told) for mesh, told in proofs.items() if told is not None]
     in_ram = [told.node_ram_bytes for mesh, told in traced if mesh.split.offload_shards]
-    vram = [told.worst.peak_bytes.process for _, told in traced]
+    vram = [told.process_bytes for _, told in traced]
     return {tier: min(counts) for tier, counts in (("vram", vram), ("ram", in_ram)) if counts}
 
 
@@ -219,7 +219,7 @@ def _best(
         told = proofs[mesh]
         assert told is not None  # no stage of this engine's is looked at alone
         fits = fits and (ram_bytes is None or told.node_ram_bytes <= ram_bytes)
-        return meshes_offload.Proof(bytes=told.worst.peak_bytes.process, step_s=told.step_s or mesh.step_s, fits=fits)
+        return meshes_offload.Proof(bytes=told.process_bytes, step_s=told.step_s or mesh.step_s, fits=fits)
 
     room = catalog.gpu(options["gpu"]).capacity_bytes
     return meshes_offload.best(found, proof, options["top"], room, doubt, proofs.in_time)
@@ -244,7 +244,7 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
     engine, precision = _engine(mesh, options)
     made = distributed_plan.made(
         model=model, gpu=options["gpu"], engine=engine, precision=precision, sequence=options["seq"],
-        split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.worst.peak_bytes.process,
+        split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
         step_s=proof.step_s or mesh.step_s,
     )  # fmt: skip
     distributed_plan.write(path, made)
@@ -351,7 +351,7 @@ def _print(model: str, options: dict[str, Any], found: Found, took_s: float) -> 
         table.add_row(
             str(number), *(_size(split, axis) for axis in axes),
             f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
-            format_bytes(proof.worst.peak_bytes.process), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
+            format_bytes(proof.process_bytes), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
             format_seconds(step_s), f"{tokens:,.0f}",
         )  # fmt: skip
     console.print(table)

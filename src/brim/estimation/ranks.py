@@ -47,8 +47,11 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelEstimate:
-    """What a split training step takes. ``time`` is None without a GPU, ``fits`` too; ``worst_rank`` takes the
-    most."""
+    """What a split training step takes. ``time`` is None without a GPU, ``fits`` too.
+
+    ``worst_rank`` is the rank that allocates most, the first of those that are alike; ``process_bytes`` is the most
+    that any rank's process takes on its GPU, which may be another rank's where allocators fragment unlike.
+    """
 
     model: str
     engine: str
@@ -68,6 +71,10 @@ class ParallelEstimate:
         return self.ranks[self.worst_rank]
 
     @property
+    def process_bytes(self) -> int:
+        return max(rank.peak_bytes.process for rank in self.ranks)
+
+    @property
     def node_ram_bytes(self) -> int:
         """What the shards of one node's ranks take in RAM, of the node with the most; 0 where none are there."""
         each, split = [rank.ram.reserved if rank.ram else 0 for rank in self.ranks], self.split
@@ -83,6 +90,7 @@ class ParallelEstimate:
             "peak_bytes": peaks_json(self.worst.peak_bytes),
             "at_peak_bytes": dict(self.worst.breakdown),
             "worst_rank": self.worst_rank,
+            "process_bytes": self.process_bytes,
             "mesh": {name: split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")},
             "micro_batches": split.micro_batches,
             "engine": self.engine,
@@ -223,7 +231,8 @@ def _assembled(
         coordinates = split.coordinates(number)
         peak, breakdown, ram = of_stage[id(stages[coordinates["pp"]])]
         ranks.append(Rank(rank=number, coordinates=coordinates, peak_bytes=peak, breakdown=breakdown, ram=ram))
-    worst = max(ranks, key=lambda rank: (rank.peak_bytes.process, -rank.rank))
+    worst = max(ranks, key=lambda rank: (rank.peak_bytes.allocated, -rank.rank))
+    most = max(rank.peak_bytes.process for rank in ranks)
     time, told = _time(stages, split, place)
     flops = sum(op.flops for facts in stages for op in facts.ops if op.flops)
     context = f"CUDA context of {place.context.bytes:,} B: {place.context.source}"
@@ -238,7 +247,7 @@ def _assembled(
         ranks=tuple(ranks),
         worst_rank=worst.rank,
         time=time,
-        fits=None if place.total_bytes is None else worst.peak_bytes.process <= place.total_bytes,
+        fits=None if place.total_bytes is None else most <= place.total_bytes,
         flops=flops * split.micro_batches * split.tp * split.cp * split.dp,
         notes=(*notes, context, *told),
         not_modelled=tuple(sorted({name for facts in stages for name in facts.not_modelled})),

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from brim.cli import main
+from brim.estimation import ranks
+from brim.estimation.estimate import PeakBytes
+from brim.estimation.parallel import Split
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160,
@@ -30,6 +33,24 @@ def test_json_has_every_rank_its_coordinates_and_the_worst(model, capsys):
         assert rank["peak_bytes"]["allocated"] <= rank["peak_bytes"]["reserved"] < rank["peak_bytes"]["process"]
     assert document["fits"] is True
     assert document["step_s"] > 0
+
+
+def test_the_worst_rank_allocates_most_and_the_largest_process_decides_what_fits(model, monkeypatch):
+    """Where reserved memory is fragmented on a rank that allocates less, that one's process is larger."""
+    made = iter([(7, 90), (9, 80)])  # GiB that the first stage and the second allocate, and their processes take
+
+    def memory(*_):
+        allocated, process = (size << 30 for size in next(made))
+        return PeakBytes(allocated=allocated, reserved=allocated, process=process), {}
+
+    monkeypatch.setattr(ranks, "_memory", memory)
+    split = Split(gpus=4, tp=2, pp=2, micro_batch=1, global_batch=4)
+    found = ranks.estimate_ranks(model, split, engine="megatron", gpu="H100", seq=64)
+    assert found.worst.coordinates["pp"] == 1
+    assert found.worst.peak_bytes.allocated == 9 << 30
+    assert found.process_bytes == 90 << 30
+    assert found.fits is False
+    assert found.to_json()["process_bytes"] == 90 << 30
 
 
 def test_the_table_names_the_worst_rank_and_where_its_bytes_and_seconds_go(model, capsys):
