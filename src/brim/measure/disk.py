@@ -40,9 +40,10 @@ _Way = tuple[int, int]  # bytes of one read, threads that read
 class UncachedFile:
     """A file open for reads that come from the disk. ``direct``: by O_DIRECT, else dropped from the cache first.
 
-    ``writable``: a scratch file of our own.
+    ``writable``: a scratch file of our own. ``directory``: where it lies.
     """
 
+    directory: Path
     descriptor: int
     size_bytes: int
     direct: bool
@@ -50,27 +51,38 @@ class UncachedFile:
 
 
 @contextmanager
-def uncached_file(directory: Path) -> Iterator[UncachedFile]:
+def uncached_file(directory: Path, *, instead: Path | None = None) -> Iterator[UncachedFile]:
     """Something to read on the disk of ``directory``: a scratch file, which on Linux has no name to be left behind.
 
-    In a directory that cannot be written, its largest file is read instead. Raises UsageError when ``directory``
-    is none, or holds nothing to read; TransferError when the disk is full or fails.
+    In a directory that cannot be written, its largest file is read; where it has none, or the disk is full, that of
+    ``instead``. Raises UsageError when ``directory`` is none, or holds nothing to read; TransferError when the disk
+    is full or fails.
     """
     if not hasattr(os, "preadv"):
         raise UnsupportedError("The disk was to be measured.", f"{sys.platform} has no preadv.")
     if not directory.is_dir():
         raise UsageError(f"The disk under {directory} was to be measured.", "There is no such directory.")
     try:
+        file = _opened(directory)
+    except (TransferError, UsageError) as error:
+        if instead is None:
+            raise
+        file = _largest(instead, error)
+    try:
+        yield file
+    finally:
+        os.close(file.descriptor)
+
+
+def _opened(directory: Path) -> UncachedFile:
+    try:
         descriptor, direct = _open_scratch(directory)
     except OSError as error:
-        descriptor, direct = _open_largest(directory, error)
-        size_bytes, writable = min(FILE_BYTES, os.fstat(descriptor).st_size // MIB * MIB), False
-    else:
-        size_bytes, writable = _fill(descriptor, directory), True
-    try:
-        yield UncachedFile(descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=writable)
-    finally:
-        os.close(descriptor)
+        return _largest(directory, error)
+    size_bytes = _fill(descriptor, directory)
+    return UncachedFile(
+        directory=directory, descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=True
+    )
 
 
 def disk_link(file: UncachedFile) -> Link:
@@ -118,7 +130,9 @@ def file_rates(path: Path) -> tuple[float, float] | None:
         descriptor, direct = _past_the_cache(descriptor)
     except OSError as error:
         raise TransferError(f"{path} was to be read past the page cache.", f"{error.strerror}.") from error
-    file = UncachedFile(descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False)
+    file = UncachedFile(
+        directory=path.parent, descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False
+    )
     try:
         ways = [(RUN_CHUNK_BYTES, RUN_CONCURRENCY), (RUN_CHUNK_BYTES, 1)]
         rounds = _interleaved(file, ways, touched_ring(), part_bytes=_SWEEP_BYTES, rounds=5, limit_s=_FILE_LIMIT_S)
@@ -235,18 +249,24 @@ def _open_scratch(directory: Path) -> tuple[int, bool]:
         return _past_the_cache(os.dup(file.fileno()))
 
 
-def _open_largest(directory: Path, refusal: OSError) -> tuple[int, bool]:
+def _largest(directory: Path, refusal: Exception) -> UncachedFile:
+    """The largest file there is in ``directory``, which cannot be written for ``refusal``."""
     least_bytes = 4 * max(_CHUNKS_BYTES)
     try:
         sizes = {entry.path: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
         largest = max(sizes, key=lambda path: sizes[path], default="")
         if sizes.get(largest, 0) >= least_bytes:
-            return _past_the_cache(os.open(largest, os.O_RDONLY))
+            descriptor, direct = _past_the_cache(os.open(largest, os.O_RDONLY))
+            size_bytes = min(FILE_BYTES, sizes[largest] // MIB * MIB)
+            return UncachedFile(
+                directory=directory, descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False
+            )
     except OSError as error:
         raise TransferError(f"A file in {directory} was to be read to measure its disk.", f"{error}.") from error
+    reason = refusal.strerror if isinstance(refusal, OSError) else "see above"
     raise UsageError(
         f"The disk under {directory} was to be measured.",
-        f"It cannot be written ({refusal.strerror}) and holds no file of {format_bytes(least_bytes)}.",
+        f"It cannot be written ({reason}) and holds no file of {format_bytes(least_bytes)}.",
         "Name another directory on the same disk, or set XDG_CACHE_HOME to one that can be written.",
     ) from refusal
 

@@ -8,14 +8,13 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any, Literal
 
 from brim.core.hardware import DISK, RAM, VRAM, Hardware, Link, Tier
 from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
+from brim.measure.cache import cache_folder, keep, kept
 from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -28,35 +27,28 @@ _DISK_GOOD_FOR_S = 24 * 3600.0
 _OF_DISK = ", disk of "  # begins what a source says of it
 
 
-def cache_folder() -> Path:
-    """Where brim keeps what it can make again: ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``. It may not exist."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is to be ignored.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "brim"
-
-
 def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | None = None) -> Hardware:
     """Measure RAM, the disk under ``directory``, the processor and with CUDA the current device; a few seconds.
 
     The result is remembered per machine, device, driver, torch and filesystem, and the disk's part of it for a day;
     ``refresh`` measures all again. Capacities are read afresh each time. ``directory`` is where models will be read
-    from: the user's cache folder by default. A cache that is damaged or cannot be written is warned about and does
-    not stop anything. Measuring takes up to 350 MiB of RAM and 256 MiB of disk for a moment: do it before a run's own
-    memory is watched.
+    from: the user's cache folder by default, or the folder of PyTorch's libraries where that cannot be used. A cache
+    that is damaged or cannot be written is warned about and does not stop anything. Measuring takes up to 350 MiB of
+    RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched.
 
     Rates are medians. Compute is VRAM with CUDA (``device="cuda"``, or "auto" where torch sees one), else RAM.
     Raises UsageError for a directory that does not exist or an unknown device, UnsupportedError for "cuda" where
     there is none, TransferError when the disk fails.
     """
     compute = _compute_tier(device)
-    place = _cache_folder_made() if directory is None else directory
+    place = drive_folder() if directory is None else directory
     if not place.is_dir():
         raise UsageError(f"The disk under {place} was to be measured.", "There is no such directory.")
     facts = _fingerprint(compute, place)
     path = _remembered_at(facts)
     remembered = None if refresh else _remembered(path)
     if remembered is not None:
-        return _with_capacities(_with_the_disk_of_today(remembered, path, place), place)
+        return _with_capacities(_with_the_disk_of_today(*remembered, path, place), place)
     hardware = _measured(compute, place, facts)
     _remember(hardware, path)
     return hardware
@@ -84,12 +76,12 @@ def _compute_tier(device: str) -> str:
     return RAM
 
 
-def _with_the_disk_of_today(hardware: Hardware, path: Path, directory: Path) -> Hardware:
+def _with_the_disk_of_today(hardware: Hardware, age_s: float, path: Path, directory: Path) -> Hardware:
     """``hardware`` as it is remembered at ``path``, its disk measured again where that is too long ago.
 
     One that cannot be measured now (it is full) stays as it is known, with a warning.
     """
-    if 0 <= time.time() - path.stat().st_mtime <= _DISK_GOOD_FOR_S:
+    if 0 <= age_s <= _DISK_GOOD_FOR_S:
         return hardware
     try:
         links, source = _disk(directory)
@@ -107,14 +99,14 @@ def _with_the_disk_of_today(hardware: Hardware, path: Path, directory: Path) -> 
     return made
 
 
-def _disk(directory: Path) -> tuple[list[Link], str]:
-    """The links from and to the disk of ``directory``, and how they were measured."""
+def _disk(directory: Path, instead: Path | None = None) -> tuple[list[Link], str]:
+    """The links from and to the disk of ``directory``, else from that of ``instead``, and how they were measured."""
     from brim.measure.disk import disk_link, uncached_file, write_link
 
-    with uncached_file(directory) as file:
+    with uncached_file(directory, instead=instead) as file:
         links = [disk_link(file), *([write_link(file)] if file.writable else [])]
         way = "O_DIRECT" if file.direct else "dropped page cache"
-    return links, f"{_OF_DISK}{directory} by {way} on {_today()}"
+    return links, f"{_OF_DISK}{file.directory} by {way} on {_today()}"
 
 
 def _today() -> str:
@@ -124,7 +116,7 @@ def _today() -> str:
 def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
     from brim.measure import bandwidth
 
-    disk, of_disk = _disk(directory)
+    disk, of_disk = _disk(directory, _libraries() if directory == cache_folder() else None)
     tiers = [
         Tier(name=RAM, capacity_bytes=0, bytes_per_s=bandwidth.ram_read_rate()),
         Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk[0].bytes_per_s),
@@ -207,47 +199,38 @@ def _filesystem(directory: Path) -> str:
     return f"{mount.fstype} {mount.device} {mount.mountpoint}"
 
 
-def _cache_folder_made() -> Path:
+def drive_folder() -> Path:
+    """The folder whose disk stands for this machine's where nobody names one: the cache folder, if it can be made."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"The disk was to be measured in the cache folder {folder}.",
-            f"It cannot be made: {error.strerror}.",
-            "Set XDG_CACHE_HOME to a folder that can be written, or name the directory to measure.",
-        ) from error
+        os.scandir(folder).close()
+    except OSError:  # whoever wants to keep something there will tell
+        return _libraries()
     return folder
 
 
-def _remembered(path: Path) -> Hardware | None:
-    if not path.exists():
-        return None
+def _libraries() -> Path:
+    """PyTorch's: large files that can be read on every machine, also where nothing can be written."""
+    import torch
+
+    return Path(torch.__file__).parent / "lib"
+
+
+def _remembered(path: Path) -> tuple[Hardware, float] | None:
+    """What is kept at ``path``, and its age in seconds."""
     try:
-        hardware = Hardware.read(path)
+        if (found := kept(path)) is None:
+            return None
+        hardware = Hardware.from_json(json.loads(found[0]))
         for name in (hardware.compute, RAM, DISK):
             hardware.tier(name)
-    except (FormatError, UsageError) as error:
-        found = " ".join(str(error).split())
-        warnings.warn(f"{path} is damaged, so this machine is measured again. {found}", stacklevel=3)
+    except (FormatError, UsageError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"{path} is damaged, so this machine is measured again. {reason}", stacklevel=3)
         return None
-    return hardware
+    return hardware, found[1]
 
 
 def _remember(hardware: Hardware, path: Path) -> None:
-    """Written beside and moved into place, so that another process never reads half a file."""
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            temporary = file.name
-            json.dump(hardware.to_json(), file, indent=1)
-        Path(temporary).replace(path)
-    except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        warnings.warn(
-            f"What was measured could not be kept in {path.parent} ({error.strerror}), so the next run measures "
-            "again. Set XDG_CACHE_HOME to a folder that can be written.",
-            stacklevel=3,
-        )
+    keep(path, json.dumps(hardware.to_json(), indent=1))

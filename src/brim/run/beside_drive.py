@@ -10,10 +10,10 @@ import torch
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
+from brim.errors import TransferError, UsageError
 from brim.measure.beside import READ, WRITE, beside, both_ways
-from brim.measure.probe import probe
+from brim.measure.probe import drive_folder, probe
 from brim.planner.schedule import COMPUTE, UPDATE, Contention, way
-from brim.run.cache import cache_folder
 from brim.run.remembered import Remembered
 
 _METHOD = 4  # raised when what is measured, or how, changes
@@ -24,15 +24,22 @@ _LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
 
 
 def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention | None:
-    """The shares of their speeds that computing and the drive keep beside each other; None for another machine.
+    """The shares of their speeds that computing and the drive keep beside each other.
 
+    None for another machine, and where the drive cannot be measured now, as a disk that is full cannot be written.
     ``rows`` are those of a product: one in a token's pass, many in a training. With ``writes``, those of updates too,
     which wait for memory as a product of one row does. The first time it takes some seconds for each.
     """
     if hardware.compute != RAM or (hardware.name, RAM) != ((here := probe(device="cpu")).name, here.compute):
         return None
-    count = 1 if rows < _MANY_ROWS // 16 else _MANY_ROWS
     memory = Remembered("beside-drive", (_METHOD, hardware.name, torch.__version__, torch.get_num_threads()))
+    try:
+        return _shares(memory, 1 if rows < _MANY_ROWS // 16 else _MANY_ROWS, writes=writes)
+    except (TransferError, UsageError):
+        return None
+
+
+def _shares(memory: Remembered, count: int, *, writes: bool) -> Contention:
     found: dict[tuple[str, str], float] = {}
     for what in (READ, *((WRITE,) if writes else ())):
         shares = _known(memory, f"{what} {count}", partial(beside, what, count))
@@ -49,8 +56,6 @@ def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention |
 def _known(memory: Remembered, name: str, measure: Callable[[Path], tuple[float, float]]) -> tuple[float, float]:
     known = memory.get(name, within_s=_GOOD_FOR_S)
     if known is None:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        known = list(measure(folder))
+        known = list(measure(drive_folder()))
         memory.keep({name: known})
     return known[0], known[1]

@@ -1,22 +1,19 @@
-"""The user's cache folder: what brim converted once, it finds again."""
+"""Folders in the user's cache: what brim converted once, it finds again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from brim.errors import TransferError
+from brim.measure.cache import cache_folder, make_folder, own_folder
 
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/brim``, or ``~/.cache/brim``."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "brim"
+__all__ = ["build_once", "cache_folder", "fingerprint"]
 
 
 def fingerprint(files: Iterable[Path], *facts: object) -> str:
@@ -33,24 +30,38 @@ def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     """``folder``, filled by ``fill`` in a temporary folder beside it and renamed when complete.
 
     On any error, Ctrl-C included, nothing is left. Of two processes at it at once, one wins and both get the result.
+    Where the cache cannot be written, or its disk is full, the folder is one of this process, and is gone when that
+    ends: then ``fill`` is called twice.
     """
-    if folder.is_dir():
-        return folder
+    own = own_folder()
+    for made in (folder, *([own / folder.name] if own is not None else [])):
+        if _is_folder(made):
+            return made
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            fill(partial)
-            _rename(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        return make_folder(folder.parent, partial(_filled, folder.name, fill))
     except OSError as error:
         raise TransferError(
             f"{folder} was to be written.",
             f"{error.strerror or error}.",
             "Free some disk space, or set XDG_CACHE_HOME to a folder with room.",
         ) from error
-    return folder
+
+
+def _filled(name: str, fill: Callable[[Path], None], parent: Path) -> Path:
+    beside = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+    try:
+        fill(beside)
+        _rename(beside, parent / name)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return parent / name
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # in a folder that is not for us to look into
+        return False
 
 
 def _rename(partial: Path, folder: Path) -> None:

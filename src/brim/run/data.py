@@ -79,14 +79,14 @@ def open_data(
         if pack is False:
             raise UsageError(f"{path} was to be read unpacked.", "Text files have no examples.", "Give JSONL.")
         files = _text_files(path)
-        row = token_row(files, (text_pieces(file) for file in files), tokenizer)
+        row = token_row(files, lambda: (text_pieces(file) for file in files), tokenizer)
         return PackedDataset(path, row, tokenizer, seq, vocab_size)
     lines = Lines(path)
     if not pack:
         return LineDataset(lines, tokenizer, seq, vocab_size, too_long)
     if lines.kind != TEXT:
         raise UsageError(f"{path} was to be packed.", "It has messages; only text can be.", "Leave pack out.")
-    row = token_row([path], ([lines.row(i)[TEXT]] for i in range(len(lines))), tokenizer)
+    row = token_row([path], lambda: ([lines.row(i)[TEXT]] for i in range(len(lines))), tokenizer)
     return PackedDataset(path, row, tokenizer, seq, vocab_size)
 
 

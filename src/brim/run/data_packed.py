@@ -6,7 +6,7 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ class TokenRow:
         return [int(token) for token in ids]
 
 
-def token_row(files: list[Path], documents: Iterable[Iterable[str]], tokenizer: Any) -> TokenRow:
-    """The tokens of ``documents``, which are in ``files``, made once and kept in the user's cache folder.
+def token_row(files: list[Path], documents: Callable[[], Iterable[Iterable[str]]], tokenizer: Any) -> TokenRow:
+    """The tokens of ``documents()``, which are in ``files``, made once and kept in the user's cache folder.
 
     A document is given in pieces, each tokenised by itself. Each begins with the BOS token where the tokenizer puts
     one, and ends with EOS. Raises what ``documents`` raise, and TransferError when the disk refuses.
@@ -53,7 +53,7 @@ def token_row(files: list[Path], documents: Iterable[Iterable[str]], tokenizer: 
     key = fingerprint(files, brim.__version__, tokenizer_digest(tokenizer), _PIECE_CHARACTERS)
 
     def ids() -> Iterator[list[int]]:
-        for document in documents:
+        for document in documents():
             yield begins
             for piece in document:
                 yield tokenizer(piece, add_special_tokens=False, verbose=False).input_ids

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from brim.run.cache import cache_folder
+from brim.measure.cache import cache_folder, keep, kept
 
 
 class Remembered:
@@ -40,34 +38,18 @@ class Remembered:
         now_s = time.time()
         # Another process may have added its own.
         self._known = self._read() | {name: (list(numbers), now_s) for name, numbers in found.items()}
-        temporary = ""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
-                temporary = file.name
-                json.dump(self._known, file)
-            Path(temporary).replace(self._path)
-        except OSError as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
-            warnings.warn(
-                f"What was measured could not be kept in {self._path.parent} ({error.strerror}), so the next run "
-                "measures again. Set XDG_CACHE_HOME to a folder that can be written.",
-                stacklevel=3,
-            )
+        keep(self._path, json.dumps(self._known))
 
     def _read(self) -> dict[str, tuple[list[float], float]]:
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            return {str(name): _dated(kept) for name, kept in found.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            text, _ = kept(self._path) or ("{}", 0.0)
+            return {str(name): _dated(numbers) for name, numbers in json.loads(text).items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{self._path} is damaged, so it is measured again: {error}", stacklevel=3)
             return {}
 
 
-def _dated(kept: Any) -> tuple[list[float], float]:
+def _dated(found: Any) -> tuple[list[float], float]:
     """Numbers and when they were kept, in seconds since 1970; in older files they stand alone, of any age."""
-    numbers, at_s = (kept, 0.0) if not kept or not isinstance(kept[0], list) else kept
+    numbers, at_s = (found, 0.0) if not found or not isinstance(found[0], list) else found
     return [float(number) for number in numbers], float(at_s)

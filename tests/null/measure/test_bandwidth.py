@@ -40,7 +40,9 @@ def test_where_the_filesystem_refuses_direct_reads_the_cache_is_dropped_first(tm
         os.fsync(opened.fileno())
         with Monitor() as monitor:
             link = disk_link(
-                UncachedFile(descriptor=opened.fileno(), size_bytes=64 * MIB, direct=False, writable=False)
+                UncachedFile(
+                    directory=tmp_path, descriptor=opened.fileno(), size_bytes=64 * MIB, direct=False, writable=False
+                )
             )
     assert link.bytes_per_s > 0
     assert monitor.usage().disk_read_bytes > 5 * 64 * MIB  # every round of it, not the first alone

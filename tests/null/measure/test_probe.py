@@ -12,7 +12,9 @@ import torch
 import brim
 from brim.core import Hardware
 from brim.errors import UnsupportedError, UsageError
-from brim.measure.probe import cache_folder, probe
+from brim.measure.cache import cache_folder
+from brim.measure.probe import probe
+from brim.run.remembered import Remembered
 
 
 @pytest.fixture(scope="module")
@@ -142,20 +144,41 @@ def test_refresh_measures_again(measured, monkeypatch):
     assert rates(probe(device="cpu")) == rates(again)
 
 
-def test_a_cache_that_cannot_be_written_is_warned_about(tmp_path, monkeypatch):
+def test_without_a_cache_it_measures_once_per_process_and_says_so_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="could not be kept in"):
-        hardware = probe(device="cpu", directory=tmp_path)
+    with pytest.warns(UserWarning, match="could not be kept in") as told:
+        hardware = probe(device="cpu")
+        Remembered("figures", ()).keep({"one": [1.0]})
+    assert len(told) == 1
     assert hardware.link("disk", "ram").bytes_per_s > 0
+    assert "torch" in hardware.source.partition("disk of ")[2]  # a disk's speed is that of files that are there
+    monkeypatch.setattr("brim.measure.disk._interleaved", pytest.fail)
+    assert rates(probe(device="cpu")) == rates(hardware)
+    assert Remembered("figures", ()).get("one") == [1.0]
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
-def test_without_a_place_to_measure_the_disk_it_says_what_to_do(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UsageError, match="XDG_CACHE_HOME"):
-        probe(device="cpu")
+def test_on_a_full_disk_it_reads_what_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: _Full)
+    hardware = probe(device="cpu")
+    assert hardware.link("disk", "ram").bytes_per_s > 0
+    assert {(link.source, link.target) for link in hardware.links} == {("disk", "ram"), ("ram", "ram")}
+
+
+@pytest.mark.parametrize("home", [os.devnull, "/proc/1/nothing"])
+def test_any_home_names_a_folder(monkeypatch, home):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", home)
+    assert cache_folder() == Path(home) / ".cache" / "brim"
+
+
+def test_a_user_without_a_home_has_a_folder_that_cannot_be_made(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(OSError):
+        cache_folder().mkdir(parents=True)
 
 
 def test_a_directory_that_is_none_is_a_usage_error(tmp_path):

@@ -1,0 +1,121 @@
+"""The user's cache folder: what was measured or made once is found again there.
+
+A container may have a home that cannot be written, or none, and a disk is full some day. Nothing stops for that: what
+cannot be kept is known to this process alone, and said once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from brim.errors import TransferError
+
+_unkept: dict[Path, tuple[str, float]] = {}  # what no disk took: text, and when it was made
+_told: set[Path] = set()
+_own_folders: dict[int, Path] = {}  # process -> its temporary folder, as forked ones have their own
+
+
+def cache_folder() -> Path:
+    """Where brim keeps what it can make again: ``$XDG_CACHE_HOME/brim``, else ``~/.cache/brim``.
+
+    It may not exist, and it may be a folder that cannot be made.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(base).is_absolute():  # the XDG specification: a relative path is to be ignored
+        return Path(base) / "brim"
+    try:
+        return Path.home() / ".cache" / "brim"
+    except RuntimeError:  # a user without an entry, as in many containers
+        return Path(os.devnull) / "brim"
+
+
+def kept(path: Path) -> tuple[str, float] | None:
+    """The text that was kept at ``path`` and its age in seconds; None where nothing is, or nothing can be read.
+
+    Raises UnicodeDecodeError for what is no text.
+    """
+    if path in _unkept:
+        text, made_s = _unkept[path]
+        return text, time.time() - made_s
+    try:
+        return path.read_text(encoding="utf-8"), time.time() - path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def keep(path: Path, text: str) -> None:
+    """Write ``text`` beside ``path`` and move it there, so that no other process reads half of it.
+
+    Where that cannot be, this process remembers it, with a warning for the first.
+    """
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            temporary = file.name
+            file.write(text)
+        Path(temporary).replace(path)
+        _unkept.pop(path, None)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        _unkept[path] = text, time.time()
+        _tell(path.parent, error)
+
+
+def make_folder(parent: Path, make: Callable[[Path], Path]) -> Path:
+    """``make(parent)``, once ``parent`` is there; in a temporary folder of this process where that cannot be.
+
+    Such a folder is removed at the process's exit. Raises OSError where that cannot be made either, and what ``make``
+    raises, unless it is a TransferError that another disk may not have.
+    """
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return make(parent)
+    except (OSError, TransferError) as error:
+        own = _own_folder()
+        if parent.is_dir() and parent.stat().st_dev == own.stat().st_dev and os.access(parent, os.W_OK | os.X_OK):
+            raise  # it would be no better there
+        _tell(parent, error)
+    return make(own)
+
+
+def own_folder() -> Path | None:
+    """The temporary folder that stands for the cache folder in this process, if there is one."""
+    return _own_folders.get(os.getpid())
+
+
+def _own_folder() -> Path:
+    process = os.getpid()
+    if process not in _own_folders:
+        folder = _own_folders[process] = Path(tempfile.mkdtemp(prefix="brim-cache-"))
+        atexit.register(_remove, process, folder)
+    return _own_folders[process]
+
+
+def _remove(process: int, folder: Path) -> None:
+    if os.getpid() == process:  # a forked one leaves it alone
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tell(folder: Path, error: OSError | TransferError) -> None:
+    root = cache_folder()
+    if root in _told:
+        return
+    _told.add(root)
+    reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.found.rstrip(".")
+    warnings.warn(
+        f"What brim makes once could not be kept in {folder} ({reason}), so the next run makes it again. "
+        "Set XDG_CACHE_HOME to a folder that can be written.",
+        stacklevel=4,
+    )
+
+
+__all__ = ["cache_folder", "keep", "kept", "make_folder", "own_folder"]
