@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch._dynamo  # every optimizer imports it, and it takes a while
 
-import brim.run.launch_decisions  # noqa: F401  # once here, not in every child
+import brim
+import brim.run.launch_decisions  # once here, not in every child
 from brim.run.launch import Program, Settings, run
 from brim.run.launch_script import execute
 from cpu_truth import memory_events, peak_bytes
 
+OWN = str(Path(brim.__file__).parent) + os.sep  # as tracebacks name it; a checkout may have any name, brim's too
 SCRIPTS = Path(__file__).with_name("scripts")
 
 

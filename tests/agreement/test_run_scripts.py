@@ -15,7 +15,7 @@ import pytest
 
 from brim.run.launch import Settings, run
 from brim.run.launch_script import Program
-from launching import SCRIPTS, Ended, budgeted, hear_interrupts, in_child, plainly, program
+from launching import OWN, SCRIPTS, Ended, budgeted, hear_interrupts, in_child, plainly, program
 
 # Name, arguments, share of the need. The two models of checkpoints are never there at once: it is half of one.
 QUICK = [
@@ -125,7 +125,7 @@ def test_a_training_is_killed_by_ctrl_c_as_python_is(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=250)
     assert process.returncode == -signal.SIGINT
     assert out == "the end\n"
-    assert "fitted for train" in err and "/brim/" not in err
+    assert "fitted for train" in err and OWN not in err
     assert err.splitlines()[-1] == "KeyboardInterrupt"
 
 

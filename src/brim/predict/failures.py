@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from brim.errors import UnsupportedError
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
 def data_dependent(func: torch._ops.OpOverload) -> UnsupportedError:

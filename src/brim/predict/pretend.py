@@ -21,7 +21,7 @@ from torch.optim import optimizer
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import cuda_attention, cuda_recurrent
 from brim.predict.patches import ValueMode
-from brim.predict.torch_cuda import torch_cuda
+from brim.predict.torch_cuda import in_place, torch_cuda
 
 _CUDA = torch.device("cuda", 0)
 _is_cuda: Any = torch.Tensor.is_cuda
@@ -174,8 +174,7 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
     recording.on_device = False
     functional = torch.nn.functional
     with contextlib.ExitStack() as stack:
-        for name, value in torch_cuda(recording, mode.capability).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(in_place(torch_cuda(recording, mode.capability)))
         stack.enter_context(mock.patch.object(torch.nn.DataParallel, "scatter", _one_replica))
         stack.enter_context(mock.patch.object(torch.nn.RNNBase, "flatten_parameters", _leave))
         stack.enter_context(_default_device(mode))

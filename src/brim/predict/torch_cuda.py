@@ -1,13 +1,18 @@
-"""The module ``torch.cuda`` as it looks on a machine with one GPU, for programs that are traced without one."""
+"""``torch.cuda`` and ``torch.accelerator`` as they look on a machine with one GPU, for programs that are run or
+traced without one."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.utils.checkpoint import DefaultDeviceType
 
 from brim.core.trace import EMPTY_CACHE
 from brim.predict import failures
@@ -25,6 +30,45 @@ _TYPED = {
     "BFloat16Tensor": torch.BFloat16Tensor, "LongTensor": torch.LongTensor, "IntTensor": torch.IntTensor,
     "ByteTensor": torch.ByteTensor, "BoolTensor": torch.BoolTensor,
 }  # fmt: skip
+
+
+@contextmanager
+def in_place(cuda: Mapping[str, Any]) -> Iterator[None]:
+    """``torch.cuda`` has what ``cuda`` has, by name, and ``torch.accelerator`` answers the same.
+
+    PyTorch asks ``torch.accelerator`` inside of optimizers and data loaders. A CUDA build takes CUDA for the
+    accelerator, GPU or not, so there it would ask a driver that is not there.
+    """
+    with contextlib.ExitStack() as stack:
+        accelerator = _accelerator(cuda)
+        for name, value in cuda.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for module in (torch.accelerator, getattr(torch.accelerator, "random", torch.accelerator)):
+            for name in accelerator.keys() & vars(module).keys():  # PyTorch 2.11 has fewer of them than 2.14
+                stack.enter_context(mock.patch.object(module, name, accelerator[name]))
+        # Checkpointing asks once per process for the accelerator and remembers it.
+        stack.enter_context(mock.patch.object(DefaultDeviceType, "_default_device_type", None))
+        yield
+
+
+def _accelerator(cuda: Mapping[str, Any]) -> dict[str, Any]:
+    """What to replace in ``torch.accelerator``, by name."""
+    alike = (
+        "is_available", "device_count", "current_stream", "set_stream", "synchronize", "empty_cache", "memory_stats",
+        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+        "reset_accumulated_memory_stats", "reset_peak_memory_stats", "get_rng_state", "get_rng_state_all",
+        "initial_seed",
+    )  # fmt: skip
+    return {
+        **{name: cuda[name] for name in alike},
+        **dict.fromkeys(("set_device_index", "set_device_idx"), cuda["set_device"]),
+        **dict.fromkeys(("current_device_index", "current_device_idx"), cuda["current_device"]),
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "device_index": cuda["device"],
+        "empty_host_cache": _nothing,
+        "get_memory_info": cuda["mem_get_info"],
+        "Graph": NoGraph,
+    }
 
 
 def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[str, Any]:
@@ -143,6 +187,9 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def __enter__(self) -> Stream:
         return self

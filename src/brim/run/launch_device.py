@@ -1,7 +1,8 @@
 """``--device cpu``: a program that names CUDA runs on a machine without, and CUDA means the CPU.
 
 Everything that takes a device goes through PyTorch's own mechanism for overriding functions (``TorchFunctionMode``);
-the functions of ``torch.cuda`` answer as those of a machine with one GPU, whose memory is that of the CPU's.
+the functions of ``torch.cuda`` and ``torch.accelerator`` answer as those of a machine with one GPU, whose memory is
+that of the CPU's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from unittest import mock
 import psutil
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.data._utils import pin_memory as pinning
 
-from brim.predict.torch_cuda import Device, streams
+from brim.predict.torch_cuda import Device, in_place, streams
 from brim.run.launch_moves import leave
 
 _CPU = torch.device("cpu")
@@ -38,11 +40,12 @@ class PretendedDevice:
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
-        for name, value in _torch_cuda().items():
-            self._stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        self._stack.enter_context(in_place(_torch_cuda()))
         for name in _AUTOCAST:
             self._stack.enter_context(mock.patch.object(torch, name, _autocast_of_cpu(getattr(torch, name))))
         self._stack.enter_context(mock.patch.object(torch, "load", _loading(torch.load)))
+        # A data loader pins in a thread of its own, where the mode is not in force.
+        self._stack.enter_context(mock.patch.object(pinning, "pin_memory", lambda data, device=None: data))
         mode = _CudaIsCpu()
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._stack.callback(leave, mode)
@@ -103,6 +106,7 @@ def _torch_cuda() -> dict[str, Any]:
         "memory_summary": lambda *args, **kwargs: "",
         "get_rng_state": lambda *args: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "initial_seed": torch.initial_seed,
         **streams(),
         "device_of": type("device_of", (Device,), {}),
     }

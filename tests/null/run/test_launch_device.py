@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import DefaultDeviceType, checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from brim.run.launch_device import PretendedDevice
 from brim.run.launch_moves import DeferredMoves
@@ -25,7 +27,8 @@ def pretended() -> Iterator[PretendedDevice]:
     made.end()
     made.end()
     assert all(getattr(torch.cuda, name) is value for name, value in before.items())
-    assert not torch.cuda.is_available()
+    assert not torch.cuda.is_available() and not torch.accelerator.is_available()
+    assert DefaultDeviceType.get_device_type() == "cpu"
 
 
 def test_every_way_to_put_something_on_cuda_puts_it_on_the_cpu(pretended: PretendedDevice) -> None:
@@ -61,6 +64,30 @@ def test_what_programs_ask_of_cuda(pretended: PretendedDevice) -> None:
         end.record()
     assert begin.elapsed_time(end) >= 0
     assert torch.cuda.get_device_name() == "CPU"
+
+
+def test_what_pytorch_asks_of_the_accelerator(pretended: PretendedDevice) -> None:
+    """As optimizers, checkpointing and data loaders do inside, whether this PyTorch was built for CUDA or not."""
+    accelerator = torch.accelerator
+    assert accelerator.is_available() and accelerator.device_count() == 1
+    assert accelerator.current_accelerator(check_available=True) == torch.device("cuda")
+    assert not accelerator.current_stream().is_capturing()
+    accelerator.set_device_index(accelerator.current_device_index())
+    accelerator.synchronize()
+    with accelerator.device_index(0):
+        assert torch.ones(1, device=accelerator.current_accelerator()).device.type == "cpu"
+    with torch.random.fork_rng():
+        torch.rand(1)
+    model = nn.Linear(3, 3, device="cuda")
+    recomputed = checkpoint(model, torch.ones(2, 3), use_reentrant=False)
+    recomputed.sum().backward()
+    torch.optim.Adam(model.parameters()).step()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_is_pinned_where_it_is(pretended: PretendedDevice, workers: int) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2, pin_memory=True, num_workers=workers)
+    assert [batch.tolist() for (batch,) in loader] == [[0, 1], [2, 3]]
 
 
 def test_automatic_mixed_precision_is_the_cpu_s(pretended: PretendedDevice) -> None:
