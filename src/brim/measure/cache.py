@@ -7,12 +7,16 @@ cannot be kept is known to this process alone, and said once.
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import os
 import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from brim.errors import TransferError
@@ -87,6 +91,77 @@ def make_folder(parent: Path, make: Callable[[Path], Path]) -> Path:
     return make(own)
 
 
+def fingerprint(files: Iterable[Path], *facts: object) -> str:
+    """A name that changes when one of the files (path, size, time of change) or one of the facts does."""
+    digest = hashlib.sha256(json.dumps([str(fact) for fact in facts]).encode())
+    for file in files:
+        real = file.resolve()
+        status = real.stat()
+        digest.update(json.dumps([str(real), status.st_size, status.st_mtime_ns]).encode())
+    return digest.hexdigest()[:16]
+
+
+def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """``folder``, filled by ``fill`` in a temporary folder beside it and renamed when complete.
+
+    On any error, Ctrl-C included, nothing is left, and what a killed process left half-made is removed. Of two
+    processes at it at once, one makes it and the other waits for it. Where the cache cannot be written, or its disk
+    is full, the folder is one of this process, and is gone when that ends: then ``fill`` is called twice.
+    """
+    own = own_folder()
+    for made in (folder, *([own / folder.name] if own is not None else [])):
+        if _is_folder(made):
+            return made
+    try:
+        return make_folder(folder.parent, partial(_filled, folder.name, fill))
+    except OSError as error:
+        raise TransferError(
+            f"{folder} was to be written.",
+            f"{error.strerror or error}.",
+            "Free some disk space, or set XDG_CACHE_HOME to a folder with room.",
+        ) from error
+
+
+def _filled(name: str, fill: Callable[[Path], None], parent: Path) -> Path:
+    with _alone(parent / f".{name}.lock"):
+        if (parent / name).is_dir():
+            return parent / name
+        for left in parent.glob(f".{name}.partial-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent))
+        try:
+            fill(beside)
+            beside.rename(parent / name)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    return parent / name
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds a lock on that file, which is gone afterwards. A process that ends, however it ends, holds none."""
+    import fcntl  # not there on Windows
+
+    while True:
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Whoever held it before has removed the file that was waited for: then it is another's by now.
+            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # in a folder that is not for us to look into
+        return False
+
+
 def own_folder() -> Path | None:
     """The temporary folder that stands for the cache folder in this process, if there is one."""
     return _own_folders.get(os.getpid())
@@ -118,4 +193,4 @@ def _tell(folder: Path, error: OSError | TransferError) -> None:
     )
 
 
-__all__ = ["cache_folder", "keep", "kept", "make_folder", "own_folder"]
+__all__ = ["build_once", "cache_folder", "fingerprint", "keep", "kept", "make_folder", "own_folder"]

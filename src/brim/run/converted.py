@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 import brim
+from brim.measure.cache import build_once, cache_folder, fingerprint
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checkpoint_writing import write_safetensors
 from brim.memory.checksums import read_manifest, write_manifest
-from brim.run.cache import build_once, cache_folder, fingerprint
 from brim.run.file_tensor import FileTensor
 
 

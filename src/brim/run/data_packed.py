@@ -15,7 +15,7 @@ import numpy as np
 
 import brim
 from brim.errors import UsageError
-from brim.run.cache import build_once, cache_folder, fingerprint
+from brim.measure.cache import build_once, cache_folder, fingerprint
 
 _READ_BYTES = 1 << 18
 _PIECE_CHARACTERS = 1 << 18  # tokenised at once: some 70 thousand tokens

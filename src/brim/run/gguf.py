@@ -25,9 +25,9 @@ import torch
 
 import brim
 from brim.errors import BrimError, ModelError, TransferError, UnsupportedError
+from brim.measure.cache import build_once, cache_folder, fingerprint
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import write_manifest
-from brim.run.cache import build_once, cache_folder, fingerprint
 
 _MAGIC = b"GGUF"
 _REFUSED = 3  # the child's exit code for an error that it explains on its standard output

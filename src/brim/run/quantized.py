@@ -14,11 +14,11 @@ import torch
 
 import brim
 from brim.errors import ModelError
+from brim.measure.cache import build_once, cache_folder, fingerprint
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import read_manifest, write_manifest
 from brim.run.architecture import BuiltModule
-from brim.run.cache import build_once, cache_folder, fingerprint
 from brim.run.converted import transformers_version
 from brim.run.file_tensor import FileTensor
 from brim.run.models import OpenedModel, build, open_model, sources_of

@@ -12,7 +12,7 @@ import torch
 
 from brim.core import codec
 from brim.errors import FormatError, UsageError
-from brim.run.cache import cache_folder, fingerprint
+from brim.measure.cache import cache_folder, fingerprint
 from brim.run.inference import load
 from brim.run.models import prepare, read_tokenizer
 from brim.run.planning_request import Request

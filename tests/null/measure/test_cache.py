@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from brim.errors import TransferError
 from brim.measure import cache
-from brim.run.cache import build_once, cache_folder
+from brim.measure.cache import build_once, cache_folder
 
 
 def _fill(folder: Path) -> None:
@@ -70,3 +72,25 @@ def test_a_cache_disk_that_is_full_is_done_without(tmp_path: Path, monkeypatch: 
     assert [path.name for path in folder.iterdir()] == ["made"] and list((tmp_path / "brim" / "kind").iterdir()) == []
     cache._remove(os.getpid(), cache.own_folder())
     assert not folder.exists()
+
+
+def test_of_two_at_once_one_makes_it(tmp_path: Path) -> None:
+    def slowly(folder: Path) -> None:
+        made.append(folder)
+        time.sleep(0.2)
+        _fill(folder)
+
+    made: list[Path] = []
+    makers = [threading.Thread(target=build_once, args=(tmp_path / "name", slowly)) for _ in range(3)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    assert len(made) == 1 and [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".name.partial-abc").mkdir()
+    (tmp_path / ".name.lock").touch()
+    build_once(tmp_path / "name", _fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]

@@ -1,0 +1,128 @@
+"""The device built for one PyTorch: a folder that goes into LD_LIBRARY_PATH.
+
+It holds one library and a link to it under the name of every library of CUDA's that this PyTorch loads. Built by the
+C compiler in a few seconds, once for a build of PyTorch and a state of our sources, and kept in the user's cache
+folder.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from brim.errors import UnsupportedError
+from brim.measure.cache import build_once, cache_folder, fingerprint
+from brim.rehearsal import stubs
+from brim.rehearsal.device import LIBRARY, SOURCES
+
+PROCESSORS = ("x86_64", "aarch64")
+_OLDEST, _NEWEST = (12, 0), (13, 99)  # the CUDA versions whose structures the sources know
+
+
+def build(site_packages: Path) -> Path:
+    """The library folder for the torch in ``site_packages``, built where it is not there yet.
+
+    Raises UnsupportedError where this cannot be: another system than Linux on x86-64 or aarch64, a torch that is no
+    CUDA build, no C compiler; TransferError where the cache folder cannot be written.
+    """
+    _check_platform()
+    torch = site_packages / "torch"
+    version = cuda_version(torch)
+    if version is None:
+        raise UnsupportedError(
+            f"The device was to be built for the PyTorch in {site_packages}.",
+            "It is not a CUDA build." if torch.is_dir() else "There is none.",
+            "Name the site-packages of a CUDA build of PyTorch.",
+        )
+    if not _OLDEST <= version <= _NEWEST:
+        raise UnsupportedError(
+            f"The device was to be built for the PyTorch in {site_packages}.",
+            f"It is built for CUDA {version[0]}.{version[1]}.",
+            "The device knows CUDA 12 and 13.",
+        )
+    libraries = sorted((torch / "lib").glob("*.so"))
+    launchers = sorted((site_packages / "triton" / "backends" / "nvidia").glob("driver.*"))
+    sources = sorted(SOURCES.glob("*.[ch]"))
+    key = fingerprint([*libraries, *launchers, *sources, Path(stubs.__file__), Path(__file__)], version)
+    name = f"cuda{version[0]}.{version[1]}-{key}"
+    return build_once(cache_folder() / "rehearsal" / name, lambda into: _compile(into, libraries, launchers, version))
+
+
+def cuda_version(torch: Path) -> tuple[int, int] | None:
+    """The CUDA version of the PyTorch in that folder, read from its version file; None of a build without CUDA."""
+    try:
+        text = (torch / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)\.(\d+)", text, re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _check_platform() -> None:
+    machine = platform.machine()
+    if not sys.platform.startswith("linux") or machine not in PROCESSORS:
+        raise UnsupportedError(
+            "A rehearsal was asked for.",
+            f"This machine runs {platform.system()} on {machine}.",
+            f"Rehearse on Linux on {' or '.join(PROCESSORS)}: PyTorch's CUDA builds are made for those.",
+        )
+
+
+def _compile(into: Path, libraries: Sequence[Path], launchers: Sequence[Path], version: tuple[int, int]) -> None:
+    compiler = _compiler()
+    wanted = stubs.wanted_by(libraries, launchers)
+    number = version[0] * 1000 + version[1] * 10  # as cuda_runtime_api.h has it
+    flags = [
+        "-std=gnu11",
+        "-O2",
+        "-fPIC",
+        "-fvisibility=hidden",
+        f"-DCUDART_VERSION={number}",
+    ]
+    with tempfile.TemporaryDirectory(dir=into) as scratch:
+        made = Path(scratch)
+        sources = sorted(SOURCES.glob("*.c"))
+        _run([*compiler, *flags, "-c", *map(str, sources)], made)
+        objects = sorted(made.glob("*.o"))
+        defined = stubs.defined_in(objects)
+        (made / "stubs.c").write_text(stubs.stub_source(wanted, defined))
+        _run([*compiler, *flags, f"-I{SOURCES}", "-c", "stubs.c"], made)
+        (made / "versions.map").write_text(stubs.version_script(wanted))
+        names = [f"-Wl,--defsym={name}={function}" for name, function in stubs.second_names(wanted, defined)]
+        link = ["-shared", f"-Wl,-soname,{LIBRARY}", "-Wl,--version-script=versions.map", *names, "-o", LIBRARY]
+        _run([*compiler, *(path.name for path in objects), "stubs.o", *link, "-lpthread", "-ldl"], made)
+        shutil.move(made / LIBRARY, into / LIBRARY)
+    for name in wanted.libraries:
+        (into / name).symlink_to(LIBRARY)
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CC", "").split()
+    for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
+        if shutil.which(command[0]):
+            return command
+    raise UnsupportedError(
+        "The rehearsal device is compiled on this machine.",
+        f"There is no C compiler: {named[0] if named else 'cc, gcc, clang'} is not on the PATH.",
+        "Install one (Debian: apt install gcc; Fedora: dnf install gcc), or name it in CC.",
+    )
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace")
+    if done.returncode == 0:
+        return
+    if "No space left on device" in done.stderr:
+        raise OSError(28, "No space left on device")
+    raise UnsupportedError(
+        "The rehearsal device was to be compiled.",
+        f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-800:]}",
+        "It needs a C11 compiler and linker for this machine; name another in CC.",
+    )

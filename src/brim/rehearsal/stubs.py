@@ -1,0 +1,122 @@
+"""Stubs for what a build of PyTorch wants from CUDA's libraries and the device does not define.
+
+Each PyTorch wants other functions. So its libraries are asked: which symbols are undefined, of which version nodes,
+from which libraries. What ``device/*.c`` does not define becomes a function that counts its calls and returns 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from brim.rehearsal.elf import ElfFile
+
+# Functions of CUDA's libraries, and the libraries that have them.
+_FUNCTION = re.compile(
+    r"_*(cuda|cu[A-Z]|cu(blas|dnn|fft|file|pti|rand|solver|sparse)|nccl|nvtx|nv(ml|rtc|shmem|JitLink)\w)"
+)
+_LIBRARY = re.compile(
+    r"lib(cuda|cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvJit|nvTools|nvidia)"
+)
+OPENED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+# Out-parameters of size queries, which callers read: pattern, their positions among the arguments, bytes of each. The
+# answer is 0: how much cuSOLVER and cuSPARSE would take is not known. All other arguments are integers or pointers.
+_SIZES = tuple(
+    (re.compile(pattern), positions, width)
+    for pattern, positions, width in (
+        (r"cusolverDn[SDCZ](potrf|geqrf|getrf)_bufferSize", (5,), 4),
+        (r"cusolverDn[SDCZ]gesvd_bufferSize", (3,), 4),
+        (r"cusolverDn[SDCZ]gesvdj_bufferSize", (12,), 4),
+        (r"cusolverDn[SDCZ]gesvdjBatched_bufferSize", (11,), 4),
+        (r"cusolverDn[SDCZ]gesvdaStridedBatched_bufferSize", (16,), 4),
+        (r"cusolverDn[SDCZ](org|ung)qr_bufferSize", (7,), 4),
+        (r"cusolverDn[SDCZ](orm|unm)qr_bufferSize", (11,), 4),
+        (r"cusolverDn[SDCZ](sy|he)ev(d|j|jBatched)_bufferSize", (7,), 4),
+        (r"cusolverDn[SDCZ]sytrf_bufferSize", (4,), 4),
+        (r"cusolverDnXpotrf_bufferSize", (8, 9), 8),
+        (r"cusolverDnXgeqrf_bufferSize", (10, 11), 8),
+        (r"cusolverDnXsyev(d|Batched)_bufferSize", (11, 12), 8),
+        (r"cusolverDnXgeev_bufferSize", (17, 18), 8),
+        (r"cusolverDnXsytrs_bufferSize", (11, 12), 8),
+        (r"cusparse(SpMM|SDDMM)_bufferSize", (10,), 8),
+        (r"cusparseSpMV_bufferSize", (9,), 8),
+        (r"cusparseSpSV_bufferSize", (9,), 8),
+        (r"cusparseSpSM_bufferSize", (10,), 8),
+        (r"cusparseXcoosort_bufferSizeExt", (6,), 8),
+        (r"cusparseXcsrsort_bufferSizeExt", (6,), 8),
+        (r"cusparse[SDCZ]csrgeam2_bufferSizeExt", (19,), 8),
+        (r"cusparse[SDCZ]bsrsv2_bufferSize", (11,), 4),
+        (r"cusparse[SDCZ]bsrsm2_bufferSize", (13,), 4),
+    )
+)
+_ARGUMENTS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What some libraries want of CUDA's: ``versions`` maps each symbol to its version node ("" without one)."""
+
+    versions: dict[str, str]
+    libraries: tuple[str, ...]
+
+
+def wanted_by(libraries: Iterable[Path], sources: Iterable[Path] = ()) -> Wanted:
+    """What these shared libraries want, and these C sources, which somebody compiles later (Triton's launcher)."""
+    versions: dict[str, str] = {}
+    names = set(OPENED_BY_NAME)
+    for path in libraries:
+        with ElfFile(path) as library:
+            names.update(name for name in library.needed() if _LIBRARY.match(name))
+            for symbol in library.symbols():
+                if not symbol.defined and _FUNCTION.match(symbol.name):
+                    versions[symbol.name] = symbol.version or versions.get(symbol.name, "")
+    for path in sources:
+        for name in re.findall(r"\b(cu[A-Z]\w+)\(", path.read_text(encoding="utf-8", errors="replace")):
+            versions.setdefault(name, "")
+    return Wanted(versions=versions, libraries=tuple(sorted(names)))
+
+
+def defined_in(objects: Iterable[Path]) -> set[str]:
+    """The functions that these object files define."""
+    names: set[str] = set()
+    for path in objects:
+        with ElfFile(path) as file:
+            names.update(symbol.name for symbol in file.symbols() if symbol.defined)
+    return names
+
+
+def stub_source(wanted: Wanted, defined: Collection[str]) -> str:
+    """C for every function that is wanted and not defined."""
+    missing = sorted(set(wanted.versions) - set(defined))
+    return "\n".join(('#include "device.h"', "#include <string.h>", *map(_stub, missing), ""))
+
+
+def version_script(wanted: Wanted) -> str:
+    """The linker's version script: each symbol under the node that its users look for."""
+    nodes: dict[str, list[str]] = {}
+    for name, version in sorted(wanted.versions.items()):
+        if version:
+            nodes.setdefault(version, []).append(name)
+    return "".join(f"{node} {{ global: {'; '.join(names)}; }};\n" for node, names in sorted(nodes.items()))
+
+
+def second_names(wanted: Wanted, defined: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(name, function) for the driver's functions ``name_v2`` that are also looked for under their first name."""
+    for function in sorted(defined):
+        name = function.removesuffix("_v2")
+        if re.match(r"cu[A-Z]", name) and name != function and name not in defined and name not in wanted.versions:
+            yield name, function
+
+
+def _stub(name: str) -> str:
+    head = f'static Counter counter = {{"{name}", 0, 0}}; count(&counter);'
+    for pattern, positions, width in _SIZES:
+        if pattern.fullmatch(name):
+            parameters = ", ".join(f"uintptr_t a{i}" for i in range(_ARGUMENTS))
+            clear = " ".join(f"memset((void *)a{i}, 0, {width});" for i in positions)
+            unused = " ".join(f"(void)a{i};" for i in range(_ARGUMENTS) if i not in positions)
+            return f"API int {name}({parameters}) {{ {head} {clear} {unused} return 0; }}"
+    return f"API int {name}(void) {{ {head} return 0; }}"
