@@ -20,6 +20,7 @@ from brim.estimation.quantization import SCHEMES, lora_layers, quantize
 from brim.estimation.quiet import quiet
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 from brim.techniques.checkpointing import selective_contexts
+from brim.techniques.dry_run import as_arguments
 
 if TYPE_CHECKING:
     from brim.estimation.depth import Template  # which makes jobs
@@ -252,9 +253,10 @@ def _named_inputs(example: Any, dtype: torch.dtype) -> Any:
             return value
         return value.to(dtype).cuda() if value.is_floating_point() else value.cuda()
 
-    if isinstance(example, dict):
-        return {name: place(value) for name, value in example.items()}
-    return tuple(place(value) for value in (example if isinstance(example, (tuple, list)) else (example,)))
+    inputs = as_arguments(example)
+    if isinstance(inputs, dict):
+        return {name: place(value) for name, value in inputs.items()}
+    return tuple(place(value) for value in inputs)
 
 
 def _transformers_class(source: Source, config: Any) -> Any:

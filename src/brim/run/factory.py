@@ -20,6 +20,7 @@ from brim.estimation.models import Source, find_model, place_in, short
 from brim.run.planning_request import PLAN_FILE, Request
 from brim.techniques import checkpointing
 from brim.techniques.blocks import Block, Partition, tensor_bytes
+from brim.techniques.dry_run import as_arguments
 
 
 def is_factory(model: str | Path) -> bool:
@@ -49,9 +50,7 @@ def made_by(source: Source) -> tuple[nn.Module, Any]:
             "Return a model and its inputs as a pair; what a step of one's own does, brim estimate tells.",
         )
     model, example = made
-    if isinstance(example, torch.Tensor):
-        example = (example,)
-    return model.train().to("meta"), example
+    return model.train().to("meta"), as_arguments(example)
 
 
 def rows_of(example: Any, name: str) -> int:

@@ -13,9 +13,10 @@ from brim.errors import UsageError
 from brim.run.fitted import Fitted
 from brim.run.fitting import Device, budgets, forward_need, machine, make_plan, put_in_force
 from brim.run.training_fit import fit_training
+from brim.techniques.dry_run import as_arguments
 from brim.techniques.weight_streaming import Weights, WeightStreaming
 
-_Example = Mapping[str, Any] | Sequence[Any]
+_Example = torch.Tensor | Mapping[str, Any] | Sequence[Any]
 
 
 @overload
@@ -63,11 +64,12 @@ def fit(
 
     A budget that is not given is what is free less a tenth.
     On a machine without CUDA the compute tier is RAM, and what does not fit rests in a scratch file (``BRIM_SCRATCH``
-    or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is an input as
-    the model takes it (keyword or positional); a step's activations are predicted from it without running anything.
-    ``activations`` gives them instead; with neither, an eighth of the budget is set aside. ``device="emulated"`` lets
-    a pool in RAM play VRAM, for trying out plans without a GPU. ``plan`` is a file of ``brim plan --task train``:
-    just that is done, and the loop gives the model as many rows at once as the plan says.
+    or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is what the
+    model is called with: a tensor, a tuple of positional inputs, or a dictionary of named ones; a step's activations
+    are predicted from it without running anything. ``activations`` gives them instead; with neither, an eighth of the
+    budget is set aside. ``device="emulated"`` lets a pool in RAM play VRAM, for trying out plans without a GPU.
+    ``plan`` is a file of ``brim plan --task train``: just that is done, and the loop gives the model as many rows at
+    once as the plan says.
 
     The returned handle has ``plan``, ``timeline()`` and ``remove()``, and is also at ``model.brim``. Raises
     BudgetError when nothing fits (with the smallest budget that does) and UsageError when it is fitted already.
@@ -75,12 +77,13 @@ def fit(
     if not isinstance(model, nn.Module):
         raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
+    inputs = None if example is None else as_arguments(example)
     hardware = machine(device)
     budget = budgets(hardware, vram, ram, device)
     if optimizer is not None:
-        return fit_training(model, optimizer, hardware, budget, device, example, activations, plan)
+        return fit_training(model, optimizer, hardware, budget, device, inputs, activations, plan)
     if plan is not None:
         raise UsageError(f"brim.fit was given the plan {plan}.", "Plans are for training.", "Give the optimizer too.")
-    need = forward_need(model, budget, hardware, example, activations)
+    need = forward_need(model, budget, hardware, inputs, activations)
     partition, made = make_plan(model, hardware, budget, need, Weights(), task="forward")
     return put_in_force(model, partition, made, hardware, Weights(), device)

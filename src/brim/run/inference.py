@@ -11,7 +11,7 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
-from brim.errors import BudgetError, ModelError
+from brim.errors import BudgetError, ModelError, UsageError
 from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import TensorSource
@@ -56,6 +56,11 @@ def load(
     Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
     nothing fits.
     """
+    if inputs is not None and not isinstance(inputs, Inputs):
+        raise UsageError(
+            f"brim.load was given inputs of the type {type(inputs).__name__}.",
+            "They say how large a step is: brim.run.step_memory.Inputs(batch=..., prompt=..., total=...).",
+        )
     hardware = reading_from(machine(device), Path(model))  # a first measurement takes RAM of its own for a moment
     start_bytes = resident_bytes()
     budget = budgets(hardware, vram, ram, device)

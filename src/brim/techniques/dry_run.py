@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from brim.errors import UsageError
+
 
 @contextmanager
 def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
@@ -41,8 +43,26 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
                     module._buffers.update(buffers)
 
 
+def as_arguments(example: Any) -> dict[str, Any] | tuple[Any, ...]:
+    """What a model is called with for ``example``: a mapping has named inputs, a tuple or a list positional ones, and
+    a tensor alone is the only one.
+
+    Raises UsageError for anything else.
+    """
+    if isinstance(example, torch.Tensor):  # which can be iterated over too, row by row
+        return (example,)
+    if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
+        return dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example)
+    raise UsageError(
+        f"An example of a model's inputs was given as {type(example).__name__}.",
+        "It is a tensor, a tuple or list of positional inputs, or a dictionary of named ones.",
+        "Give what the model is called with.",
+    )
+
+
 def call_with(model: nn.Module, inputs: Any) -> Any:
-    """``model`` on a dictionary of named inputs, a tuple or list of positional ones, or a single one."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    """``model`` on an example of its inputs, as ``as_arguments`` has it."""
+    arguments = as_arguments(inputs)
+    return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
