@@ -95,7 +95,8 @@ def run_batch(
     options: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk < longest else {}
     if count > 1:
         options["pad_token_id"] = pad_token(module)
-    with _cache(loaded, count, longest, new_tokens) as state, torch.inference_mode():
+    turn = loaded.handle.turns.lock  # the cache's buffers are one batch's
+    with turn, _cache(loaded, count, longest, new_tokens) as state, torch.inference_mode():
         out = module.generate(
             batch.ids.to(device),
             attention_mask=batch.mask.to(device),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,7 @@ class Visit:
         self._last = module.register_forward_hook(leave, always_call=True)  # also when the forward raised
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        self._handle.turns.check_process()
         recall = self._handle._recall
         if recall is None and torch.is_grad_enabled():
             _refuse_gradients(module, self._held, args, kwargs)
@@ -89,6 +92,38 @@ class Visit:
     def remove(self) -> None:
         self._first.remove()
         self._last.remove()
+
+
+class Turns:
+    """Whose turn it is: a streamed model has one ring, so calls from several threads come one after the other.
+
+    A forked process has none of the threads that move weights: there it is refused before it would wait for them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name, self._process, self.lock = type(model).__name__, os.getpid(), threading.RLock()
+
+    def check_process(self) -> None:
+        """Raise UnsupportedError in another process than the one that fitted the model."""
+        if os.getpid() != self._process:
+            raise UnsupportedError(
+                f"{self._name}, fitted by brim in process {self._process}, was used in process {os.getpid()}, a fork "
+                "of it.",
+                "The threads that bring its weights do not exist there.",
+                "Fit or load it in the process that uses it, or start processes by 'spawn'.",
+            )
+
+    def taking(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, in turn. What a compiler makes of it takes none: it knows no locks."""
+
+        def _call_impl(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return call(*args, **kwargs)
+            self.check_process()  # first: the lock may have been forked while another thread held it
+            with self.lock:
+                return call(*args, **kwargs)
+
+        return _call_impl
 
 
 class Recover:

@@ -22,7 +22,7 @@ from brim.techniques.blocks import Block, Partition
 from brim.techniques.experts import CachedExperts, ListedExperts, expert_layers, passing_sources
 from brim.techniques.experts_home import ExpertsHome
 from brim.techniques.guards import Guards
-from brim.techniques.hooks import Recover, Visit, note_steps, watch_lookup
+from brim.techniques.hooks import Recover, Turns, Visit, note_steps, watch_lookup
 from brim.techniques.host_compute import HostCompute
 from brim.techniques.placement import (
     COMPUTE_RAM,
@@ -68,7 +68,8 @@ def apply(
 class WeightStreaming:
     """The handle of a fitted module. ``blocks``: all parameters, by the name of what comes and goes together.
 
-    ``partition`` and ``weights`` are what it was applied with.
+    ``partition`` and ``weights`` are what it was applied with. Several threads may call the module: their calls take
+    ``turns``.
     """
 
     partition: Partition
@@ -83,6 +84,7 @@ class WeightStreaming:
         self._streamed: list[Streamed] = []
         self._hooks: list[Visit | torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
+        self.turns = Turns(model)
         self._placement = Placement(model, plan, memory, weights, self._guards)
         self._recall = Recall(self) if training else None
         self._ring: Ring | None = None
@@ -128,9 +130,11 @@ class WeightStreaming:
         """
         if self._removed:
             return
-        self._let_go()
-        self.settle()
-        with torch.inference_mode(False):
+        if self._streamed:
+            self.turns.check_process()
+        with self.turns.lock, torch.inference_mode(False):
+            self._let_go()
+            self.settle()
             read = {s.index: self._values(s) for s in self._streamed if s.home.tier == DISK}
             self._end(lambda s: read.pop(s.index, None) or self._values(s))
 
@@ -268,6 +272,8 @@ class WeightStreaming:
         if "" not in by_trigger:  # there the visit itself sees to it
             recover = torch.compiler.disable(Recover(self))
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
+        if not self.memory.fake:
+            self._guards.replace(self.model, "_call_impl", self.turns.taking(self.model._call_impl))
 
     def _begin_step(self) -> None:
         """The whole model is called."""
@@ -385,5 +391,7 @@ class WeightStreaming:
 
     def settle(self) -> None:
         """Wait until everything that was changed is where it rests. Raises the TransferError that was met."""
+        if self._streamed:
+            self.turns.check_process()
         for streamed in self._streamed:
             streamed.home.settle()

@@ -14,7 +14,6 @@ from brim.errors import UsageError
 from brim.estimation.steps import _named_inputs
 from brim.techniques.dry_run import as_arguments
 
-
 SHAPES: list[torch.Size] = []  # of the model's own twins too
 
 
