@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from brim.core import Category, Phase
 from brim.predict import failures, inplace
+from brim.predict.assumptions import Values
 from brim.predict.flops import is_view, op_name, op_work
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
@@ -32,7 +33,6 @@ from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
 from brim.predict.resting import Resting
 from brim.predict.shapes import Answer, result_of
-from brim.predict.values import KnownValues
 
 _add = torch.ops.aten.add.Tensor
 _device_of = torch.ops.prim.device.default
@@ -49,7 +49,7 @@ class RecordingMode(TorchDispatchMode):
         self,
         recorder: Recorder,
         modules: ModuleTracker,
-        values: KnownValues,
+        values: Values,
         rule_for: Callable[[torch._ops.OpOverload], Rule | None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -25,7 +27,7 @@ def decision() -> UnsupportedError:
     return UnsupportedError(
         "A branch or a shape depends on a value that item() read from a tensor, and a trace has none.",
         f"Asked at {_place()}.",
-        "Make the step's branches and shapes independent of values (or pass the value as a Python number).",
+        "Make the step's branches and shapes independent of values, or trace without strict.",
     )
 
 
@@ -48,6 +50,21 @@ def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
         f"Called at {_place()}.",
         f"Register one with torch.library.register_fake({func.name()!r}).",
     )
+
+
+def line() -> str:
+    """The file and number of the user's own line that is running; of a library's where there is none."""
+    library = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_OWN, "<frozen")):
+            here = f"{Path(file).name}:{frame.f_lineno}"
+            if "site-packages" not in file:
+                return here
+            library = library or here
+        frame = frame.f_back
+    return library or "a line inside PyTorch"
 
 
 def _place() -> str:

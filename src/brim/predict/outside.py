@@ -13,9 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
-from brim.predict.failures import no_numpy
-from brim.predict.values import known
-
 
 @contextmanager
 def outside_world() -> Iterator[None]:
@@ -70,12 +67,3 @@ def _write_nothing(*args: Any, **kwargs: Any) -> None:
 def as_tensor_of_file(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """A tensor that stands for a part of a file (safetensors maps files as storages)."""
     return torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype)
-
-
-def as_numpy(tensor: torch.Tensor) -> Any:
-    """The values that are known; raises UnsupportedError where they are not."""
-    source = known(tensor)
-    if source is None:
-        raise no_numpy()
-    with _disable_current_modes():
-        return source.value.detach().numpy().copy()

@@ -14,12 +14,13 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.predict.compiled import as_written
 from brim.predict.dispatch import RecordingMode
-from brim.predict.outside import as_numpy, as_tensor_of_file, outside_world
-from brim.predict.unknown import UnknownNumber, forget_values, holds_unknown, unknown_numbers
-from brim.predict.values import carry_one_hot, known
+from brim.predict.outside import as_tensor_of_file, outside_world
+from brim.predict.unknown import UnknownNumber, mark_made_up, unknown_in, unknown_numbers
+from brim.predict.values import MADE_UP, give, known
 
 # Questions whether values are finite, and the answer of a run that is well.
 _FINITE = {
@@ -27,11 +28,12 @@ _FINITE = {
     torch.isinf: False, torch.Tensor.isinf: False,
 }  # fmt: skip
 
+_READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of C
 
 
 class ValueMode(TorchFunctionMode):
-    """``item()`` of an unknown value gives a number that may be computed with but not decided on."""
+    """What a program asks of values, where the question is no operation: ``item()``, ``tolist()``, ``numpy()``."""
 
     def __init__(self, recording: RecordingMode) -> None:
         super().__init__()
@@ -39,8 +41,8 @@ class ValueMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.item and isinstance(args[0], FakeTensor) and known(args[0]) is None:
-            return UnknownNumber()
+        if func in _READS and isinstance(args[0], FakeTensor):
+            return self._read(func, *args, **kwargs)
         if func is torch.nn.functional.linear:
             with self.recording.linear():
                 return func(*args, **kwargs)
@@ -52,13 +54,27 @@ class ValueMode(TorchFunctionMode):
             return self.recording.values.taken_as(_FINITE[func], args[0], func(*args, **kwargs))
         if func is torch._is_all_true and isinstance(args[0], FakeTensor):
             return self.recording.values.taken_as(True, args[0], func(*args, **kwargs), check=True)
-        if func is torch.Tensor.numpy and isinstance(args[0], FakeTensor):
-            return as_numpy(args[0])
         if func is torch.asarray and isinstance(args[0], torch.UntypedStorage):
             return as_tensor_of_file(args[0], kwargs["dtype"])
-        if holds_unknown(func, args, kwargs):
-            return forget_values(args, func(*args, **kwargs))
+        if (unknown := unknown_in(func, args, kwargs)) is not None:
+            return mark_made_up(unknown, args, func(*args, **kwargs))
         return func(*args, **kwargs)
+
+    def _read(self, func: Any, tensor: FakeTensor, *args: Any, **kwargs: Any) -> Any:
+        values = self.recording.values
+        if func is torch.Tensor.item:
+            source = known(tensor)
+            if source is None and (tensor.dtype.is_floating_point or values.strict):
+                return UnknownNumber(values.plausible(tensor), values)
+            if source is not None and source.state.origin & MADE_UP and tensor.dtype.is_floating_point:
+                return UnknownNumber(float(source.value), values)
+            return func(tensor)
+        real = values.array(tensor)
+        with _disable_current_modes():
+            if func is torch.Tensor.tolist:
+                return real.tolist()
+            array = real.detach().numpy().copy()  # what is written there does not come back
+            return array if func is torch.Tensor.numpy else array.astype(args[0] if args else array.dtype)
 
 
 @contextmanager
@@ -71,8 +87,8 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
-         mock.patch.object(torch, "set_rng_state", _forget_rng_state), \
-         mock.patch.object(torch.random, "set_rng_state", _forget_rng_state), \
+         mock.patch.object(torch, "set_rng_state", _set_rng_state), \
+         mock.patch.object(torch.random, "set_rng_state", _set_rng_state), \
          unknown_numbers(mode.recording.values), outside_world(), as_written(mode.recording.recorder), \
          _transformers_sees_plain_tensors(), mode:  # fmt: skip
         yield
@@ -150,9 +166,7 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes <= 0 or tensor.dtype != torch.long:
         return torch.nn.functional.one_hot(tensor, num_classes)
     shape = (*tensor.shape, num_classes)
-    made = torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
-    carry_one_hot(tensor, made)  # the zeros may have been too many to be known
-    return made
+    return torch.zeros(shape, dtype=torch.long).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -168,11 +182,17 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 def _rng_state() -> torch.Tensor:
     """The CPU generator's state, as checkpointing saves it: 5,056 bytes (ATen/CPUGeneratorImpl.cpp)."""
-    return torch.empty(5056, dtype=torch.uint8)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        state = torch._C.default_generator.get_state()
+    made = torch.empty(state.shape, dtype=state.dtype)
+    give(made, state)
+    return made
 
 
-def _forget_rng_state(state: torch.Tensor) -> None:
-    """Nothing random is drawn in a trace."""
+def _set_rng_state(state: torch.Tensor) -> None:
+    if (source := known(state)) is not None:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            torch._C.default_generator.set_state(source.value)
 
 
 def _truncated_normal(

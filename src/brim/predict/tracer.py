@@ -6,23 +6,25 @@ allocations and frees is the one of a real run: it is decided by Python's and au
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.core import Category, Trace
 from brim.errors import UsageError
 from brim.predict import patches
+from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
 from brim.predict.lowering.cuda_autocast import cuda_lists
 from brim.predict.modules import ModuleTracker
 from brim.predict.pretend import PretendCuda, pretending
 from brim.predict.recorder import Recorder
-from brim.predict.values import KnownValues
 
 TARGETS = ("cuda", "cpu")
 ROUTINGS = ("balanced", "crowded")
@@ -36,6 +38,8 @@ def trace(
     model: str = "",
     capability: tuple[int, int] = (8, 0),
     routing: str = "balanced",
+    assume: float = 1.0,
+    strict: bool = False,
 ) -> Trace:
     """Trace ``steps`` steps of what ``build()`` returns, as they would run on ``target``.
 
@@ -45,16 +49,23 @@ def trace(
     program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole. A mixture
     of experts sees its tokens spread evenly, or with ``routing="crowded"`` all on the same experts.
 
-    Raises UsageError for a wrong call, UnsupportedError for a step that needs a tensor's values (naming the line) or
-    an operation that has no fake kernel (naming it).
+    Values that follow from the program are known: literals, files, whole numbers, draws, the tensors that it makes on
+    the CPU. Those that depend on weights are not. Where the program asks for one, a number is made up; of a mask the
+    share ``assume``, above 0 and at most 1, is taken to be true (1, all of it, is the worst case); other whole
+    numbers are 1. ``Trace.notes`` names the lines that asked. ``strict`` refuses them instead.
+
+    Raises UsageError for a wrong call, UnsupportedError for an operation that has no fake kernel (naming it), one
+    whose result nothing bounds, and with ``strict`` for a step that needs a value that is not known (with the line).
     """
-    _check(steps, target, routing)
+    _check(steps, target, routing, assume)
     recorder, modules = Recorder(), ModuleTracker()
     recorder.stream = _Streams()
-    mode = RecordingMode(recorder, modules, KnownValues(routing), rules_for(target, capability))
+    mode = RecordingMode(
+        recorder, modules, Values(routing, strict=strict, assume=assume), rules_for(target, capability)
+    )
     modules.on_cache = lambda cache: _mark_cache(mode, cache)
     mode.after_backward = lambda: _mark_gradients(mode)
-    with _watching(mode, target, capability):
+    with _generators_restored(), _watching(mode, target, capability):
         held = _run(mode, build, steps)
         made = _written(mode, target, model or _name(modules, build))
         del held
@@ -77,13 +88,27 @@ class _Streams:
         return self._numbers.setdefault(id(stream), len(self._numbers))
 
 
-def _check(steps: int, target: str, routing: str) -> None:
+def _check(steps: int, target: str, routing: str, assume: float) -> None:
     if target not in TARGETS:
         raise UsageError(f"target={target!r} was asked of trace().", f"Known targets are {', '.join(TARGETS)}.")
     if steps < 1:
         raise UsageError(f"steps={steps} was asked of trace().", "A trace has at least one step.")
     if routing not in ROUTINGS:
         raise UsageError(f"routing={routing!r} was asked of trace().", f"Known are {', '.join(ROUTINGS)}.")
+    if not 0 < assume <= 1:
+        raise UsageError(f"assume={assume} was asked of trace().", "It is a share above 0 and at most 1.")
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """A trace draws as the program does; what comes after it draws as if it had not been."""
+    before, python, array = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+        random.setstate(python)
+        numpy.random.set_state(array)
 
 
 @contextmanager
@@ -117,12 +142,7 @@ def _run(mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int
 
 def _written(mode: RecordingMode, target: str, model: str) -> Trace:
     recorder, paths = mode.recorder, mode.modules.paths()
-    if mode.values.used_routing:
-        recorder.notes["routing"] = _ROUTING_NOTES[mode.values.routing]
-    if mode.values.used_finite:
-        recorder.notes["finite"] = "values are taken to be finite where the program asks"
-    if mode.values.used_checks:
-        recorder.notes["checks"] = "where the program checks that all of a tensor is true, it is taken to be"
+    recorder.notes |= _notes(mode.values)
     return Trace(
         model=model,
         target=target,
@@ -132,6 +152,27 @@ def _written(mode: RecordingMode, target: str, model: str) -> Trace:
         not_modelled=tuple(sorted(recorder.not_modelled)),
         notes=recorder.notes,
     )
+
+
+def _notes(values: Values) -> dict[str, str]:
+    """What the program asked for that is not known, by subject."""
+    asked, notes = values.asked, {}
+    if asked.routing:
+        notes["routing"] = _ROUTING_NOTES["crowded" if values.crowded else "balanced"]
+    if asked.finite:
+        notes["finite"] = "values are taken to be finite where the program asks"
+    if asked.checks:
+        notes["checks"] = "where the program checks that all of a tensor is true, it is taken to be"
+    if asked.decided:
+        notes["decided"] = f"decided by a value that was made up: {', '.join(asked.decided)}"
+    if asked.read:
+        notes["made up"] = f"read as numbers that were made up: {', '.join(asked.read)}"
+    if asked.assumed:
+        share = "all of a mask is true" if values.share == 1 else f"{values.share:.0%} of a mask are true"
+        notes["assumed"] = f"assumed, as they depend on weights ({share}, other whole numbers are 1): " + ", ".join(
+            asked.assumed
+        )
+    return notes
 
 
 _ROUTING_NOTES = {

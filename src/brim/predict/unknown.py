@@ -1,7 +1,7 @@
 """Numbers that a program reads from tensors whose values a trace does not have.
 
-They may be computed with, kept and printed. Whatever would let a value decide something (a comparison, a shape, a
-loop's length) is refused with the line that asked.
+They are made up, and may be computed with, kept and printed. Where one decides something (a comparison, a shape, a
+loop's length) the line is noted, or refused in a strict trace.
 """
 
 from __future__ import annotations
@@ -15,49 +15,85 @@ from unittest import mock
 
 import torch
 
-from brim.predict.failures import decision
-from brim.predict.values import KnownValues, known
+from brim.predict.assumptions import Values
+from brim.predict.values import MADE_UP, forget, known
 
 
 class UnknownNumber(float):
-    """What ``item()`` gives for a value that is not known: fit for arithmetic and printing, not for decisions."""
+    """What ``item()`` gives for a value that is not known."""
 
-    def __new__(cls) -> UnknownNumber:
-        return super().__new__(cls, math.nan)
+    _values: Values
 
-    def _same(self, *others: object) -> UnknownNumber:
-        return UnknownNumber()
+    def __new__(cls, number: float, values: Values) -> UnknownNumber:
+        made = super().__new__(cls, number)
+        made._values = values
+        return made
 
-    def _refuse(self, *others: object) -> Any:
-        raise decision()
+    def _made(self, number: Any) -> Any:
+        return UnknownNumber(number, self._values) if type(number) is float else number
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """NumPy's functions of it are made up too, and its questions are decisions."""
+        if ufunc.__name__ in _FINITE:
+            self._values.asked.finite = True
+        elif ufunc.__name__.startswith(("less", "greater", "equal", "not_equal", "logical", "sign")):
+            self._values.decide()
+        plain = [float.__float__(value) if type(value) is UnknownNumber else value for value in inputs]
+        result = getattr(ufunc, method)(*plain, **options)
+        return (
+            self._made(float(result)) if getattr(result, "shape", None) == () and result.dtype.kind == "f" else result
+        )
 
     def __round__(self, digits: int | None = None) -> Any:  # type: ignore[override]
         """To so many digits, for printing; to an integer it may be an index."""
-        return self._refuse() if digits is None else UnknownNumber()
+        if digits is None:
+            self._values.decide()
+        return self._made(float.__round__(self, digits))
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """NumPy's functions of it are unknown too, and its questions are refused."""
-        if ufunc.__name__ in _FINITE:
-            return _FINITE[ufunc.__name__]
-        if ufunc.__name__.startswith(("is", "less", "greater", "equal", "not_equal", "logical", "sign")):
-            self._refuse()
-        return UnknownNumber()
+    def __index__(self) -> int:
+        self._values.decide()
+        return int(float.__int__(self))
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
-    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _same
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __trunc__ = __index__ = _refuse
-    __floor__ = __ceil__ = __hash__ = _refuse
+    def __hash__(self) -> int:
+        return float.__hash__(self)
 
+
+def _computing(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def compute(self: UnknownNumber, *others: Any) -> Any:
+        return self._made(plain(self, *others))
+
+    return compute
+
+
+def _deciding(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def decide(self: UnknownNumber, *others: Any) -> Any:
+        answer = plain(self, *others)
+        if answer is not NotImplemented:
+            self._values.decide()
+        return answer
+
+    return decide
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "pos", "abs",
+              "mod", "rmod", "floordiv", "rfloordiv"):  # fmt: skip
+    setattr(UnknownNumber, f"__{_name}__", _computing(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
+    setattr(UnknownNumber, f"__{_name}__", _deciding(f"__{_name}__"))
 
 _FINITE = {"isnan": False, "isinf": False, "isfinite": True}
 
 
 @contextmanager
-def unknown_numbers(values: KnownValues) -> Iterator[None]:
+def unknown_numbers(values: Values) -> Iterator[None]:
     """Python's functions of numbers see that one is unknown, for the duration of one trace."""
     with ExitStack() as stack:
         for name in ("exp", "log", "log2", "log10", "log1p", "expm1", "sqrt", "pow", "fabs"):
-            stack.enter_context(mock.patch.object(math, name, _unknown_result(getattr(math, name))))
+            stack.enter_context(mock.patch.object(math, name, _unknown_result(getattr(math, name), values)))
         for name, answer in _FINITE.items():
             stack.enter_context(mock.patch.object(math, name, _finite(getattr(math, name), answer, values)))
         for name in ("max", "min"):
@@ -65,20 +101,21 @@ def unknown_numbers(values: KnownValues) -> Iterator[None]:
         yield
 
 
-def _unknown_result(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unknown_result(function: Callable[..., Any], values: Values) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        return UnknownNumber() if any(type(arg) is UnknownNumber for arg in args) else function(*args)
+        result = function(*args)
+        return UnknownNumber(result, values) if any(type(arg) is UnknownNumber for arg in args) else result
 
     return call
 
 
-def _finite(function: Callable[[Any], bool], answer: bool, values: KnownValues) -> Callable[[Any], bool]:
+def _finite(function: Callable[[Any], bool], answer: bool, values: Values) -> Callable[[Any], bool]:
     """Unknown values are taken to be finite, as those of tensors are."""
 
     def call(number: Any) -> bool:
         if type(number) is not UnknownNumber:
             return function(number)
-        values.used_finite = True
+        values.asked.finite = True
         return answer
 
     return call
@@ -112,28 +149,34 @@ _SIZED = frozenset({
 })  # fmt: skip
 
 
-def holds_unknown(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument is an unknown number; raises UnsupportedError where it would be a size or a position."""
-    found = False
+def unknown_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values | None:
+    """The values of the trace where an argument is an unknown number; raises UnsupportedError where a strict trace
+    would need it for a size or a position."""
+    found: Values | None = None
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if type(arg) is UnknownNumber:
-            found = True
+            found = arg._values
         elif type(arg) is slice:
-            if UnknownNumber in (type(arg.start), type(arg.stop), type(arg.step)):
-                raise decision()
-        elif isinstance(arg, (tuple, list)) and any(type(part) is UnknownNumber for part in arg):
-            found = True
-    if found and getattr(func, "__name__", "") in _SIZED:
-        raise decision()
+            for part in (arg.start, arg.stop, arg.step):
+                if type(part) is UnknownNumber:
+                    part._values.decide()
+        elif isinstance(arg, (tuple, list)):
+            for part in arg:
+                if type(part) is UnknownNumber:
+                    found = part._values
+    if found is not None and getattr(func, "__name__", "") in _SIZED:
+        found.decide()
     return found
 
 
-def forget_values(args: tuple[Any, ...], result: Any) -> Any:
-    """What was made from an unknown number, or written with one, has no known values."""
+def mark_made_up(values: Values, args: tuple[Any, ...], result: Any) -> Any:
+    """What was made from an unknown number, or written with one, has values that are made up."""
     for tensor in (result, args[0] if args else None):
         source = known(tensor)
         if isinstance(tensor, torch.Tensor) and source is not None and not _read_only(tensor, result):
-            source.state["valid"] = False
+            if values.strict:
+                forget(tensor)
+            source.state.origin |= MADE_UP
     return result
 
 

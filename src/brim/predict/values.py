@@ -1,286 +1,467 @@
-"""Values that are known although nothing is computed.
+"""Values that a trace knows: what the program makes by itself, computed for real beside the fake tensors.
 
-Small tensors whose values follow from the program alone (``arange``, ``ones``, ``torch.tensor([...])`` and what is
-computed from them) are computed for real beside their fakes, so that masks and index tables can be asked about.
-The experts that a router's ``topk`` picks are taken as balanced: token t goes to experts k*t, k*t + 1, ...; or, where
-the worst case is asked for, as crowded: every token goes to the first k experts.
-A program that asks whether values are finite hears that they are, and one that checks whether all of a tensor is true
-(as distributions check their parameters) that it is: only a run that is well can be planned.
-Nothing else is guessed, and a trace notes which of these it was asked for. A draw from [0, 1) that is compared with a
-number outside of it, or with 0 itself (how layers are dropped with probability 0), has one answer.
+Whatever does not depend on weights is known up to a size: literals, files, ranges, draws from random generators, and
+what is computed from them. Small tensors are computed at once, larger ones when somebody asks for them, so that a
+batch of images costs nothing until the program looks at it. Weights, and what is computed from them, have no values;
+what is taken in their place is in ``assumptions.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
-_MOST_ELEMENTS = {False: 1 << 20, True: 1 << 14}  # by whether the dtype is floating
-_MOST_TOKENS = 1 << 24  # where there is a number per token of a batch, or per token and expert
-_MOST_ROUTED = 1 << 26  # tables of which token goes to which expert
-_FACTORIES = {
-    _aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.ones.default, _aten.zeros.default,
-    _aten.full.default, _aten.linspace.default, _aten.eye.default, _aten.eye.m, _aten.scalar_tensor.default,
-    _aten.lift_fresh.default, _aten.tril_indices.default, _aten.triu_indices.default,
+_AT_ONCE = 1 << 12  # elements: larger values wait until somebody asks for them
+_MOST_ELEMENTS = {False: 1 << 26, True: 1 << 24}  # by whether the dtype is floating
+_MOST_WEIGHTS = 1  # elements of a tensor that requires gradients and is known all the same: a temperature
+_MOST_CHANGED = 1 << 20  # elements of a tensor that is computed because a part of it is written
+_DEEPEST = 100  # operations that wait for one another
+_KNOWN_DTYPES = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+})  # fmt: skip
+
+ROUTED, ASSUMED, MADE_UP = 1, 2, 4
+"""What a value rests on: experts that a router was taken to choose, an assumption, a number that was made up."""
+
+# Of their tensors, these look at shapes, dtypes and layouts only.
+_LIKE = {
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default,
+    _aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype,
+    _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
 }  # fmt: skip
-_MOST_EXPERTS = 1024
-_DRAWS = {_aten.rand.default, _aten.rand_like.default}
-_ABOVE = {_aten.gt.Scalar: True, _aten.ge.Scalar: True, _aten.lt.Scalar: False, _aten.le.Scalar: False}
+# They write every element of their first argument without reading it.
+_OVERWRITE = {
+    _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.copy_.default, _aten.uniform_.default,
+    _aten.normal_.default, _aten.random_.default, _aten.random_.to, _aten.random_.__getattr__("from"),
+    _aten.bernoulli_.float, _aten.bernoulli_.Tensor, _aten.exponential_.default, _aten.log_normal_.default,
+    _aten.cauchy_.default, _aten.geometric_.default,
+}  # fmt: skip
+_EMPTY = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
+_UNSAFE_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default}
+_CHECKED = _aten._amp_foreach_non_finite_check_and_unscale_.default  # it finds all gradients finite
 
 
 @dataclass(slots=True)
+class State:
+    """Shared by all known tensors that share a storage."""
+
+    valid: bool = True
+    origin: int = 0  # ROUTED, ASSUMED, MADE_UP
+    outside: bool = False  # made outside of the trace: it is not written
+    readers: list[weakref.ref[_Call]] = field(default_factory=list)  # they wait, and read this storage
+
+
+@dataclass(slots=True, weakref_slot=True)
 class Known:
-    """A real tensor with a fake one's values; ``state`` is shared by all that share its storage."""
+    """A real tensor with a fake one's values, or the operation that makes it once somebody asks."""
 
-    value: torch.Tensor
-    state: dict[str, bool] = field(default_factory=lambda: {"valid": True, "routing": False})
+    made: torch.Tensor | None
+    state: State
+    call: _Call | None = None
+    index: int | None = None  # of the operation's results
+    shape: tuple[int, ...] = ()
+
+    @property
+    def value(self) -> torch.Tensor:
+        if self.made is None:
+            assert self.call is not None
+            result = self.call.run()
+            self.made = result if self.index is None else result[self.index]
+            self.call = None
+        return self.made
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.call is None else self.call.depth
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    item: Any
+class _Call:
+    """An operation on known values that waits until its result is asked for."""
+
+    __slots__ = ("__weakref__", "args", "depth", "func", "kwargs", "result", "seed")
+
+    def __init__(self, func: Callable[..., Any], args: Any, kwargs: Any, depth: int, seed: int | None = None) -> None:
+        self.func, self.args, self.kwargs, self.depth, self.seed = func, args, kwargs, depth, seed
+        self.result: Any = None
+
+    def run(self) -> Any:
+        if self.result is None:
+            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+                args, kwargs = _values(self.args), _values(self.kwargs)
+                if self.seed is not None:
+                    self.result = _drawn(self.func, args, kwargs, self.seed)
+                else:
+                    self.result = self.func(*args, **kwargs)
+            self.args = self.kwargs = None
+        return self.result
+
+
+def _drawn(func: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
+    before = torch._C.default_generator.get_state()
+    torch._C.default_generator.manual_seed(seed)
+    try:
+        return func(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+    finally:
+        torch._C.default_generator.set_state(before)
 
 
 def known(tensor: object) -> Known | None:
+    """The values of ``tensor``, computed where they waited; None where they are not known."""
+    found = peek(tensor)
+    if found is None or found.made is not None:
+        return found
+    try:
+        real = found.value
+    except (RuntimeError, IndexError, ValueError):  # the CPU has no such kernel, or the values do not fit it
+        found.state.valid = False
+        return None
+    if tuple(real.shape) != found.shape:
+        found.state.valid = False
+        return None
+    return found
+
+
+def peek(tensor: object) -> Known | None:
+    """As ``known``, but computes nothing."""
     found: Known | None = getattr(tensor, "_brim_known", None)
-    return found if found is not None and found.state["valid"] else None
+    if found is None:
+        return _from_outside(tensor)
+    if not found.state.valid:
+        return None
+    if tensor.requires_grad and tensor.numel() > _MOST_WEIGHTS:  # type: ignore[attr-defined]
+        return None
+    return found
 
 
-def _laid_out_alike(fake: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether an operation on memory, not on elements, is the same on both."""
-    here = fake.stride(), fake.storage_offset(), fake.untyped_storage().nbytes()
-    return here == (value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+def _from_outside(tensor: object) -> Known | None:
+    """A tensor that was made outside of the trace has its values."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return None
+    assert isinstance(tensor, torch.Tensor)
+    if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return None
+    if tensor.requires_grad and tensor.numel() > _MOST_WEIGHTS:
+        return None
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        made = Known(tensor.detach(), State(outside=True), shape=tuple(tensor.shape))
+    tensor._brim_known = made  # type: ignore[attr-defined]
+    return made
+
+
+def give(tensor: torch.Tensor, value: torch.Tensor, origin: int = 0) -> None:
+    """Let ``tensor`` have these values."""
+    tensor._brim_known = Known(value, State(origin=origin), shape=tuple(tensor.shape))  # type: ignore[attr-defined]
+
+
+def give_later(tensor: torch.Tensor, make: Callable[[], torch.Tensor], origin: int = 0) -> None:
+    """Let ``tensor`` have the values that ``make`` gives when they are asked for."""
+    call = _Call(make, (), {}, 1)
+    tensor._brim_known = Known(None, State(origin=origin), call, shape=tuple(tensor.shape))  # type: ignore[attr-defined]
+
+
+def forget(tensor: object) -> None:
+    found: Known | None = getattr(tensor, "_brim_known", None)
+    if found is None and isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+        found = _from_outside(tensor)
+    if found is not None:
+        found.state.valid = False
 
 
 class KnownValues:
     """Carries known values from operation to operation."""
 
-    def __init__(self, routing: str = "balanced") -> None:
-        self.routing = routing
-        self.used_routing = False
-        self.used_finite = False  # whether the program asked if values are finite
-        self.used_checks = False  # whether it checked that all of a tensor is true
+    def __init__(self) -> None:
+        self._draws = 0
 
-    def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
-        """What a question about a value (``item``) is answered with, if the value is known."""
-        if func is not _aten._local_scalar_dense.default:
+    def compute(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``func`` of known values, now; None where one of them is not known."""
+        if any(known(t) is None for t in flat_leaves(args, kwargs)):
             return None
-        source = known(args[0])
-        if source is None:
-            return None
-        self.used_routing |= source.state["routing"]
-        with _disable_current_modes():
-            return Item(source.value.item())
+        return _Call(_really(func), _known_parts(args), _known_parts(kwargs), 0).run()
 
-    def taken_as(
-        self, answer: bool, asked: torch.Tensor, result: torch.Tensor, *, check: bool = False
-    ) -> torch.Tensor:
-        """Let all of ``result`` be ``answer``, unless the values that were asked about are known."""
-        if known(asked) is None:
-            self.used_checks |= check
-            self.used_finite |= not check
-            with _disable_current_modes():
-                result._brim_known = Known(torch.tensor(answer).expand(result.shape))  # type: ignore[attr-defined]
-        return result
+    def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        """Let ``result`` be known where its inputs are, and forget what ``func`` wrote over; whether all that it made
+        or wrote is known."""
+        if _written_positions(func):
+            return func is _CHECKED or self._write(func, args, kwargs, result)
+        tensors = flat_leaves(args, kwargs)
+        if func in _LIKE:
+            args = tuple(_stand_in(arg, func) for arg in args)
+            tensors = []
+        origin, depth, waits = 0, 0, False
+        for tensor in tensors:
+            source = peek(tensor)
+            if source is None:
+                return False
+            origin |= source.state.origin
+            waits |= source.made is None
+            depth = max(depth, source.depth)
+        made = [result] if isinstance(result, torch.Tensor) else list(leaves(result))
+        if not made or not all(fits(tensor) for tensor in made) or (not tensors and func.namespace != "aten"):
+            return False
+        seed = self._seed(func, kwargs, made)
+        call = _Call(_really(func), _known_parts(args), _known_parts(kwargs), depth + 1, seed)
+        self._attach(func, call, tensors, made, isinstance(result, torch.Tensor), origin)
+        if depth >= _DEEPEST or (not waits and seed is None and all(t.numel() <= _AT_ONCE for t in made)):
+            return all(known(tensor) is not None for tensor in made)
+        return True
 
-    def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outputs of an operation whose shape depends on values, where these are known; else None."""
-        if not _shape_depends_on_values(func):
-            return None
-        if func is _aten.index.Tensor:
-            return self._masked_index(args)
-        real = self._compute(func, args, kwargs)
-        if real is None:
-            return None
-        self.used_routing |= any(k.state["routing"] for t in _leaves((args, kwargs)) if (k := known(t)))
-        fakes = [torch.empty(r.shape, dtype=r.dtype) for r in _leaves(real)]
-        for fake, value in zip(fakes, _leaves(real), strict=True):
-            self._attach(fake, value, args, kwargs)
-        return fakes[0] if isinstance(real, torch.Tensor) else tuple(fakes)
+    def _attach(
+        self,
+        func: torch._ops.OpOverload,
+        call: _Call,
+        sources: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        alone: bool,
+        origin: int,
+    ) -> None:
+        if _views_first(func):
+            source = peek(sources[0])
+            assert source is not None
+            state = source.state
+            state.origin |= origin
+        else:
+            state = None
+            for tensor in sources:
+                source = peek(tensor)
+                assert source is not None
+                source.state.readers.append(weakref.ref(call))
+        for index, tensor in enumerate(made):
+            tensor._brim_known = Known(  # type: ignore[attr-defined]
+                None, state or State(origin=origin), call, None if alone else index, tuple(tensor.shape)
+            )
 
-    def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Compute the values of ``result`` from known inputs, or forget those that ``func`` wrote over."""
-        if func in _FACTORIES:
-            if _small(result):
-                real = self._compute(func, args, kwargs)
-                if real is not None:
-                    result._brim_known = Known(real)
-            return
-        if func is _aten.topk.default:
-            _route(args, result, self.routing == "crowded")
-            return
-        if func in _DRAWS:
-            result._brim_draw = result._version
-        elif func in _ABOVE and _is_draw(args[0]):
-            _compare_draw(args[1], _ABOVE[func], result)
-            return
-        inputs = [t for t in _flat_leaves(args, kwargs) if getattr(t, "_brim_known", None) is not None]
-        if not inputs:
-            return
-        real = None
-        routed = any(t._brim_known.state["routing"] for t in inputs)  # type: ignore[attr-defined]
-        if all(_small(t) or (routed and t.numel() <= _MOST_ROUTED) for t in _leaves(result)):
-            real = self._compute(func, args, kwargs)
-        if real is None:
-            if func._schema.is_mutable and func is not _aten._amp_foreach_non_finite_check_and_unscale_.default:
-                _forget(func, args, kwargs)
-            return
-        for fake, value in zip(_leaves(result), _leaves(real), strict=False):
-            if (found := getattr(fake, "_brim_known", None)) is not None:
-                found.state["routing"] |= routed
-            else:
-                self._attach(fake, value, args, kwargs)
+    def _seed(self, func: torch._ops.OpOverload, kwargs: dict[str, Any], made: Sequence[torch.Tensor]) -> int | None:
+        """None: drawn now, as the program would draw it. A draw that waits has a seed of its own."""
+        if torch.Tag.nondeterministic_seeded not in func.tags or all(t.numel() <= _AT_ONCE for t in made):
+            return None
+        self._draws += 1
+        generator = kwargs.get("generator") or torch._C.default_generator
+        return (generator.initial_seed() + 7919 * self._draws) % (1 << 63)
 
-    def _compute(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return None
-        tensors = list(_leaves((args, kwargs)))
-        if func is not _aten.lift_fresh.default and any(known(t) is None for t in tensors):
-            return None
-        with _disable_current_modes(), torch.no_grad():
-            values, options = _real(args), _real(kwargs)
-            if func is _aten.as_strided.default and not _laid_out_alike(args[0], values[0]):
-                return None
-            if func is _aten.histc.default and not values[0].is_floating_point():  # CUDA has it for integers too
-                return func(values[0].double(), *values[1:], **options).to(values[0].dtype)
-            return func(*values, **options)
+    # -- operations in place -------------------------------------------------------------------------------------
 
-    def _masked_index(self, args: tuple[Any, ...]) -> Any:
-        """``self[mask]`` with a known mask: the same as indexing with the mask's positions."""
-        indices: list[Any] = []
-        if not any(_is_mask(index) for index in args[1]):
-            return None
-        for index in args[1]:
-            if not _is_mask(index):
-                indices.append(index)
+    def _write(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+        written = _written(func, args, kwargs)
+        overwrites = func in _OVERWRITE
+        sources: list[Known] = []
+        for tensor in flat_leaves(args, kwargs):
+            if overwrites and tensor is args[0]:
                 continue
-            mask = known(index)
-            if mask is None:
-                return None
-            self.used_routing |= mask.state["routing"]
-            with _disable_current_modes():
-                positions = mask.value.nonzero(as_tuple=True)
-            indices += [torch.empty(p.shape, dtype=p.dtype) for p in positions]
-        result = _aten.index.Tensor(args[0], indices)
-        real = self._compute(_aten.index.Tensor, args, {}) if _small(result) else None
-        if real is not None:
-            self._attach(result, real, args, {})
-        return result
+            source = peek(tensor)
+            if source is None:
+                for one in written:
+                    forget(one)
+                return False
+            sources.append(source)
+        if len(written) == 1 and (overwrites or self._is_better_anew(written[0])) and _is_whole(written[0]):
+            return self._write_anew(func, args, kwargs, written[0], sources)
+        if overwrites and (target := peek(args[0])) is not None:
+            sources.append(target)
+        elif overwrites:
+            return False
+        if any(s.made is None and t.numel() > _MOST_CHANGED for t in written if (s := peek(t)) is not None) or any(
+            s.state.outside for t in written if (s := peek(t)) is not None
+        ):
+            for one in written:
+                forget(one)
+            return False
+        return self._write_in_place(func, args, kwargs, written, result)
 
-    def _attach(self, fake: torch.Tensor, value: torch.Tensor, args: Any, kwargs: Any) -> None:
-        """Give ``fake`` its values; one that views an input shares that input's state."""
-        sources = [k for t in _leaves((args, kwargs)) if (k := known(t))]
-        storage = value.untyped_storage().data_ptr()
+    def _is_better_anew(self, tensor: torch.Tensor) -> bool:
+        source = peek(tensor)
+        return source is not None and (source.state.outside or source.made is None)
+
+    def _write_anew(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: torch.Tensor,
+        sources: Sequence[Known],
+    ) -> bool:
+        """The whole storage gets new values: nothing has to be computed for that."""
+        before = peek(target) if func not in _OVERWRITE else None
+        forget(target)
+        if not fits(target) or (target.requires_grad and target.numel() > _MOST_WEIGHTS):
+            return False
+        shape, stride, dtype = tuple(target.shape), tuple(target.stride()), target.dtype
+
+        def write(first: torch.Tensor | None, *rest: Any, **options: Any) -> torch.Tensor:
+            made = torch.empty_strided(shape, stride, dtype=dtype)
+            if first is not None:
+                made.copy_(first)
+            func(made, *rest, **options)
+            return made
+
+        depth = max((source.depth for source in sources), default=0)
+        seed = self._seed(func, kwargs, [target])
+        call = _Call(write, (before, *_known_parts(args[1:])), _known_parts(kwargs), depth + 1, seed)
         for source in sources:
-            if storage and source.value.untyped_storage().data_ptr() == storage:
-                fake._brim_known = Known(value, source.state)  # type: ignore[attr-defined]
-                return
-        made = Known(value)
-        made.state["routing"] = any(s.state["routing"] for s in sources)
-        fake._brim_known = made  # type: ignore[attr-defined]
+            source.state.readers.append(weakref.ref(call))
+        origin = 0
+        for source in sources:
+            origin |= source.state.origin
+        target._brim_known = Known(None, State(origin=origin), call, shape=shape)  # type: ignore[attr-defined]
+        if depth >= _DEEPEST or (seed is None and target.numel() <= _AT_ONCE):
+            return known(target) is not None
+        return True
+
+    def _write_in_place(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Sequence[torch.Tensor],
+        result: Any,
+    ) -> bool:
+        for tensor in written:
+            target = peek(tensor)
+            assert target is not None
+            readers, target.state.readers = target.state.readers, []
+            for reference in readers:  # they read what is here now
+                if (call := reference()) is not None and call.args is not None:
+                    _run_or_leave(call)
+        everything = flat_leaves(args, kwargs)
+        if any(known(tensor) is None for tensor in everything):
+            for one in written:
+                forget(one)
+            return False
+        real = _Call(func, _known_parts(args), _known_parts(kwargs), 0).run()
+        origin = 0
+        for tensor in everything:
+            origin |= tensor._brim_known.state.origin  # type: ignore[attr-defined]
+        for tensor in written:
+            tensor._brim_known.state.origin |= origin  # type: ignore[attr-defined]
+        for fake, value in zip(leaves(result), leaves(real), strict=False):
+            if getattr(fake, "_brim_known", None) is None:
+                give(fake, value, origin)
+        return True
+
+
+def _run_or_leave(call: _Call) -> None:
+    """One whose values cannot be computed says so when it is asked."""
+    try:
+        call.run()
+    except (RuntimeError, IndexError, ValueError):
+        call.args = call.kwargs = None
+        call.func, call.args, call.kwargs = _fails, (), {}
+
+
+def _fails() -> Any:
+    raise RuntimeError("the values were written over before they could be computed")
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 @cache
-def _shape_depends_on_values(func: torch._ops.OpOverload) -> bool:
+def _written_positions(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for position, name in _written_positions(func):
+        found += leaves(args[position] if position < len(args) else kwargs.get(name))
+    return found
+
+
+@cache
+def _views_first(func: torch._ops.OpOverload) -> bool:
+    """Whether the results lie in the first argument's storage."""
+    return func in _UNSAFE_VIEWS or any(result.alias_info is not None for result in func._schema.returns)
+
+
+@cache
+def shape_depends_on_values(func: torch._ops.OpOverload) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
 
 
-def _is_mask(index: torch.Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
+@cache
+def _really(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What computes the values of ``func``."""
+    if func.overloadpacket in _EMPTY:  # a program that reads what it has not written finds zeros
+        return lambda *args, **kwargs: func(*args, **kwargs).zero_()
+    if func is _aten.histc.default:  # CUDA has it for integers too
+        return lambda source, *args: func(source.double(), *args).to(source.dtype)
+    return func
 
 
-def _route(args: tuple[Any, ...], result: Any, crowded: bool) -> None:
-    scores, count = args[0], args[1]
-    dim = args[2] if len(args) > 2 else -1
-    indices = result[1]
-    last = dim in (-1, scores.dim() - 1)
-    if not last or scores.size(-1) > _MOST_EXPERTS or not _small(indices) or indices.numel() == 0:
-        return
-    with _disable_current_modes():
-        experts = scores.size(-1)
-        rows = indices.numel() // count
-        first = torch.arange(rows).mul(0 if crowded else count).unsqueeze(1)
-        picks = (first + torch.arange(count)).remainder(experts).view(tuple(indices.shape))
-    indices._brim_known = Known(picks)
-    indices._brim_known.state["routing"] = True
-
-
-def _is_draw(tensor: torch.Tensor) -> bool:
-    """Whether it was drawn from [0, 1) and not written since."""
-    return getattr(tensor, "_brim_draw", None) == tensor._version
-
-
-def _compare_draw(bound: object, above: bool, result: torch.Tensor) -> None:
-    """One draw in 2^24 is 0 itself: with that bound the answer is the one of all others."""
-    if isinstance(bound, (int, float)) and not 0 < bound < 1:
-        with _disable_current_modes():
-            answer = torch.tensor((bound <= 0) == above).expand(result.shape)
-        result._brim_known = Known(answer)  # type: ignore[attr-defined]
-
-
-def carry_one_hot(classes: torch.Tensor, result: torch.Tensor) -> None:
-    """Let a table of which class each element has be known where the classes are."""
-    source = known(classes)
-    if source is None or known(result) is not None:
-        return
-    if _small(result) or (source.state["routing"] and result.numel() <= _MOST_ROUTED):
-        with _disable_current_modes():
-            table = torch.nn.functional.one_hot(source.value, result.size(-1))
-        made = Known(table)
-        made.state["routing"] = source.state["routing"]
-        result._brim_known = made  # type: ignore[attr-defined]
-
-
-def _forget(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in _leaves(value):
-                if (found := getattr(tensor, "_brim_known", None)) is not None:
-                    found.state["valid"] = False
-
-
-def _small(tensor: Any) -> bool:
-    """Whether its values are worth computing: those of a matrix of scores are not, those of a batch's tokens are."""
-    if not isinstance(tensor, torch.Tensor):
+def fits(tensor: torch.Tensor) -> bool:
+    """Whether its values may be asked for."""
+    if tensor.layout is not torch.strided or tensor.dtype not in _KNOWN_DTYPES:
         return False
-    floating = tensor.dtype.is_floating_point
-    return tensor.numel() <= (_MOST_TOKENS if tensor.dim() <= 2 and not floating else _MOST_ELEMENTS[floating])
+    if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
+        return False
+    return tensor.numel() <= _MOST_ELEMENTS[tensor.dtype.is_floating_point]
 
 
-def _flat_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """``_leaves`` of arguments, of which nearly all are tensors and numbers: every operation asks."""
+def _stand_in(value: Any, func: torch._ops.OpOverload) -> Any:
+    """A tensor of that shape, dtype and layout for an operation that looks at nothing else."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride, dtype = tuple(value.shape), tuple(value.stride()), value.dtype
+    if "like" not in func.name():  # the new tensor has a shape of its own
+        shape, stride = (0,), (1,)
+    call = _Call(torch.empty_strided, (shape, stride), {"dtype": dtype}, 0)
+    return Known(None, State(), call, shape=shape)
+
+
+def flat_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """``leaves`` of arguments, of which nearly all are tensors and numbers: every operation asks."""
     found = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list, dict)):
-            found += _leaves(value)
+            found += leaves(value)
     return found
 
 
-def _leaves(value: Any) -> Iterable[torch.Tensor]:
+def leaves(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _leaves(item)
+            yield from leaves(item)
     elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
+        yield from leaves(list(value.values()))
 
 
-def _real(value: Any) -> Any:
+def _known_parts(value: Any) -> Any:
+    """With known values in the place of tensors."""
     if isinstance(value, torch.Tensor):
-        found = known(value)
-        return value if found is None else found.value
+        return peek(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_real(item) for item in value)
+        return type(value)(_known_parts(item) for item in value)
     if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
+        return {key: _known_parts(item) for key, item in value.items()}
+    return value
+
+
+def _values(value: Any) -> Any:
+    """With tensors in the place of known values."""
+    if isinstance(value, Known):
+        return value.value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_values(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _values(item) for key, item in value.items()}
     return value

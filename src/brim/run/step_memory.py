@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
+from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Recorder
-from brim.predict.values import KnownValues
 from brim.techniques.blocks import Partition
 
 
@@ -48,7 +48,7 @@ class StepWatch(RecordingMode):
     """Records operations as a trace does, without what kernels take inside; notes who reads which parameter."""
 
     def __init__(self, model: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(Recorder(), ModuleTracker(), KnownValues(), lambda func: None)
+        super().__init__(Recorder(), ModuleTracker(), Values(), lambda func: None)
         self.uses: dict[str, set[frozenset[str]]] = {}
         self._pauses: list[range] = []
         self._paths = {id(module): path for path, module in model.named_modules()}

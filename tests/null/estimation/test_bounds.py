@@ -72,7 +72,7 @@ def experts(grouped):
     """Eight experts, two of them for each of 64 tokens; one after the other, or grouped."""
 
     def build():
-        router = torch.randn(64, 8, device="cuda")
+        router = torch.randn(64, 8, device="cuda", requires_grad=True)
         source = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
         weights = torch.randn(8, 4096, 4096, device="cuda", dtype=torch.bfloat16)
 

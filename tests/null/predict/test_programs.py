@@ -15,12 +15,13 @@ from torch import nn
 from brim.core import Category, Trace
 from brim.errors import UnsupportedError
 from brim.predict.tracer import trace
+from brim.predict.values import known
 
 Step = Callable[[], Any]
 
 
-def on_cuda(build: Callable[[], Step], steps: int = 2) -> Trace:
-    return trace(build, steps=steps, target="cuda")
+def on_cuda(build: Callable[[], Step], steps: int = 2, **options: Any) -> Trace:
+    return trace(build, steps=steps, target="cuda", **options)
 
 
 def parameter_bytes(made: Trace) -> int:
@@ -61,12 +62,12 @@ def test_numbers_for_the_log_are_read_and_printed():
             loss = nn.functional.cross_entropy(logits, classes)
             right = (logits.argmax(1) == classes).sum().item()
             perplexity = math.exp(loss.item())
-            lines.append(f"{loss.item():.3f} {round(right / 8, 2)} {perplexity:.1f} {sum([loss.item(), 1.0])}")
+            lines.append(f"{loss.item():.1f} {0 <= right <= 8} {perplexity:.1f} {sum([loss.item(), 1.0]):.1f}")
 
         return step
 
     on_cuda(build)
-    assert lines == ["nan nan nan nan"] * 2
+    assert lines == ["1.0 True 2.7 2.0", "0.9 True 2.5 1.9"], "losses shrink"
 
 
 def _shape(count: Any, _: torch.Tensor) -> None:
@@ -98,13 +99,111 @@ def _less(count: Any, _: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("use", [_shape, _slice, _loop, _compare, _round_trip, _less])
-def test_an_unknown_number_is_no_shape_and_no_decision(use):
+def test_a_number_that_depends_on_weights_is_no_shape_and_no_decision_of_a_strict_trace(use):
     def build() -> Step:
-        lengths, source = torch.randint(1, 10, (8,)).cuda(), torch.randn(8, 16).cuda()
-        return lambda: use(lengths.max().item(), source)
+        layer, source = model(), torch.randn(8, 16).cuda()
+        return lambda: use(layer(source).argmax(-1).max().item(), source)
 
     with pytest.raises(UnsupportedError, match=r"item\(\) read.*\n.*test_programs\.py:\d+"):
-        on_cuda(build)
+        on_cuda(build, strict=True)
+    on_cuda(build)
+
+
+def test_whole_numbers_that_are_drawn_are_sizes_and_decisions():
+    seen = []
+
+    def build() -> Step:
+        lengths, source = torch.randint(1, 10, (8,)).cuda(), torch.randn(8, 16).cuda()
+
+        def step() -> None:
+            longest = lengths.max().item()
+            mask = torch.arange(longest, device="cuda")[None] < lengths[:, None]
+            packed = nn.utils.rnn.pad_sequence([source[0, :count] for count in lengths.tolist()], batch_first=True)
+            seen.append(
+                (longest, int(mask.sum()), tuple(packed.shape), mask.nonzero().size(0), lengths.unique().numel())
+            )
+
+        return step
+
+    torch.manual_seed(7)
+    on_cuda(build, steps=1, strict=True)
+    after = torch.rand(())
+    torch.manual_seed(7)
+    assert torch.equal(after, torch.rand(())), "the generator's state is restored"
+    torch.manual_seed(7)
+    true = torch.randint(1, 10, (8,))
+    count = int(true.sum())
+    assert seen == [(int(true.max()), count, (8, int(true.max())), count, true.unique().numel())]
+
+
+def test_a_decision_on_a_loss_is_made_and_the_trace_says_where():
+    stopped = []
+
+    def build() -> Step:
+        layer, source, best = model(), torch.randn(8, 16).cuda(), math.inf
+
+        def step() -> None:
+            nonlocal best
+            loss = layer(source).square().mean()
+            if loss.item() < best:
+                best = loss.item()
+            while loss > 0.5:
+                loss = layer(source).square().mean()
+            stopped.append(True)
+
+        return step
+
+    made = on_cuda(build)
+    assert stopped == [True, True]
+    assert made.notes["decided"].count("test_programs.py:") == 2
+    with pytest.raises(UnsupportedError, match="item"):
+        on_cuda(build, strict=True)
+
+
+@pytest.mark.parametrize(("assume", "kept"), [(1.0, 32), (0.25, 8)])
+def test_a_mask_of_what_a_model_computed_is_full_or_has_the_share_that_is_assumed(assume, kept):
+    seen = []
+
+    def build() -> Step:
+        layer, source = model(), torch.randn(8, 16).cuda()
+
+        def step() -> None:
+            scores = layer(source)
+            mask = scores.sigmoid() > 0.9
+            seen.append((scores[mask].numel(), mask.nonzero().size(0), int(mask.sum()), bool(mask.any())))
+
+        return step
+
+    made = on_cuda(build, steps=1, assume=assume)
+    assert seen == [(kept, kept, kept, True)]
+    assert "test_programs.py:" in made.notes["assumed"]
+
+
+def test_values_of_weights_are_neither_computed_nor_kept():
+    def build() -> Step:
+        layer = nn.Linear(256, 256).cuda()
+
+        def step() -> None:
+            out = layer(torch.randn(64, 256, device="cuda"))
+            assert getattr(out, "_brim_known", None) is None
+            assert known(layer.weight.detach()) is None
+
+        return step
+
+    on_cuda(build)
+
+
+def test_large_draws_are_computed_when_somebody_asks():
+    def step() -> None:
+        images = torch.randn(64, 3, 64, 64)
+        kept = images.cuda().flatten(1) > 0
+        assert images._brim_known.made is None
+        assert 0.4 < kept.float().mean().item() < 0.6
+        images[0].zero_()
+        assert not images[0].any()
+        assert (images[1] != 0).all()
+
+    on_cuda(lambda: step, steps=1, strict=True)
 
 
 def test_values_are_finite_and_the_trace_says_that_this_was_asked():
@@ -177,29 +276,39 @@ def test_values_are_known_through_indices_and_masks():
 
 def test_an_index_of_unknown_values_has_unknown_values():
     def build() -> Step:
+        layer = model()
+
         def step() -> None:
-            if torch.randn(4)[torch.tensor([0])] > 0:
+            if layer(torch.randn(4, 16).cuda())[torch.tensor([0])].any():
                 pass
 
         return step
 
     with pytest.raises(UnsupportedError, match="needs the values"):
-        on_cuda(build)
+        on_cuda(build, strict=True)
 
 
 def test_values_for_numpy_are_given_where_known_and_refused_where_not():
-    def known() -> Step:
+    def computed() -> Step:
         def step() -> None:
             assert torch.arange(3).numpy().tolist() == [0, 1, 2]
 
         return step
 
     def unknown() -> Step:
-        return lambda: torch.randn(3).numpy()
+        layer = model()
 
-    on_cuda(known)
+        def step() -> None:
+            scores = layer(torch.randn(3, 16).cuda()).detach().cpu().numpy()
+            assert scores.shape == (3, 4)
+            assert np.isfinite(scores).all()
+
+        return step
+
+    on_cuda(computed)
+    assert "test_programs.py:" in on_cuda(unknown).notes["made up"]
     with pytest.raises(UnsupportedError, match=r"numpy\(\) needs the values.*\n.*test_programs\.py"):
-        on_cuda(unknown)
+        on_cuda(unknown, strict=True)
 
 
 def test_a_default_device_takes_what_names_no_device():

@@ -1,0 +1,340 @@
+"""What a trace takes in the place of values that it does not have: those of weights, and what depends on them.
+
+Whole numbers and booleans that are computed from such values are assumed: the worst case for memory, or what a run
+that is well would show. Floating-point numbers are made up when the program reads one. Whatever was decided by either
+is noted with the line that asked, and with ``strict`` it is refused.
+
+* A comparison is true of each element, or of the share of them that ``assume`` gives; no two floats are equal.
+* ``argmax``, ``topk`` and their like choose classes evenly, one after the other: token t of a router goes to experts
+  k*t, k*t + 1, ...; or, with crowded routing, every token goes to the first k.
+* Other whole numbers are 1, so that nothing is empty; elements whose number is asked for are distinct and not zero.
+* Values are finite where the program asks, and its checks hold: only a run that is well can be planned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from brim.predict import failures
+from brim.predict.values import (
+    ASSUMED,
+    MADE_UP,
+    ROUTED,
+    KnownValues,
+    fits,
+    flat_leaves,
+    give,
+    give_later,
+    known,
+    leaves,
+    peek,
+    shape_depends_on_values,
+)
+
+_aten = torch.ops.aten
+_MOST_EXPERTS = 1024
+_SHRINKS = 0.9  # numbers that a line reads again and again come closer to zero, so that loops on them end
+_ORDERED: dict[Any, Callable[[float, float], bool]] = {
+    _aten.gt: float.__gt__, _aten.ge: float.__ge__, _aten.lt: float.__lt__, _aten.le: float.__le__,
+}  # fmt: skip
+_NEVER = {_aten.eq, _aten.isnan, _aten.isinf, _aten.isneginf, _aten.isposinf}
+_CHOICES = {_aten.argmax, _aten.argmin, _aten.max, _aten.min, _aten.topk, _aten.multinomial, _aten.kthvalue,
+            _aten.median, _aten.mode, _aten.cummax, _aten.cummin}  # fmt: skip
+_PERMUTATIONS = {_aten.sort, _aten.argsort}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    item: Any
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a program asked of values that are not known, by the lines that asked (each once, in order)."""
+
+    routing: bool = False
+    finite: bool = False  # whether values are finite
+    checks: bool = False  # whether all of a tensor is true
+    decided: dict[str, None] = field(default_factory=dict)  # a number that was made up decided something
+    read: dict[str, None] = field(default_factory=dict)  # one was read as a plain number or array
+    assumed: dict[str, None] = field(default_factory=dict)  # whole numbers, booleans and sizes
+
+
+class Values:
+    """Values for one trace: those that are known, and what is taken in the place of others."""
+
+    def __init__(self, routing: str = "balanced", *, strict: bool = False, assume: float = 1.0) -> None:
+        self.crowded, self.strict, self.share = routing == "crowded", strict, assume
+        self.known = KnownValues()
+        self.asked = Asked()
+        self._reads: Counter[str] = Counter()
+
+    # -- questions of the program ----------------------------------------------------------------------------------
+
+    def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
+        """What a question about a value (``item``) is answered with; None where it cannot be."""
+        if func is not _aten._local_scalar_dense.default:
+            return None
+        source = known(args[0])
+        if source is not None:
+            self.note(source.state.origin, args[0].dtype)
+            with _disable_current_modes():
+                return Item(source.value.item())
+        if self.strict:
+            return None
+        if args[0].dtype.is_floating_point or args[0].dtype.is_complex:
+            number = self.plausible(args[0])
+            self.asked.read[failures.line()] = None
+            return Item(complex(number) if args[0].dtype.is_complex else number)
+        self.asked.assumed[failures.line()] = None
+        return Item(True if args[0].dtype == torch.bool else 1)
+
+    def note(self, origin: int, dtype: torch.dtype | None = None) -> None:
+        """Something that rests on ``origin`` was asked for."""
+        self.asked.routing |= bool(origin & ROUTED)
+        if origin & MADE_UP:
+            where = self.asked.read if dtype is not None and dtype.is_floating_point else self.asked.decided
+            where[failures.line()] = None
+        elif origin & ASSUMED:
+            self.asked.assumed[failures.line()] = None
+
+    def decide(self) -> None:
+        """The program decides by a number that was made up; raises UnsupportedError where that is not wanted."""
+        if self.strict:
+            raise failures.decision()
+        self.asked.decided[failures.line()] = None
+
+    def plausible(self, tensor: torch.Tensor) -> float:
+        """A number that a run could have in this tensor of one element; the same each time it is asked."""
+        number: float | None = getattr(tensor, "_brim_plausible", None)
+        if number is None:
+            number = tensor._brim_plausible = self.number()  # type: ignore[attr-defined]
+        return number
+
+    def number(self) -> float:
+        """As large as a loss, and smaller the more often the line has asked."""
+        line = failures.line()
+        self._reads[line] += 1
+        return float(max(_SHRINKS ** (self._reads[line] - 1), 1e-30))
+
+    def array(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of ``tensor``, for NumPy and lists; raises UnsupportedError where there are none."""
+        source = known(tensor)
+        if source is not None:
+            self.note(source.state.origin, tensor.dtype)
+            return source.value
+        if self.strict or not fits(tensor):
+            raise failures.no_numpy()
+        (self.asked.read if tensor.dtype.is_floating_point else self.asked.assumed)[failures.line()] = None
+        return _distinct(tensor)
+
+    def taken_as(
+        self, answer: bool, asked: torch.Tensor, result: torch.Tensor, *, check: bool = False
+    ) -> torch.Tensor:
+        """Let all of ``result`` be ``answer``, unless the values that were asked about are known."""
+        source = known(asked)
+        if source is None or source.state.origin & (ASSUMED | MADE_UP):
+            self.asked.checks |= check
+            self.asked.finite |= not check
+            with _disable_current_modes():
+                give(result, torch.tensor(answer).expand(result.shape))
+        return result
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs of an operation whose shape depends on values; None for others, and where it is not known."""
+        if not shape_depends_on_values(func):
+            return None
+        if func is _aten.index.Tensor:
+            return self._masked_index(args[0], args[1])
+        if func is _aten.masked_select.default:
+            source, mask = torch.broadcast_tensors(*args)
+            return self._masked_index(source, [mask])
+        sources = flat_leaves(args, kwargs)
+        unknown = [tensor for tensor in sources if known(tensor) is None]
+        if not unknown:
+            real = self.known.compute(func, args, kwargs)
+        elif self.strict or not all(fits(tensor) for tensor in unknown):
+            return None
+        else:
+            with _disable_current_modes():
+                real = func(*_filled(args), **_filled(kwargs))
+        origin = ASSUMED if unknown else 0
+        for tensor in sources:
+            origin |= 0 if (source := peek(tensor)) is None else source.state.origin
+        self.note(origin)
+        fakes = [torch.empty(r.shape, dtype=r.dtype) for r in leaves(real)]
+        for fake, value in zip(fakes, leaves(real), strict=True):
+            if not unknown or not value.is_floating_point():
+                give(fake, value, origin)
+        return fakes[0] if isinstance(real, torch.Tensor) else tuple(fakes)
+
+    def _masked_index(self, source: torch.Tensor, asked: Any) -> Any:
+        """``source[mask]``: the same as indexing with the mask's positions."""
+        indices: list[Any] = []
+        if not any(_is_mask(index) for index in asked):
+            return None
+        for index in asked:
+            if not _is_mask(index):
+                indices.append(index)
+                continue
+            mask = known(index)
+            if mask is None:
+                if self.strict or not fits(index):
+                    return None
+                self._assume_share(index)
+                mask = known(index)
+                assert mask is not None
+            self.note(mask.state.origin)
+            with _disable_current_modes():
+                positions = mask.value.nonzero(as_tuple=True)
+            fakes = [torch.empty(p.shape, dtype=p.dtype) for p in positions]
+            for fake, value in zip(fakes, positions, strict=True):
+                give(fake, value, mask.state.origin)
+            indices += fakes
+        result = _aten.index.Tensor(source, indices)
+        self.carry(_aten.index.Tensor, (source, indices), {}, result)
+        return result
+
+    def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Give ``result`` the values that it has, or those that are assumed of whole numbers and booleans."""
+        if self.known.carry(func, args, kwargs, result):
+            return
+        made = [result] if isinstance(result, torch.Tensor) else leaves(result)
+        for tensor in made:
+            if tensor.dtype.is_floating_point or peek(tensor) is not None or not fits(tensor):
+                continue
+            if self.strict and func.overloadpacket is not _aten.topk:
+                continue
+            self._assume(func, args, kwargs, tensor)
+
+    # -- assumptions -----------------------------------------------------------------------------------------------
+
+    def _assume(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    ) -> None:
+        packet = func.overloadpacket
+        if packet in _CHOICES or packet in _PERMUTATIONS:
+            self._choose(func, args, kwargs, result)
+        elif result.dtype != torch.bool:
+            shape, dtype = tuple(result.shape), result.dtype
+            give_later(result, lambda: torch.ones((), dtype=dtype).expand(shape), ASSUMED)
+        elif packet in _ORDERED and result.numel() == 1 and self._compare(packet, args, result):
+            return
+        elif packet in _NEVER:
+            shape = tuple(result.shape)
+            give_later(result, lambda: torch.zeros((), dtype=torch.bool).expand(shape), ASSUMED)
+        else:
+            self._assume_share(result)
+
+    def _assume_share(self, mask: torch.Tensor) -> None:
+        """So many of a mask's elements are true, spread evenly."""
+        shape, share = tuple(mask.shape), self.share
+        if share == 1 or mask.numel() == 1:
+            give_later(mask, lambda: torch.ones((), dtype=torch.bool).expand(shape), ASSUMED)
+            return
+
+        def spread() -> torch.Tensor:
+            count = torch.arange(mask_elements + 1, dtype=torch.float64).mul_(share).ceil_()
+            return count[1:].gt(count[:-1]).view(shape)
+
+        mask_elements = mask.numel()
+        give_later(mask, spread, ASSUMED)
+
+    def _compare(self, packet: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
+        """Of single numbers, as their made-up values compare."""
+        numbers = []
+        for arg in args[:2]:
+            if not isinstance(arg, torch.Tensor):
+                if not isinstance(arg, (int, float)):
+                    return False
+                numbers.append(float(arg))
+            elif (source := known(arg)) is not None:
+                with _disable_current_modes():
+                    numbers.append(float(source.value.item()))
+            elif arg.dtype.is_floating_point and arg.numel() == 1:
+                numbers.append(self.plausible(arg))
+            else:
+                return False
+        answer = _ORDERED[packet](*numbers)
+        with _disable_current_modes():
+            give(result, torch.tensor(answer).expand(result.shape), MADE_UP)
+        return True
+
+    def _choose(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    ) -> None:
+        """Positions along a dimension of the first argument."""
+        scores, shape, crowded = args[0], tuple(result.shape), self.crowded
+        if func.overloadpacket is _aten.sort and not result.dim():
+            return
+        dim = _dimension(func, args, kwargs)
+        classes = scores.numel() if dim is None or not scores.dim() else scores.size(dim)
+        axis = None if dim is None else dim % max(scores.dim(), 1)
+        keeps = axis is not None and len(shape) == scores.dim()  # topk and sort: several along that dimension
+        count = shape[axis] if axis is not None and keeps and shape else 1
+        if self.strict and (axis is None or axis != scores.dim() - 1 or classes > _MOST_EXPERTS):
+            return
+        routed = classes <= _MOST_EXPERTS and func.overloadpacket not in _PERMUTATIONS
+        start = 0 if routed else classes // 2
+
+        def choose() -> torch.Tensor:
+            if not result_elements:
+                return torch.empty(shape, dtype=torch.long)
+            rows = result_elements // count
+            if not routed and count > 1:
+                first = torch.zeros(rows, 1, dtype=torch.long)
+            else:
+                first = torch.arange(rows).mul(0 if crowded else count).add(start).unsqueeze(1)
+            picks = (first + torch.arange(count)).remainder(max(classes, 1))
+            if not keeps or axis is None:
+                return picks.view(shape)
+            outer = [size for index, size in enumerate(shape) if index != axis]
+            return picks.view(*outer, count).movedim(-1, axis)
+
+        result_elements = result.numel()
+        give_later(result, choose, ROUTED if routed else ASSUMED)
+
+
+def _dimension(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The dimension that a choice is made along; None: all of them."""
+    if func.overloadpacket is _aten.multinomial:
+        return -1
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dim":
+            value = args[position] if position < len(args) else kwargs.get("dim", argument.default_value)
+            return None if value is None else int(value)
+    return None
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """Values in the place of those that a trace does not have: no two floats are the same, and none is zero."""
+    with _disable_current_modes():
+        if tensor.dtype == torch.bool or not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+            return torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
+        exact = torch.float64 if tensor.numel() > 1 << 22 else torch.float32
+        steps = torch.arange(1, tensor.numel() + 1, dtype=exact).div_(tensor.numel() + 1)
+        return steps.view(tuple(tensor.shape)).to(tensor.dtype if tensor.element_size() >= 4 else exact)
+
+
+def _filled(value: Any) -> Any:
+    """With real tensors for all fake ones."""
+    if isinstance(value, torch.Tensor):
+        source = known(value)
+        return _distinct(value) if source is None else source.value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _filled(item) for key, item in value.items()}
+    return value
