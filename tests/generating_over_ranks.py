@@ -11,7 +11,7 @@ from splitting import torchrun
 
 
 def generated(ranks: int, *requests: dict[str, Any]) -> list[dict[str, Any]]:
-    """What came of each: ``split`` and fields of ``Request``."""
+    """What came of each: ``split`` and fields of ``Request``, those of its ``sampling`` in an object of their own."""
     done = torchrun(ranks, str(Path(__file__)), *map(json.dumps, requests), timeout_s=200)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -21,10 +21,12 @@ def main(*requests: str) -> None:
     """On every rank."""
     from brim.run.distributed_generation import RanksRequest, generate
     from brim.run.generation import Request
+    from brim.run.generation_sampling import Sampling
 
     for text in requests:
         given = json.loads(text)
         split = given.pop("split")
+        given["sampling"] = Sampling(**given.pop("sampling", {}))
         made = generate(RanksRequest(generation=Request(**given), split=split, timeout_s=60))
         if made is not None:
             print(json.dumps(made.to_json()), flush=True)

@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from brim.cli import generate_split
+from brim.cli import generate_chat, generate_split
 from brim.cli.options import (
     BUDGET,
     RAM_HELP,
@@ -23,6 +23,7 @@ from brim.cli.options import (
     print_json,
     write_html,
 )
+from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -46,11 +47,13 @@ _AUTO_OR = _AutoOr()
 
 @click.command()
 @click.argument("model")
-@click.option("--prompt", help="What to go on from; put into the chat template where there is one.")
+@click.option(
+    "--prompt", help="What to go on from; put into the chat template where there is one. - reads it from stdin."
+)
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="A file with one prompt per line, or .jsonl with objects that have a prompt.",
+    help="A file with one prompt per line, or .jsonl with objects that have a prompt. Blank lines are skipped.",
 )
 @click.option("--batch", type=_AUTO_OR, help="Of --prompts, how many go through the model together; auto: as fit.")
 @click.option(
@@ -66,6 +69,19 @@ _AUTO_OR = _AutoOr()
 @click.option("--precision", help="fp32, bf16, fp16, int8, int4 or fp8; converted once. Default: as stored.")
 @click.option("--plan", type=click.Path(path_type=Path), help="Run exactly the plan in this file of brim plan.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--system", help="What the chat template puts before the prompt, or a conversation.")
+@click.option(
+    "--temperature", type=float, help="Draw tokens: below 1 the likelier ones more often. 0: take the likeliest."
+)
+@click.option("--top-p", type=float, help="Draw from the likeliest tokens that make up this probability.")
+@click.option("--top-k", type=int, help="Draw from so many of the likeliest tokens.")
+@click.option(
+    "--seed", type=int, help="Of what is drawn: the same seed, the same text.  [default: another each time]"
+)
+@click.option("--stop", multiple=True, help="End an answer before this text. May be given several times.")
+@click.option(
+    "--context", type=click.IntRange(min=2), help="Tokens of a conversation.  [default: 4096, or the model's]"
+)
 @click.option("--chat/--no-chat", default=None, help="Use the chat template or not; default: where there is one.")
 @click.option("--verify", is_flag=True, help="First compare a hub download with its SHA-256: reads all of it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
@@ -77,31 +93,75 @@ _AUTO_OR = _AutoOr()
 @html_option
 @json_option
 def generate(
-    model: str, prompt: str | None, prompts: Path | None, html: Path | None, as_json: bool, **options: Any
+    model: str,
+    prompt: str | None,
+    prompts: Path | None,
+    context: int | None,
+    html: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> int | None:
     """Generate text with a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network.
 
+    The likeliest token is taken, unless --temperature, --top-p or --top-k is given: then tokens are drawn, and what
+    is left out is as the model's generation config has it. Without a prompt, on a terminal, a conversation begins:
+    Ctrl-C stops an answer, Ctrl-D ends.
+
     With --prompts, the answers are printed in the order of the prompts as they come; with --json one JSON object per
     line, and at last one with a summary.
     """
-    if (prompt is None) == (prompts is None):
+    if prompt is not None and prompts is not None:
         raise click.UsageError("Give either --prompt or --prompts.")
+    talks = prompt is None and prompts is None
+    if talks and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.UsageError("Give --prompt (- is stdin) or --prompts; a conversation takes a terminal.")
+    if context is not None and not talks:
+        raise click.UsageError("--context is for conversations, without --prompt and --prompts.")
     if prompts is None and options["batch"] is not None:
         raise click.UsageError("--batch is for --prompts.")
     options["batch"] = options["batch"] or "auto"
+    options["sampling"] = _sampling(options)
+    if prompt == "-":
+        prompt = _of_stdin()
     split = {name: options.pop(name) for name in generate_split.SPLIT}
     if generate_split.asked_for(split):
         if prompt is None or html is not None:
-            raise click.UsageError("--prompts and --html are not for several ranks.")
+            raise click.UsageError("Conversations, --prompts and --html are not for several ranks.")
         return generate_split.run(model, prompt, split, options, as_json=as_json)
-    if prompts is not None:
+    if talks:
+        if as_json or html is not None:
+            raise click.UsageError("--json and --html take a --prompt or --prompts.")
+        generate_chat.run(model, context, options)
+    elif prompts is not None:
         _many(model, prompts, html, as_json, options)
     else:
         assert prompt is not None
         _one(model, prompt, html, as_json, options)
     return None
+
+
+def _sampling(options: dict[str, Any]) -> Any:
+    """Checked before PyTorch is imported. Raises UsageError."""
+    from brim.run.generation_sampling import Sampling
+
+    sampling = Sampling(**{name: options.pop(name) for name in ("temperature", "top_p", "top_k", "seed")})
+    sampling.check()
+    return sampling
+
+
+def _of_stdin() -> str:
+    """All of the standard input, but for the last line end. Raises UsageError where it is empty or no UTF-8."""
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            "The prompt was to be read from stdin.", f"It is not UTF-8: {error.reason}, at byte {error.start}."
+        ) from error
+    if not text.strip():
+        raise UsageError("The prompt was to be read from stdin.", "It is empty.", "Give at least one word.")
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dict[str, Any]) -> None:

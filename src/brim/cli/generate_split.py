@@ -87,6 +87,11 @@ def _started(request: Any, gpus: int, *, as_json: bool) -> int | None:
     for name in _PASSED_ON:
         value = getattr(asked, name)
         words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    for name in ("temperature", "top_p", "top_k", "seed"):
+        value = getattr(asked.sampling, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    words += [word for text in asked.stop for word in ("--stop", text)]
+    words += [] if asked.system is None else ["--system", asked.system]
     words += [] if asked.chat is None else ["--chat" if asked.chat else "--no-chat"]
     flags = {"--verify": asked.verify, "--trust-remote-code": asked.trust_remote_code, "--json": as_json}
     return start(gpus, [*words, *(flag for flag, wanted in flags.items() if wanted)]) or None

@@ -8,7 +8,7 @@ that all choose the same token.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import StoppingCriteriaList
 
 from brim.errors import UnsupportedError, UsageError
 from brim.estimation.parallel import Split, check_sizes, sizes_of
@@ -26,7 +27,8 @@ from brim.run.distributed_model import Filler, own_shares
 from brim.run.distributed_request import TIMEOUT_S
 from brim.run.generation import Request
 from brim.run.generation_inputs import check, encode
-from brim.run.generation_loop import Clock, Printer
+from brim.run.generation_loop import Clock, Ending, Printer, seeded
+from brim.run.generation_sampling import cut
 from brim.run.inference import by_parameter, materialize, verifier
 from brim.run.models import OpenedModel, open_tokenizer, prepare, verify_files
 from brim.run.quantized import DTYPES, open_as
@@ -76,13 +78,14 @@ class RanksAnswer:
     split: str
     weights_bytes: list[int]
     s_per_token: float | None
+    seed: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         ranks = [{"rank": rank, "weights_bytes": count} for rank, count in enumerate(self.weights_bytes)]
         return {
             "text": self.text, "token_ids": self.token_ids, "split": self.split, "ranks": ranks,
             "s_per_token": self.s_per_token,
-        }  # fmt: skip
+        } | ({} if self.seed is None else {"seed": self.seed})  # fmt: skip
 
 
 def generate(
@@ -91,7 +94,7 @@ def generate(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> RanksAnswer | None:
-    """Generate greedily with all ranks; rank 0 gives the answer, the others None, in silence.
+    """Generate with all ranks; rank 0 gives the answer, the others None, in silence.
 
     A rank that fails tells so through rank 0 and ends. Raises UsageError where torchrun, or brim, has not started
     this process.
@@ -119,27 +122,32 @@ def _generate(
         module = ranks.agree(lambda: _of_layers(opened, ranks))
     weights_bytes = ranks.gathered(sum(_bytes(parameter) for parameter in module.parameters()))
     on_stage("generating")
-    printer = Printer(tokenizer, on_text)
+    sampling = replace(asked.sampling, seed=ranks.gathered(asked.sampling.with_seed().seed or 0)[0])
+    printer = Printer(tokenizer, on_text, asked.stop)
+    options = sampling.options(module.generation_config)
+    ending = Ending(tokenizer, asked.stop, begin=len(ids))
+    if asked.stop:
+        options["stopping_criteria"] = StoppingCriteriaList([ending])
 
     def on_tokens(tokens: torch.Tensor) -> None:
         ranks.reach(len(clock.times_s))
         printer.put(tokens)
 
     clock = Clock(on_tokens)
-    with torch.inference_mode():
+    with torch.inference_mode(), seeded(sampling):
         out = module.generate(
             ids[None].to(ranks.device), attention_mask=torch.ones_like(ids)[None].to(ranks.device),
-            max_new_tokens=asked.max_new_tokens, do_sample=False, num_beams=1, num_return_sequences=1,
-            cache_implementation=None, return_dict_in_generate=False, streamer=clock,
+            max_new_tokens=asked.max_new_tokens, num_beams=1, num_return_sequences=1,
+            cache_implementation=None, return_dict_in_generate=False, streamer=clock, **options,
         )  # fmt: skip
     printer.end()
-    token_ids = out[0, len(ids) :].tolist()
+    token_ids = out[0, len(ids) :].tolist()[: ending.lengths.get(0)]
     if not ranks.is_first:
         return None
-    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    text = cut(tokenizer.decode(token_ids, skip_special_tokens=True), asked.stop)
     return RanksAnswer(
         text=text, token_ids=token_ids, split=request.split, weights_bytes=weights_bytes,
-        s_per_token=clock.s_per_step(),
+        s_per_token=clock.s_per_step(), seed=sampling.seed if sampling.draws else None,
     )  # fmt: skip
 
 
@@ -158,7 +166,7 @@ def _open(request: RanksRequest, ranks: int) -> tuple[OpenedModel, Any, torch.Te
             f"{opened.name} was to generate over ranks.", f"{type(module).__name__} is no decoder alone."
         )
     tokenizer = open_tokenizer(opened)
-    ids = encode(tokenizer, asked.prompt, asked.chat)
+    ids = encode(tokenizer, asked.prompt, asked.chat, asked.system)
     check(module, opened.name, [ids], asked.max_new_tokens)
     tensors = request.split == "tensors"
     split = Split(gpus=ranks, gpus_per_node=ranks, tp=ranks if tensors else 1, pp=1 if tensors else ranks)

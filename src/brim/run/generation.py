@@ -21,11 +21,25 @@ from brim.run import foreseen, plan_file
 from brim.run.drives import reading_from
 from brim.run.fitting import Device, budgets, machine
 from brim.run.generation_inputs import Batch, batches, check, encode
-from brim.run.generation_loop import Clock, Printer, check_batch, must_compare, pad_token, run_batch
+from brim.run.generation_loop import (
+    CHECKED_TOKENS,
+    Clock,
+    Ending,
+    Printer,
+    begin_of,
+    check_batch,
+    must_compare,
+    pad_token,
+    run_batch,
+    seeded,
+)
 from brim.run.generation_plan import Loaded, Wanted, load_for_generation
+from brim.run.generation_sampling import GREEDY, Sampling, check_stops, cut
 from brim.run.models import OpenedModel, open_tokenizer, prepare, verify_files
 from brim.run.quantized import PRECISIONS, open_as
 from brim.run.spans import ComputeSpans
+
+DEFAULT_CONTEXT = 4096  # tokens of a conversation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +49,8 @@ class Request:
     ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files. ``batch``: how many
     prompts go through the model together; "auto" is as many as fit. ``prefill_chunk``: how many tokens of a prompt
     do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored. ``plan``:
-    a file of ``brim plan``, which says all of that, and the budget.
+    a file of ``brim plan``, which says all of that, and the budget. ``stop``: texts before which an answer ends.
+    ``system``: what the chat template puts before the prompt.
     """
 
     model: str | Path
@@ -44,7 +59,10 @@ class Request:
     ram: str | int | None = None
     device: Device = "auto"
     max_new_tokens: int = 128
+    sampling: Sampling = GREEDY
+    stop: Sequence[str] = ()
     chat: bool | None = None
+    system: str | None = None
     batch: int | Literal["auto"] = "auto"
     prefill_chunk: int | Literal["auto"] = "auto"
     precision: str | None = None
@@ -56,6 +74,10 @@ class Request:
         """Raise UsageError for what cannot be meant."""
         if self.max_new_tokens < 1:
             raise UsageError(f"{self.max_new_tokens} new tokens were asked for.", "It takes one at least.")
+        self.sampling.check()
+        check_stops(self.stop)
+        if self.system is not None and self.chat is False:
+            raise UsageError("--system and --no-chat were given.", "Only a chat template has a place for it.")
         for option, value in (("--batch", self.batch), ("--prefill-chunk", self.prefill_chunk)):
             if value != "auto" and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{option} {value} was given.", "It is auto, or a number from 1 on.")
@@ -83,6 +105,7 @@ class Figures:
     s_per_token: float | None
     steady_s_per_token: float | None
     eta: float | None
+    seed: int | None = None  # of what was drawn
     timeline: Timeline = field(compare=False)
     predicted: Timeline = field(compare=False)  # what the plan foresees, from the first measured pass on
 
@@ -94,12 +117,12 @@ class Figures:
             "s_per_token": self.s_per_token,
             "steady_s_per_token": self.steady_s_per_token,
             "eta": self.eta,
-        }
+        } | ({} if self.seed is None else {"seed": self.seed})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Figures):
-    """What came out of one prompt."""
+    """What came out of one prompt. ``text`` ends before what stopped it, of which ``token_ids`` has the tokens."""
 
     text: str
     token_ids: list[int]
@@ -147,16 +170,19 @@ def generate(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Generation:
-    """Generate greedily inside the budget. ``on_stage`` hears what is being done, ``on_text`` each piece of text."""
+    """Generate inside the budget, greedily or as ``sampling`` says.
+
+    ``on_stage`` hears what is being done, ``on_text`` each piece of text.
+    """
     if not isinstance(request.prompt, str):
         raise UsageError("Text was to be generated from one prompt.", "Several were given.", "Use generate_many.")
     with _opened(request, [request.prompt], on_stage) as run:
-        printer = Printer(run.tokenizer, on_text)
+        printer = Printer(run.tokenizer, on_text, request.stop)
         clock = Clock(printer.put)
-        token_ids = run_batch(run.loaded, next(run.batches()), request.max_new_tokens, clock)[0]
+        with seeded(run.sampling):
+            token_ids = run.made(next(run.batches()), clock)[0]
         printer.end()
-    text = run.tokenizer.decode(token_ids, skip_special_tokens=True)
-    return Generation(text=text, token_ids=token_ids, **run.figures(clock))
+    return Generation(text=run.text(token_ids), token_ids=token_ids, seed=run.sampling.seed, **run.figures(clock))
 
 
 def generate_many(
@@ -165,7 +191,7 @@ def generate_many(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> Throughput:
-    """Generate greedily from every prompt, several per pass of the weights. ``on_answer`` hears them in order.
+    """Generate from every prompt, several per pass of the weights. ``on_answer`` hears them in order.
 
     A sequence's tokens are those that it has alone, as far as a batch's sums, in another order, round alike. Where
     prompts of several lengths meet, that is tried on one of them: UnsupportedError tells of a model that cannot.
@@ -176,7 +202,7 @@ def generate_many(
     clocks: list[Clock] = []
     tokens = 0
     seconds = 0.0
-    with _opened(request, prompts, on_stage) as run:
+    with _opened(request, prompts, on_stage) as run, seeded(run.sampling):
         todo = list(run.batches())
         compared = next((batch for batch in todo if must_compare(run.loaded, batch)), None)
         for number, batch in enumerate(todo, start=1):
@@ -184,18 +210,23 @@ def generate_many(
             clocks.append(Clock())
             began_s = time.perf_counter()
             processors = [run.compare(batch)] if batch is compared else []
-            rows = run_batch(run.loaded, batch, request.max_new_tokens, clocks[-1], processors=processors)
+            if processors and run.sampling.draws:  # what is compared is what both would take greedily
+                run_batch(run.loaded, batch, min(request.max_new_tokens, CHECKED_TOKENS), processors=processors)
+                processors = []
+            rows = run.made(batch, clocks[-1], processors)
             seconds += time.perf_counter() - began_s
             for offset, ids in enumerate(rows):
-                index, text = batch.first + offset, run.tokenizer.decode(ids, skip_special_tokens=True)
+                index, text = batch.first + offset, run.text(ids)
                 on_answer(Answer(index=index, prompt=prompts[index], text=text, token_ids=ids))
                 tokens += len(ids) - run.encodes
     longest = max(clocks, key=lambda clock: len(clock.times_s))
     batch_size = run.loaded.choice.sizes.batch
-    return Throughput(batch=batch_size, tokens=tokens, seconds=seconds, **run.figures(longest))
+    return Throughput(
+        batch=batch_size, tokens=tokens, seconds=seconds, seed=run.sampling.seed, **run.figures(longest)
+    )
 
 
-class _Run:
+class OpenedRun:
     """A model loaded for its prompts. ``usage`` is there once it is closed."""
 
     def __init__(
@@ -205,9 +236,12 @@ class _Run:
         rows: list[torch.Tensor],
         tokenizer: Any,
         hardware: Hardware,
+        context: int | None,
     ) -> None:
-        self._request, self._opened, self._rows, self.tokenizer = request, opened, rows, tokenizer
+        self.context = context
+        self._request, self.opened, self._rows, self.tokenizer = request, opened, rows, tokenizer
         self._hardware = hardware
+        self.sampling = request.sampling.with_seed()
         self.usage: Usage | None = None
         self._loaded: Loaded | None = None
 
@@ -219,24 +253,47 @@ class _Run:
     @property
     def encodes(self) -> bool:
         """Whether what it gives begins with a token that nobody generated."""
-        module: Any = self._opened.module
+        module: Any = self.opened.module
         return bool(module.config.is_encoder_decoder)
 
     def wanted(self) -> Wanted:
         batch, chunk = self._request.batch, self._request.prefill_chunk
+        lengths = [len(ids) for ids in self._rows]
+        if self.context is not None:
+            lengths = [self.context - self._request.max_new_tokens]
         return Wanted(
-            lengths=tuple(len(ids) for ids in self._rows),
+            lengths=tuple(lengths),
             new_tokens=self._request.max_new_tokens,
             batch=None if batch == "auto" else batch,
             chunk=None if chunk == "auto" else chunk,
+            drawn=self.sampling.draws,
+            continued=self.context is not None,
         )
 
     def batches(self) -> Iterator[Batch]:
-        size, pad = self.loaded.choice.sizes.batch, pad_token(self._opened.module)
+        size, pad = self.loaded.choice.sizes.batch, pad_token(self.opened.module)
         return batches(self._rows, size, pad=pad, pad_left=not self.encodes)
 
+    def made(self, batch: Batch, clock: Clock, processors: Sequence[Any] = ()) -> list[list[int]]:
+        """The new tokens of every sequence of a batch."""
+        request, begin = self._request, begin_of(self.opened.module, batch)
+        ending = Ending(self.tokenizer, request.stop, begin=begin) if request.stop else None
+        return run_batch(
+            self.loaded,
+            batch,
+            request.max_new_tokens,
+            clock,
+            processors=processors,
+            sampling=self.sampling,
+            ending=ending,
+        )
+
+    def text(self, token_ids: list[int]) -> str:
+        """What they say, up to the first of what ends an answer."""
+        return cut(self.tokenizer.decode(token_ids, skip_special_tokens=True), self._request.stop)
+
     def compare(self, batch: Batch) -> Any:
-        return check_batch(self.loaded, batch, self._request.max_new_tokens, self._opened.name)
+        return check_batch(self.loaded, batch, self._request.max_new_tokens, self.opened.name)
 
     def figures(self, clock: Clock) -> dict[str, Any]:
         assert self.usage is not None, "it is not closed"
@@ -257,8 +314,14 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], None]) -> Iterator[_Run]:
-    """The model in force while within; what it took is known afterwards."""
+def _opened(
+    request: Request, prompts: Sequence[str], on_stage: Callable[[str], None], *, context: int | None = None
+) -> Iterator[OpenedRun]:
+    """The model in force while within; what it took is known afterwards.
+
+    ``context``: tokens of one conversation, whose turns are not known yet (there are no prompts then); 0 is the
+    usual.
+    """
     request.check()
     file = None if request.plan is None else plan_file.read(request.plan)
     precision = request.precision if file is None else file.request.precision
@@ -282,9 +345,11 @@ def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], 
         if file is not None:
             plan_file.check(file, model=opened.module, hardware=hardware, task="generate")
         tokenizer = open_tokenizer(opened)
-        rows = [encode(tokenizer, prompt, request.chat) for prompt in prompts]
+        rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
         check(opened.module, opened.name, rows, request.max_new_tokens)
-        run = _Run(request, opened, rows, tokenizer, hardware)
+        if context is not None:
+            context = _context(opened, context, request.max_new_tokens)
+        run = OpenedRun(request, opened, rows, tokenizer, hardware, context)
         on_stage("loading weights")
         fixed = file.plan if file else None
         wanted, device = run.wanted(), request.device
@@ -299,8 +364,36 @@ def _opened(request: Request, prompts: Sequence[str], on_stage: Callable[[str], 
         run.usage = monitor.usage()
 
 
+@contextlib.contextmanager
+def opened_for_chat(
+    request: Request, context: int | None, on_stage: Callable[[str], None]
+) -> Iterator[tuple[OpenedRun, int]]:
+    """A model in force for one conversation, and of how many tokens. See ``generation_chat.chat``."""
+    with _opened(request, [], on_stage, context=context or 0) as run:
+        assert run.context is not None
+        yield run, run.context
+
+
 def _open(request: Request, directory: Path, precision: str | None) -> OpenedModel:
     return open_as(directory, precision, trust_remote_code=request.trust_remote_code)
+
+
+def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:
+    """Tokens of a conversation. Raises UsageError for more than the model was made for, or no room for a message."""
+    module: Any = opened.module
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        raise UsageError(
+            f"--context {wanted} was given.", f"{opened.name} was made for {limit} tokens.", "Give that or fewer."
+        )
+    context = wanted or min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
+    if new_tokens >= context:
+        raise UsageError(
+            f"{new_tokens} new tokens of {context} in all were asked for.",
+            "That leaves no room for a message.",
+            "Give a larger --context or a smaller --max-new-tokens.",
+        )
+    return context
 
 
 def _refuse_others(opened: OpenedModel) -> None:

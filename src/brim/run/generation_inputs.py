@@ -14,7 +14,10 @@ from brim.errors import ModelError, UsageError
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt per line; in a ``.jsonl`` file each line is an object with ``prompt``. Raises UsageError."""
+    """One prompt per line; in a ``.jsonl`` file each line is an object with ``prompt``. Blank lines are skipped.
+
+    Raises UsageError with the number of a line that is no prompt.
+    """
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -25,6 +28,8 @@ def read_prompts(path: Path) -> list[str]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise _bad_line(path, number, f"It is not UTF-8: {error.reason}, at byte {error.start}.") from error
+        if not text.strip():
+            continue
         prompts.append(_of_json(path, number, text) if path.suffix.lower() == ".jsonl" else text)
         if not prompts[-1].strip():
             raise _bad_line(path, number, "It is empty.")
@@ -48,17 +53,38 @@ def _bad_line(path: Path, number: int, found: str) -> UsageError:
     return UsageError(f"Line {number} of {path} was to be a prompt.", found, "Correct it, or take it out.")
 
 
-def encode(tokenizer: Any, prompt: str, chat: bool | None) -> torch.Tensor:
-    """The prompt as token ids, shape (tokens,). ``chat`` None: the chat template where there is one."""
+def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = None) -> torch.Tensor:
+    """The prompt as token ids, shape (tokens,). ``chat`` None: the chat template where there is one.
+
+    ``system``: a message before the prompt, which only a chat template has a place for.
+    """
     chat = bool(tokenizer.chat_template) if chat is None else chat
-    if chat and not tokenizer.chat_template:
+    if chat:
+        return encode_chat(tokenizer, [*instructed(system), {"role": "user", "content": prompt}])
+    if system is not None:
+        raise UsageError(
+            "--system was given.",
+            "Without a chat template there is no place for it.",
+            "Leave it out, or write it into the prompt.",
+        )
+    return _filled(tokenizer(prompt, return_tensors="pt").input_ids)
+
+
+def instructed(system: str | None) -> list[dict[str, str]]:
+    """The beginning of a conversation."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    """The conversation as token ids, up to where the model answers; shape (tokens,)."""
+    if not tokenizer.chat_template:
         raise UsageError(
             "The prompt was to be put into a chat template.", "This model's tokenizer has none.", "Use --no-chat."
         )
-    if chat:
-        ids = _apply_template(tokenizer, [{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
+    return _filled(_apply_template(tokenizer, messages))
+
+
+def _filled(ids: torch.Tensor) -> torch.Tensor:
     if ids.numel() == 0:
         raise UsageError("The prompt was to be generated from.", "It is empty.", "Give at least one token.")
     return ids.long()[0]
@@ -75,7 +101,8 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Ten
         raise ModelError(
             "The prompt was to be put into the model's chat template.",
             f"The template fails: {error}.",
-            "Correct it (chat_template.jinja or tokenizer_config.json), or use --no-chat.",
+            "Leave out --system if it takes none, correct it (chat_template.jinja or tokenizer_config.json), or use "
+            "--no-chat.",
         ) from error
     made: torch.Tensor = ids["input_ids"]
     return made

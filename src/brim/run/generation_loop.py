@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError
 from brim.run.generation_inputs import Batch
 from brim.run.generation_plan import Loaded
+from brim.run.generation_sampling import GREEDY, Sampling, cut, withheld
 
 # Sums of a batch are taken in another order than those of one sequence. What padding that is attended to does to
 # scores is as large as their spread itself; rounding is far from it.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _HALF_TOLERANCE = 0.1
-_CHECKED_TOKENS = 2  # the prompt's pass, and the first that goes on from the cache
+CHECKED_TOKENS = 2  # the prompt's pass, and the first that goes on from the cache
 _WHOLE_PROMPT = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty")
 
 
@@ -57,10 +58,10 @@ class Clock:
 
 
 class Printer:
-    """Hears the tokens of one sequence and passes on whole words."""
+    """Hears the tokens of one sequence and passes on whole words, up to the first of ``stops``."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._on_text, self._stops = tokenizer, on_text, stops
         self._tokens: list[int] = []
         self._shown = 0
 
@@ -68,14 +69,14 @@ class Printer:
         self._tokens += [int(token) for token in tokens]
         text = self._text()
         if not text.endswith("\ufffd"):  # the middle of a character
-            self._show(text)
+            self._show(text[: len(text) - withheld(text, self._stops)])
 
     def end(self) -> None:
         self._show(self._text())
 
     def _text(self) -> str:
         text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        return text
+        return cut(text, self._stops)
 
     def _show(self, text: str) -> None:
         if len(text) > self._shown:
@@ -83,10 +84,64 @@ class Printer:
             self._shown = len(text)
 
 
+@contextmanager
+def seeded(sampling: Sampling) -> Iterator[None]:
+    """Draw by ``sampling.seed`` while within; the program's own generators are as they were afterwards."""
+    if not sampling.draws:
+        yield
+        return
+    assert sampling.seed is not None, "with_seed gives one"
+    with torch.random.fork_rng():
+        torch.manual_seed(sampling.seed)
+        yield
+
+
+class Ending(StoppingCriteria):
+    """Ends each sequence where its new text has one of ``stops``, and all of them where ``stopped`` says so.
+
+    ``begin``: how many tokens were there before the first new one. ``lengths``: row -> its new tokens, of the rows
+    that ended so; what others need comes after it in their batch.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str], stopped: Callable[[], bool] = lambda: False, *, begin: int
+    ) -> None:
+        self._tokenizer, self._stops, self._stopped, self._begin = tokenizer, tuple(stops), stopped, begin
+        self.lengths: dict[int, int] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **_: Any) -> Any:
+        rows = input_ids[:, self._begin :].tolist()
+        if self._stops:
+            for row, tokens in enumerate(rows):
+                if row not in self.lengths and self._ends(tokens):
+                    self.lengths[row] = len(tokens)
+        if self._stopped():
+            for row, tokens in enumerate(rows):
+                self.lengths.setdefault(row, len(tokens))
+        done = [row in self.lengths for row in range(len(rows))]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+    def _ends(self, tokens: list[int]) -> bool:
+        texts = (self._tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (True, False))
+        return any(stop in text for text in texts for stop in self._stops)
+
+
 def run_batch(
-    loaded: Loaded, batch: Batch, new_tokens: int, clock: Clock | None = None, *, processors: Any = ()
+    loaded: Loaded,
+    batch: Batch,
+    new_tokens: int,
+    clock: Clock | None = None,
+    *,
+    processors: Any = (),
+    sampling: Sampling = GREEDY,
+    ending: Ending | None = None,
+    cache: Any = None,
 ) -> list[list[int]]:
-    """The new tokens of every sequence, each up to its end. Sequences that ended are masked until all have."""
+    """The new tokens of every sequence, each up to its end. Sequences that ended are masked until all have.
+
+    ``cache``: a planned one to go on from; else one is made, and gone afterwards. Tokens are drawn by torch's own
+    generators (``seeded``).
+    """
     module: Any = loaded.module
     count, longest = batch.ids.shape
     memory = loaded.handle.memory
@@ -95,13 +150,18 @@ def run_batch(
     options: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk < longest else {}
     if count > 1:
         options["pad_token_id"] = pad_token(module)
+    options |= sampling.options(module.generation_config)
+    if ending is not None:
+        options["stopping_criteria"] = StoppingCriteriaList([ending])
+    held: AbstractContextManager[dict[str, Any]] = _cache(loaded, count, longest, new_tokens)
+    if cache is not None:
+        held = nullcontext({"past_key_values": cache, "use_cache": True})
     turn = loaded.handle.turns.lock  # the cache's buffers are one batch's
-    with turn, _cache(loaded, count, longest, new_tokens) as state, torch.inference_mode():
+    with turn, held as state, torch.inference_mode():
         out = module.generate(
             batch.ids.to(device),
             attention_mask=batch.mask.to(device),
             max_new_tokens=new_tokens,
-            do_sample=False,
             num_beams=1,
             num_return_sequences=1,
             cache_implementation=None,
@@ -112,9 +172,17 @@ def run_batch(
             **state,
         )
     ends = _ends(module)
+    lengths = ending.lengths if ending is not None else {}
+    begin = begin_of(module, batch)
+    made = [_until_end(row[begin:].tolist()[: lengths.get(index)], ends) for index, row in enumerate(out)]
     if module.config.is_encoder_decoder:  # what begins the output may be what ends it
-        return [[int(row[0]), *_until_end(row[1:].tolist(), ends)] for row in out]
-    return [_until_end(row[longest:].tolist(), ends) for row in out]
+        return [[int(row[0]), *tokens] for row, tokens in zip(out, made, strict=True)]
+    return made
+
+
+def begin_of(module: Any, batch: Batch) -> int:
+    """How many tokens are in what ``generate`` returns before the first that it made."""
+    return 1 if module.config.is_encoder_decoder else batch.ids.shape[1]
 
 
 @contextmanager
@@ -171,7 +239,7 @@ def check_batch(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any
     ids = batch.ids[row][batch.mask[row].bool()][None]
     heard = _Heard(0)
     alone = Batch(first=row, ids=ids, mask=torch.ones_like(ids))
-    run_batch(loaded, alone, min(new_tokens, _CHECKED_TOKENS), processors=[heard])
+    run_batch(loaded, alone, min(new_tokens, CHECKED_TOKENS), processors=[heard])
     # Scores come in float32 whatever the model computes in; quantized weights' kernels round as bfloat16 does.
     tolerance = max((_TOLERANCE.get(p.dtype, _HALF_TOLERANCE) for p in loaded.module.parameters()), default=1e-3)
     return _Compared(row, heard.scores, name, tolerance)
@@ -201,7 +269,7 @@ class _Heard(LogitsProcessor):
         self.scores: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if len(self.scores) < _CHECKED_TOKENS:
+        if len(self.scores) < CHECKED_TOKENS:
             self.scores.append(scores[self.row].float().cpu().clone())
         return scores
 

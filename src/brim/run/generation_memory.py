@@ -26,7 +26,8 @@ _CACHES = ("past_key_values", "cache_params", "state")  # what models call their
 class Sizes:
     """The largest passes: of ``batch`` sequences, the longest of ``prompt`` tokens, ``total`` in the end.
 
-    ``chunk`` tokens of the prompt go through the model at once; ``padded``: prompts of several lengths.
+    ``chunk`` tokens of the prompt go through the model at once; ``padded``: prompts of several lengths; ``drawn``:
+    tokens are drawn, which sorts all scores.
     """
 
     batch: int = 1
@@ -34,6 +35,7 @@ class Sizes:
     total: int
     chunk: int
     padded: bool = False
+    drawn: bool = False
 
     @property
     def cached(self) -> int:
@@ -102,7 +104,7 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
                 del made
 
     seen = watch_step(module, run)
-    return replace(seen, step_bytes=seen.step_bytes + _scores_bytes(module, sizes.batch))
+    return replace(seen, step_bytes=seen.step_bytes + _scores_bytes(module, sizes))
 
 
 def _pretended(
@@ -152,7 +154,12 @@ def _encode_and_decode(call: Callable[..., Any], watch: StepWatch, sizes: Sizes)
         )
 
 
-def _scores_bytes(module: nn.Module, batch: int) -> int:
-    """Of the last token's logits, generation makes a copy in fp32, and its processors another."""
+def _scores_bytes(module: nn.Module, sizes: Sizes) -> int:
+    """Of the last token's logits, generation makes a copy in fp32, and its processors another.
+
+    Drawing sorts them (4 bytes a score and 8 for its place), sums their probabilities (4 and 4), marks what is left
+    out (1 and 1), and makes another copy and its probabilities (4 and 4).
+    """
     config: Any = module.config
-    return 2 * 4 * batch * int(getattr(config.get_text_config(decoder=True), "vocab_size", 0))
+    each = 2 * 4 + (30 if sizes.drawn else 0)
+    return each * sizes.batch * int(getattr(config.get_text_config(decoder=True), "vocab_size", 0))

@@ -36,18 +36,21 @@ T = TypeVar("T")
 class Wanted:
     """What is to be generated at most. ``batch`` and ``chunk`` None: as many sequences, as much at once, as fit.
 
-    ``lengths``: tokens of each prompt.
+    ``lengths``: tokens of each prompt. ``drawn``: tokens are drawn. ``continued``: turns of one conversation, each of
+    which has a mask over those before it.
     """
 
     lengths: tuple[int, ...]
     new_tokens: int
     batch: int | None = 1
     chunk: int | None = None
+    drawn: bool = False
+    continued: bool = False
 
     def padded(self, batch: int) -> bool:
         """Whether prompts of several lengths meet in a batch."""
         groups = [self.lengths[first : first + batch] for first in range(0, len(self.lengths), batch)]
-        return any(len(set(group)) > 1 for group in groups)
+        return self.continued or any(len(set(group)) > 1 for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +179,9 @@ class _Chooser:
 
     def _sizes(self, batch: int, chunk: int) -> Sizes:
         total, padded = self._prompt + self._wanted.new_tokens, self._wanted.padded(batch)
-        return Sizes(batch=batch, prompt=self._prompt, total=total, chunk=chunk, padded=padded)
+        return Sizes(
+            batch=batch, prompt=self._prompt, total=total, chunk=chunk, padded=padded, drawn=self._wanted.drawn
+        )
 
     def _placement(self, sizes: Sizes, resting: int) -> kv_cache.Placement | None:
         if self._shape is None:
@@ -242,14 +247,14 @@ class _Chooser:
                 f"Make one for this: brim plan --seq {self._prompt} --new-tokens {wanted.new_tokens}.",
             )
         chunk, padded = settings.get(CHUNK_TOKENS, prompt), wanted.padded(batch)
-        sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded)
+        sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded, drawn=wanted.drawn)
         resting = settings.get(kv_cache.RESTING_TOKENS, 0)
         placement = self._placement(sizes, resting)
         need = self._need(sizes, placement.held_bytes(self._hardware.compute) if placement else {})
         choices, experts = fixed.choices(STREAMING), fixed.choices(EXPERTS)
         for cut in cuts(self._module, self._hardware, need, self._weights, fixed.task):
             if bool(experts) == (cut.way is not None) and [b.name for b in cut.partition.blocks] == list(choices):
-                fixed = self._with_padding(fixed, sizes, need.step_bytes)
+                fixed = self._with_more(fixed, sizes, need.step_bytes)
                 return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed)
         raise UsageError(
             f"The plan for {fixed.model} was to be used.",
@@ -257,20 +262,20 @@ class _Chooser:
             "Make it again: brim plan MODEL ... --output FILE.",
         )
 
-    def _with_padding(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
-        """``fixed`` with what prompts of several lengths take more: it was made for those of one length."""
-        if not sizes.padded:
+    def _with_more(self, fixed: Plan, sizes: Sizes, step_bytes: int) -> Plan:
+        """``fixed`` with what drawing and prompts of several lengths take more: it was made without them."""
+        if not sizes.padded and not sizes.drawn:
             return fixed
-        plain = watch_generation(self._module, replace(sizes, padded=False), self._shape)
+        plain = watch_generation(self._module, replace(sizes, padded=False, drawn=False), self._shape)
         tier, peak = self._hardware.compute, dict(fixed.promise.peak_bytes)
         placement = self._placement(sizes, fixed.settings.get(kv_cache.RESTING_TOKENS, 0))
         held = placement.held_bytes(tier).get(tier, 0) if placement else 0
         peak[tier] += max(0, step_bytes - held - plain.step_bytes)
         if peak[tier] > fixed.budget_bytes[tier]:
             raise BudgetError(
-                f"The plan for {fixed.model} was to be used for prompts of several lengths.",
-                f"Their masks take {format_bytes(peak[tier] - fixed.budget_bytes[tier])} more than its budget.",
-                "Give prompts of one length at a time, or make a plan with a smaller --batch.",
+                f"The plan for {fixed.model} was to be used for prompts of several lengths, or to draw tokens.",
+                f"That takes {format_bytes(peak[tier] - fixed.budget_bytes[tier])} more than its budget.",
+                "Give prompts of one length at a time, generate greedily, or make a plan with a smaller --batch.",
                 smallest_bytes={tier: peak[tier]},
             )
         return replace(fixed, promise=replace(fixed.promise, peak_bytes=peak))

@@ -199,6 +199,19 @@ class PlannedCache(Cache):
         resting = self._resting.tensors if self._resting is not None else []
         return [buffer.tensor for buffer in self.buffers] + list(resting)
 
+    def keep(self, tokens: int) -> int:
+        """Forget what comes after the first ``tokens`` tokens, for another text that begins alike.
+
+        Returns how many are held then: none where a layer of another kind cannot be cut back.
+        """
+        own = [layer for layer in self.layers if isinstance(layer, _Layer)]
+        held = min(tokens, int(self.get_seq_length())) if len(own) == len(self.layers) else 0
+        if not held:
+            self.reset()  # type: ignore[no-untyped-call]
+        for layer in own if held else ():
+            layer.keep(held)
+        return held
+
     def remove(self) -> None:
         """Give the memory back; what is under way is waited for. A second call does nothing."""
         if self._resting is not None:
@@ -222,6 +235,9 @@ class _WholeRoom:
 
     def written(self, begin: int, end: int) -> None:
         """It is where it belongs."""
+
+    def keep(self, tokens: int) -> None:
+        """What comes after is written over."""
 
     def forget(self) -> None:
         """Nothing is kept of what it held."""
@@ -247,6 +263,9 @@ class _RestingRoom:
 
     def written(self, begin: int, end: int) -> None:
         self._layer.written(begin, end)
+
+    def keep(self, tokens: int) -> None:
+        self._layer.keep(tokens)
 
     def forget(self) -> None:
         self._layer.forget()
@@ -298,6 +317,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_su
     def reset(self) -> None:
         self._length, self.keys, self.values = 0, None, None
         self._room.forget()
+
+    def keep(self, tokens: int) -> None:
+        self._length = tokens
+        self._room.keep(tokens)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise _refused("reordered for a beam search")

@@ -143,6 +143,10 @@ class Resting:
             self._unsaved = (begin, min(end, self._resting))
             self._layers.save(self._index)
 
+    def keep(self, tokens: int) -> None:
+        """Only the first ``tokens`` are still of use."""
+        self._length = tokens
+
     def forget(self) -> None:
         self.finish()
         self._length = 0

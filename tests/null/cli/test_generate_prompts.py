@@ -63,7 +63,7 @@ def test_people_get_prompt_and_answer_and_a_summary_on_stderr(
 BAD = {
     "empty.txt": (b"", "It is empty"),
     "blank.txt": (b"\n\n", "It is empty"),
-    "gap.txt": (b"one\n \ntwo\n", "Line 2"),
+    "gap.jsonl": (b'{"prompt": "a"}\n\n{"prompt": " "}\n', "Line 3"),
     "latin.txt": (b"one\nt\xe9l\xe9\n", "Line 2"),
     "list.jsonl": (b'["one"]\n', "Line 1"),
     "number.jsonl": (b'{"prompt": "a"}\n{"prompt": 3}\n', "Line 2"),
@@ -87,6 +87,13 @@ def test_a_file_that_is_no_list_of_prompts_is_one_clear_error(
     assert held()["threads"] == []
 
 
+def test_blank_lines_are_no_prompts(tmp_path: Path) -> None:
+    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("\none\n \t\n\ntwo\n\n")
+    objects.write_text('{"prompt": "one"}\n\n  \n{"prompt": "two"}\n')
+    assert read_prompts(lines) == read_prompts(objects) == ["one", "two"]
+
+
 def test_options_that_cannot_go_together_are_refused(
     folder: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +107,14 @@ def test_options_that_cannot_go_together_are_refused(
         [str(folder), "--prompts", str(file), "--batch", "many"],
         [str(folder), "--prompts", str(tmp_path / "none.txt")],
         [str(folder), "--prompt", "hi", "--prefill-chunk", "0"],
+        [str(folder), "--prompt", "hi", "--temperature", "-1"],
+        [str(folder), "--prompt", "hi", "--temperature", "nan"],
+        [str(folder), "--prompt", "hi", "--top-p", "2"],
+        [str(folder), "--prompt", "hi", "--top-k", "0"],
+        [str(folder), "--prompt", "hi", "--seed", "1"],
+        [str(folder), "--prompt", "hi", "--stop", ""],
+        [str(folder), "--prompt", "hi", "--system", "be brief"],
+        [str(folder), "--prompt", "hi", "--context", "100"],
         [str(folder), "--prompt", "hi", "--precision", "fp7"],
         [str(folder), "--prompt", "hi", "--plan", str(tmp_path / "none.json")],
     ):

@@ -63,12 +63,20 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def alone(folder: Path) -> list[int]:
-    """Greedily by plain transformers in this process."""
+DRAWN = {"temperature": 1.5, "top_k": 50, "seed": 11}
+
+
+def alone(folder: Path, **drawn: Any) -> list[int]:
+    """By plain transformers in this process, greedily or with what is drawn."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+    given = {name: value for name, value in drawn.items() if name != "seed"}
+    with torch.random.fork_rng():
+        torch.manual_seed(drawn.get("seed", 0))
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=TOKENS, do_sample=bool(drawn), pad_token_id=0, **given
+        )
     return list(out[0, ids.shape[1] :].tolist())
 
 
@@ -78,9 +86,12 @@ def request(folder: Path, split: str) -> dict[str, Any]:
 
 def test_layers_or_tensors_on_two_ranks_say_what_one_process_says(llama: Path, gpt2: Path) -> None:
     asked = [(llama, "layers"), (llama, "tensors"), (gpt2, "layers")]
-    made = generated(2, *(request(folder, split) for folder, split in asked))
+    *made, drawn = generated(
+        2, *(request(folder, split) for folder, split in asked), request(llama, "layers") | {"sampling": DRAWN}
+    )
     for (folder, split), found in zip(asked, made, strict=True):
         assert found["token_ids"] == alone(folder), (folder.name, split)
+    assert (drawn["token_ids"], drawn["seed"]) == (alone(llama, **DRAWN), 11)
     whole = sum(path.stat().st_size for path in llama.glob("*.safetensors"))
     for found in made[:2]:
         held = [rank["weights_bytes"] for rank in found["ranks"]]
@@ -102,6 +113,16 @@ def test_three_ranks_have_layers_of_their_own(llama: Path, gemma: Path) -> None:
         (llama, gemma), generated(3, *(request(f, "layers") for f in (llama, gemma))), strict=True
     ):
         assert found["token_ids"] == alone(folder)
+
+
+def test_ranks_are_told_all_that_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[list[str]] = []
+    monkeypatch.setattr("brim.run.distributed_start.start", lambda gpus, told: words.append(told) or 0)
+    drawn = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--seed", "3"]
+    given = [*drawn, "--stop", "a", "--stop", "b", "--system", "be brief"]
+    assert main(["generate", "model", "--prompt", "hi", "--gpus", "2", *given]) == 0
+    for option, value in zip(given[::2], given[1::2], strict=True):
+        assert (option, value) in zip(words[0], words[0][1:], strict=False)
 
 
 @pytest.mark.slow
