@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,32 +13,30 @@ from typing import Any
 import pytest
 
 import brim
-from brim.rehearsal.build import build
+from brim.rehearsal.environment import Environment, find
 from brim.rehearsal.settings import DeviceSettings
 
 SOURCES = Path(brim.__file__).parents[1]
-_SITE = "import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec('torch').origin).parents[1])"
+CHECKOUT = Path(__file__).parents[2]
 _PRINT = "import json as _json\nprint('\\n' + _json.dumps(result))\n"
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """Runs programs with a CUDA build of PyTorch on the device that was built for it."""
+    """Runs programs with a CUDA build of PyTorch on the rehearsal device."""
 
-    python: Path
-    libraries: Path
+    environment: Environment
 
-    def environment(self, card: str, **settings: Any) -> dict[str, str]:
+    def variables(self, card: str, **settings: Any) -> dict[str, str]:
         paths = [str(SOURCES), os.environ.get("PYTHONPATH", "")]
         before = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-        return DeviceSettings.of(card, **settings).environment(self.libraries, before)
+        return self.environment.variables(DeviceSettings.of(card, **settings), before)
 
     def run(self, program: str, card: str = "H100", *, timeout_s: float = 120, **settings: Any) -> Any:
         """What the program leaves in ``result``."""
-        text = textwrap.dedent(program) + _PRINT
         done = subprocess.run(
-            [self.python, "-c", text],
-            env=self.environment(card, **settings),
+            [self.environment.python, "-c", textwrap.dedent(program) + _PRINT],
+            env=self.variables(card, **settings),
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -50,11 +47,10 @@ class OnDevice:
 
 @pytest.fixture(scope="session")
 def on_device() -> OnDevice:
-    """Skips where there is no CUDA build of PyTorch: `make rehearsal` sets one up; BRIM_REHEARSAL_PYTHON names
+    """Skips where there is no CUDA build of PyTorch: `make rehearsal` fetches one, BRIM_REHEARSAL_PYTHON names
     another."""
-    python = Path(os.environ.get("BRIM_REHEARSAL_PYTHON", sys.executable))
-    found = subprocess.run([python, "-c", _SITE], capture_output=True, text=True, check=True)
-    site = Path(found.stdout.strip())
-    if "cuda: Optional[str] = None" in (site / "torch" / "version.py").read_text():
+    named = os.environ.get("BRIM_REHEARSAL_PYTHON")
+    found = find(Path(named) if named else None, folder=CHECKOUT / ".rehearsal")
+    if found is None:
         pytest.skip("no CUDA build of PyTorch: run `make rehearsal`, or name a Python in BRIM_REHEARSAL_PYTHON")
-    return OnDevice(python, build(site))
+    return OnDevice(found)

@@ -26,9 +26,10 @@ PROCESSORS = ("x86_64", "aarch64")
 _OLDEST, _NEWEST = (12, 0), (13, 99)  # the CUDA versions whose structures the sources know
 
 
-def build(site_packages: Path) -> Path:
+def build(site_packages: Path, folder: Path | None = None) -> Path:
     """The library folder for the torch in ``site_packages``, built where it is not there yet.
 
+    ``folder`` is where it is kept: ``rehearsal`` in the user's cache folder by default.
     Raises UnsupportedError where this cannot be: another system than Linux on x86-64 or aarch64, a torch that is no
     CUDA build, no C compiler; TransferError where the cache folder cannot be written.
     """
@@ -52,7 +53,9 @@ def build(site_packages: Path) -> Path:
     sources = sorted(SOURCES.glob("*.[ch]"))
     key = fingerprint([*libraries, *launchers, *sources, Path(stubs.__file__), Path(__file__)], version)
     name = f"cuda{version[0]}.{version[1]}-{key}"
-    return build_once(cache_folder() / "rehearsal" / name, lambda into: _compile(into, libraries, launchers, version))
+    return build_once(
+        (folder or cache_folder() / "rehearsal") / name, lambda into: _compile(into, libraries, launchers, version)
+    )
 
 
 def cuda_version(torch: Path) -> tuple[int, int] | None:

@@ -143,32 +143,39 @@ static void describe(Tensor *tensor, int type, int rows, int columns) {
 
 /* All matrices lie before all biases. linear is the number of a gate: first of those that read the input, then of those
  * that recur; behind them the projection. */
-API int cudnnGetRNNWeightParams(void *handle UNUSED, const Rnn *rnn, int32_t pseudo_layer, size_t space_bytes UNUSED,
-                                const char *space, int32_t linear, Tensor *matrix, const char **matrix_at, Tensor *bias,
-                                const char **bias_at) {
-  int number = gates(rnn), hidden = rnn->hidden, input = layer_input(rnn, pseudo_layer), recurs = recurring(rnn);
-  size_t width = type_bytes(rnn->type), at = all_matrices(rnn, pseudo_layer);
-  size_t inputs = (size_t)number * (size_t)hidden * (size_t)input;
-  if (linear < number) {
-    describe(matrix, rnn->type, hidden, input);
-    at += (size_t)linear * (size_t)hidden * (size_t)input;
-  } else if (linear < 2 * number) {
-    describe(matrix, rnn->type, hidden, recurs);
-    at += inputs + (size_t)(linear - number) * (size_t)hidden * (size_t)recurs;
-  } else {
-    describe(matrix, rnn->type, recurs, hidden);
-    at += inputs + (size_t)number * (size_t)hidden * (size_t)recurs;
-  }
-  *matrix_at = matrix->sizes[2] ? space + at * width : NULL;
+static size_t matrix_of(const Rnn *rnn, int pseudo_layer, int linear, int *rows, int *columns) {
+  size_t number = (size_t)gates(rnn), hidden = (size_t)rnn->hidden, gate = (size_t)linear;
+  size_t input = (size_t)layer_input(rnn, pseudo_layer), recurs = (size_t)recurring(rnn);
+  size_t at = all_matrices(rnn, pseudo_layer);
+  bool of_input = gate < number, projection = gate >= 2 * number;
+  *rows = projection ? (int)recurs : (int)hidden;
+  *columns = of_input ? (int)input : projection ? (int)hidden : (int)recurs;
+  if (of_input) return at + gate * hidden * input;
+  return at + number * hidden * input + (projection ? number : gate - number) * hidden * recurs;
+}
 
+static bool bias_of(const Rnn *rnn, int pseudo_layer, int linear, size_t *at) {
+  int number = gates(rnn);
   bool of_input = linear < number, recurrent = linear >= number && linear < 2 * number;
-  bool has = (of_input && (rnn->bias == INPUT_BIAS || rnn->bias == DOUBLE_BIAS)) ||
-             (recurrent && (rnn->bias == RECURRENT_BIAS || rnn->bias == DOUBLE_BIAS));
-  describe(bias, rnn->type, has ? hidden : 0, has ? 1 : 0);
   int vector = rnn->bias == DOUBLE_BIAS ? linear : linear % number;
-  at = all_matrices(rnn, rnn->layers * rnn->directions) + (size_t)pseudo_layer * biases(rnn) +
-       (size_t)vector * (size_t)hidden;
-  *bias_at = has ? space + at * width : NULL;
+  *at = all_matrices(rnn, rnn->layers * rnn->directions) + (size_t)pseudo_layer * biases(rnn) +
+        (size_t)vector * (size_t)rnn->hidden;
+  return (of_input && (rnn->bias == INPUT_BIAS || rnn->bias == DOUBLE_BIAS)) ||
+         (recurrent && (rnn->bias == RECURRENT_BIAS || rnn->bias == DOUBLE_BIAS));
+}
+
+/* Callers ask for a matrix, for a bias (the other pair is NULL), or for both. */
+API int cudnnGetRNNWeightParams(void *handle UNUSED, const Rnn *rnn, int32_t pseudo_layer, size_t space_bytes UNUSED,
+                                char *space, int32_t linear, Tensor *matrix, char **matrix_at, Tensor *bias,
+                                char **bias_at) {
+  size_t width = type_bytes(rnn->type);
+  int rows, columns;
+  size_t at = matrix_of(rnn, pseudo_layer, linear, &rows, &columns);
+  if (matrix) describe(matrix, rnn->type, rows, columns);
+  if (matrix_at) *matrix_at = columns ? space + at * width : NULL;
+  bool has = bias_of(rnn, pseudo_layer, linear, &at);
+  if (bias) describe(bias, rnn->type, has ? rnn->hidden : 0, has ? 1 : 0);
+  if (bias_at) *bias_at = has ? space + at * width : NULL;
   return 0;
 }
 

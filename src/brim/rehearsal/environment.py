@@ -1,0 +1,260 @@
+"""A CUDA build of PyTorch for the user's Python: the one that is there, or one of the same version that is fetched.
+
+Nothing of the user's is changed. What is fetched goes into a folder of brim's and is put before the user's packages
+by PYTHONPATH, so a program finds it and, behind it, all else that is installed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
+from brim.measure.cache import build_once, cache_folder, fingerprint
+from brim.rehearsal.build import build, cuda_version
+from brim.rehearsal.elf import ElfFile
+from brim.rehearsal.settings import DeviceSettings
+
+DOWNLOAD_BYTES = 530_000_000  # the wheel of PyTorch 2.13
+UNPACKED_BYTES = 1_300_000_000
+_GPU_CODE = ".nv_fatbin"  # kernels as the GPU runs them: two fifths of the wheel, and never read here
+
+_LOOK = """
+import importlib.util, json, sys
+found = importlib.util.find_spec("torch")
+print(json.dumps([found and found.origin, list(sys.version_info[:2]), sys.implementation.cache_tag]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """A Python that has a CUDA build of PyTorch.
+
+    ``first`` goes before everything else on its path (PYTHONPATH); None where it finds that build by itself.
+    ``site_packages`` is where the build lies.
+    """
+
+    python: Path
+    site_packages: Path
+    first: Path | None
+    folder: Path
+
+    def variables(self, settings: DeviceSettings, before: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The environment ``before``, changed so that ``python`` runs on the device. Builds the device if need be."""
+        variables = settings.environment(build(self.site_packages, self.folder), before)
+        if self.first:
+            paths = [str(self.first), *filter(None, before.get("PYTHONPATH", "").split(":"))]
+            variables["PYTHONPATH"] = ":".join(dict.fromkeys(paths))
+        return variables
+
+
+def find(python: Path | None = None, *, folder: Path | None = None) -> Environment | None:
+    """The CUDA build for ``python`` (by default the one that runs) that needs no download; None where there is none.
+
+    ``folder`` is where brim keeps what it fetched and built: ``rehearsal`` in the user's cache folder by default.
+    """
+    executable, folder = python or Path(sys.executable), folder or _folder()
+    installed = _installed(executable)
+    if cuda_version(installed.torch) is None:
+        fetched = folder / installed.fetched_name
+        if not (fetched / "torch").is_dir():
+            return None
+        return Environment(python=executable, site_packages=fetched, first=fetched, folder=folder)
+    site = installed.torch.parent
+    if not _brings_libraries(installed.torch):
+        return Environment(python=executable, site_packages=site, first=None, folder=folder)
+    linked = build_once(
+        folder / f"links-{fingerprint([installed.torch / 'version.py'])}", lambda into: _link(installed.torch, into)
+    )
+    return Environment(python=executable, site_packages=site, first=linked, folder=folder)
+
+
+def prepare(
+    python: Path | None = None,
+    *,
+    confirm: Callable[[str], bool],
+    folder: Path | None = None,
+    compiler: bool = False,
+) -> Environment:
+    """What ``find`` gives, after fetching PyTorch's CUDA build of the installed version where there is none yet.
+
+    ``confirm`` is given the sentence that says what will be downloaded, and says whether it may. ``compiler`` fetches
+    Triton, too, which ``torch.compile`` needs. Raises UsageError without consent, UnsupportedError where no such
+    build can be had, TransferError where the disk is full. What is interrupted leaves nothing and is done anew.
+    """
+    found = find(python, folder=folder)
+    if found:
+        return found
+    executable, folder = python or Path(sys.executable), folder or _folder()
+    installed = _installed(executable)
+    what = (
+        f"PyTorch's CUDA build, version {installed.release}, is needed for a rehearsal: a download of about "
+        f"{DOWNLOAD_BYTES // 1_000_000} MB into {folder}, where it takes about 0.8 GB. The PyTorch that is installed "
+        "stays as it is."
+    )
+    if not confirm(what):
+        raise UsageError("A rehearsal was asked for.", what, "Allow the download, or install a CUDA build yourself.")
+    build_once(folder / installed.fetched_name, lambda into: _fetch(executable, installed, into, compiler))
+    found = find(python, folder=folder)
+    assert found, "what was fetched just now is there"
+    return found
+
+
+@dataclass(frozen=True)
+class _Installed:
+    torch: Path
+    python_tag: str
+
+    @property
+    def release(self) -> str:
+        """The version without what kind of build it is: 2.13.0 of 2.13.0+cpu."""
+        text = (self.torch / "version.py").read_text(encoding="utf-8")
+        found = re.search(r"^__version__\b[^=\n]*=\s*['\"]([^'\"+]+)", text, re.MULTILINE)
+        if not found:
+            raise FormatError(f"{self.torch / 'version.py'} was to say PyTorch's version.", "It does not.")
+        return found[1]
+
+    @property
+    def fetched_name(self) -> str:
+        return f"torch-{self.release}-{self.python_tag}"
+
+
+def _folder() -> Path:
+    return cache_folder() / "rehearsal"
+
+
+def _installed(python: Path) -> _Installed:
+    try:
+        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, errors="replace")
+        origin, _, tag = json.loads(done.stdout)
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"A rehearsal with {python} was asked for.", f"It does not run: {error}.", "Name a Python interpreter."
+        ) from error
+    if not origin:
+        raise UnsupportedError(
+            f"A rehearsal with {python} was asked for.", "It has no PyTorch.", "Install any build of PyTorch there."
+        )
+    return _Installed(Path(origin).parent, tag)
+
+
+# ---- a build that is there ----
+
+
+def _brings_libraries(torch: Path) -> bool:
+    """Whether CUDA's own libraries lie where this build looks first, before LD_LIBRARY_PATH: beside it, or within
+    it."""
+    beside = torch.parent / "nvidia"
+    within = [path for path in (torch / "lib").glob("libcud*.so*") if path.name.startswith(("libcudart", "libcudnn"))]
+    return beside.is_dir() or bool(within)
+
+
+def _link(torch: Path, into: Path) -> None:
+    """A folder of links to that build, from where nothing of CUDA's is found beside it."""
+    libraries = into / "torch" / "lib"
+    libraries.mkdir(parents=True)
+    for entry in torch.iterdir():
+        if entry.name != "lib":
+            (into / "torch" / entry.name).symlink_to(entry)
+    for entry in (torch / "lib").iterdir():
+        if not re.match(r"lib(cu[a-z]|nv|nccl)", entry.name):
+            (libraries / entry.name).symlink_to(entry)
+
+
+# ---- a build that is fetched ----
+
+
+def _fetch(python: Path, installed: _Installed, into: Path, compiler: bool) -> None:
+    free_bytes = shutil.disk_usage(into).free
+    needed_bytes = DOWNLOAD_BYTES + 2 * UNPACKED_BYTES  # unpacked beside where it goes, then moved
+    if free_bytes < needed_bytes:
+        raise TransferError(
+            f"PyTorch {installed.release} was to be unpacked in {into.parent}.",
+            f"{free_bytes / 1e9:.1f} GB are free there, and {needed_bytes / 1e9:.1f} GB needed.",
+            "Free some disk space, or set XDG_CACHE_HOME to a folder with room.",
+        )
+    # "===" compares texts: "==2.13.0" would also take 2.13.0+cpu where an index offers that.
+    _install(python, f"torch==={installed.release}", into)
+    if cuda_version(into / "torch") is None:
+        raise UnsupportedError(
+            f"A CUDA build of PyTorch {installed.release} was asked for.",
+            "pip found a build without CUDA.",
+            "Let pip's index-url offer CUDA builds, or install one and run brim with that Python.",
+        )
+    if compiler:
+        requirement = _triton_of(into)
+        if requirement:
+            _install(python, requirement, into)
+    slim(into / "torch" / "lib")
+
+
+def _install(python: Path, requirement: str, into: Path) -> None:
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
+    if subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode:
+        uv = shutil.which("uv")
+        if not uv:
+            raise UnsupportedError(
+                f"{requirement} was to be fetched.",
+                f"{python} has no pip, and uv is not on the PATH.",
+                f"Run `{python} -m ensurepip`, or install uv.",
+            )
+        pip = [uv, "pip", "install", "--quiet", "--python", str(python)]
+    scratch = into / ".scratch"  # on this disk, where room was asked for, and gone with it
+    scratch.mkdir(exist_ok=True)
+    command = [*pip, "--no-deps", "--target", str(into), requirement]
+    done = subprocess.run(command, env={**os.environ, "TMPDIR": str(scratch)}, capture_output=True, text=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    if done.returncode == 0:
+        return
+    if "No space left on device" in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise UnsupportedError(
+        f"{requirement} was to be fetched with pip.",
+        done.stderr.strip()[-800:] or f"pip ended with {done.returncode}.",
+        "Try again when the network is there; what was begun is gone.",
+    )
+
+
+def _triton_of(site_packages: Path) -> str | None:
+    """What this PyTorch asks of Triton, as pip reads it."""
+    for metadata in site_packages.glob("torch-*.dist-info/METADATA"):
+        found = re.search(r"^Requires-Dist: (triton\S*)", metadata.read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1].rstrip(";")
+    return None
+
+
+def slim(libraries: Path) -> int:
+    """Gives the disk back the GPU's machine code in the libraries of that folder; returns how many bytes.
+
+    The files keep their size and read as zeros there. On filesystems that cannot do this, nothing happens.
+    """
+    freed = 0
+    for path in sorted(libraries.glob("*.so")):
+        with ElfFile(path) as library:
+            holes = [(part.offset, part.size) for part in library.sections if part.name == _GPU_CODE and part.size]
+        if holes and not _punch(path, holes):
+            break
+        freed += sum(size for _, size in holes)
+    return freed
+
+
+def _punch(path: Path, holes: list[tuple[int, int]]) -> bool:
+    import ctypes
+
+    keep_size, punch_hole = 1, 2
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "r+b") as file:
+        for offset, size in holes:
+            arguments = (file.fileno(), keep_size | punch_hole, ctypes.c_int64(offset), ctypes.c_int64(size))
+            if libc.fallocate64(*arguments) if hasattr(libc, "fallocate64") else libc.fallocate(*arguments):
+                return False
+    return True
