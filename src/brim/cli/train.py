@@ -60,7 +60,7 @@ def _auto_choice(*values: str) -> click.Choice:  # type: ignore[type-arg]
 def _what() -> list[Callable[..., Any]]:
     """The data, the budget and the course of the training."""
     return [
-        click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL or plain text."),
+        click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL, JSON or plain text."),
         click.option(
             "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the model goes."
         ),
@@ -152,8 +152,8 @@ def train(
     """Train a model that may be larger than memory.
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's
-    choice, a value is an order. The data is JSONL with `messages` (chat template, loss on the answers) or `text`, or
-    plain text, which is packed.
+    choice, a value is an order. The data is JSONL (or a .json list) with `messages` (chat template, loss on the
+    answers), alpaca's `instruction` and `output`, ShareGPT's `conversations` or `text`; or plain text, which is packed.
     """
     from brim.cli import train_split
     from brim.cli.run_report import compute_of

@@ -20,11 +20,12 @@ import torch
 
 from brim.errors import ModelError, UsageError
 from brim.run.data_chat import ChatEncoder
-from brim.run.data_lines import MESSAGES, TEXT, Lines
+from brim.run.data_lines import Lines
 from brim.run.data_packed import TokenRow, text_pieces, token_row, tokenizer_digest
+from brim.run.data_rows import MESSAGES, TEXT
 
 IGNORED = -100  # the label that torch's cross-entropy leaves out
-_JSONL, _TEXT = (".jsonl", ".ndjson"), (".txt", ".text", ".md")
+_JSONL, _TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md")
 _ROUNDS = 6
 
 
@@ -61,7 +62,8 @@ def open_data(
     too_long: Literal["truncate", "error"] = "truncate",
     pack: bool | None = None,
 ) -> LineDataset | PackedDataset:
-    """JSONL with ``messages`` or ``text`` in each line, a text file, or a folder of text files (a document each).
+    """JSONL with ``messages``, ``text``, alpaca's ``instruction`` or ShareGPT's ``conversations`` in each line, a
+    ``.json`` file with a list of them, a text file, or a folder of text files (a document each).
 
     seq: the most tokens of a sequence. vocab_size: rows of the model's embedding; a larger token id is an error.
     too_long: what becomes of a JSONL example of more tokens. pack: sequences of exactly ``seq`` tokens across
