@@ -153,7 +153,8 @@ def train(
 
     MODEL is a Hugging Face folder, a .gguf file, or a hub id where there is a network. `auto` is the planner's
     choice, a value is an order. The data is JSONL (or a .json list) with `messages` (chat template, loss on the
-    answers), alpaca's `instruction` and `output`, ShareGPT's `conversations` or `text`; or plain text, which is packed.
+    answers), alpaca's `instruction` and `output`, ShareGPT's `conversations` or `text`; or plain text, which is
+    packed.
     """
     from brim.cli import train_split
     from brim.cli.run_report import compute_of
