@@ -3,50 +3,93 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 
 from brim.core.hardware import RAM
-from brim.errors import BrimError, UnsupportedError
+from brim.errors import BrimError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import OpenFiles
 from brim.memory.layout import ReadRun
-from brim.memory.pool import Buffer, HostSource
+from brim.memory.pool import PAGE_BYTES, Buffer, HostSource, private_mapping, round_up
 from brim.memory.recorder import Recorder
 from brim.memory.transfer import Settled, ThreadEngine, Ticket, Waitable, _Lane
 from brim.units import format_bytes
 
 # A copy engine does one copy after another: between pieces of a block, activations of other streams can go.
 _PIECE_BYTES = 32 << 20
+# Of Linux: a child finds zeros. Locked pages would be copied at each fork, once per worker of a DataLoader.
+_MADV_WIPEONFORK = 18
 
 
 class PinnedSource(HostSource):
-    """Page-locked host memory by ``cudaHostRegister`` on our own mapping.
+    """Page-locked host memory by ``cudaHostRegister`` on our own mapping, let go of before the mapping goes.
 
-    ``Tensor.pin_memory`` rounds up to the next power of two: up to twice the RAM that was asked for.
+    ``Tensor.pin_memory`` rounds up to the next power of two: up to twice the RAM that was asked for. Where the system
+    locks no more pages (WSL2 limits them), memory is pageable: the driver copies it through buffers of its own.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def make(self, bytes: int) -> torch.Tensor:
-        tensor = super().make(bytes)
-        if bytes:
-            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), bytes, 0)
-            if int(error) != 0:
-                raise UnsupportedError(
-                    f"{format_bytes(bytes)} of host memory were to be page-locked for transfers.",
-                    f"cudaHostRegister returned {error}.",
-                    "Raise the locked-memory limit (ulimit -l) or give a smaller RAM budget.",
-                )
-        return tensor
+        if not bytes:
+            return super().make(0)
+        mapped, start = private_mapping(round_up(bytes, PAGE_BYTES), _Locked)
+        mapped.lock(start, bytes, self._device)
+        with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
+            return torch.frombuffer(mapped, dtype=torch.uint8, count=bytes, offset=start)
 
     def row(self, bytes: int, count: int) -> list[torch.Tensor]:
         """Each in a mapping of its own: the driver locks what it is told of, and lets go of the same."""
         return [self.make(bytes) for _ in range(count)]
 
-    def release(self, tensor: torch.Tensor) -> None:
-        if tensor.numel():
-            torch.cuda.synchronize()  # a copy out of this memory may still be under way
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+class _Locked(mmap.mmap):
+    """A mapping whose pages are locked for a device until the last tensor in it is gone.
+
+    Pages that are given back while they are registered would leave the driver with an address that means something
+    else: the next registration there fails, and copies of what lies there later go to the old pages.
+    """
+
+    _address: int | None = None
+
+    def lock(self, start: int, bytes: int, device: torch.device) -> None:
+        """Lock ``bytes`` from ``start`` on. Where that is refused, warn and leave them pageable."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self)) + start
+        with contextlib.suppress(OSError):  # an old kernel: a fork copies them
+            self.madvise(_MADV_WIPEONFORK)
+        with torch.cuda.device(device):
+            error = int(torch.cuda.cudart().cudaHostRegister(address, bytes, 0))
+            if error:
+                _clear_last_error(device)
+                warnings.warn(
+                    f"{format_bytes(bytes)} of RAM could not be page-locked (cudaHostRegister gave error {error}): "
+                    "they are copied through the driver's buffers, which is slower. Lock less: give a smaller --ram.",
+                    stacklevel=2,
+                )
+                return
+        self._address, self._device, self._process = address, device, os.getpid()
+
+    def __del__(self) -> None:
+        if self._address is None or self._process != os.getpid():  # a child has neither the device nor the lock
+            return
+        if sys.is_finalizing():  # the process takes all of it along
+            return
+        torch.cuda.synchronize(self._device)  # a copy from or to this memory may still be under way
+        torch.cuda.cudart().cudaHostUnregister(self._address)
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Or the next kernel, whosever it is, would be said to have failed."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 class StreamPoint:

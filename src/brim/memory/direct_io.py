@@ -64,6 +64,12 @@ class DirectReader:
             self._bounce = self._make_bounce(size)
         return self._bounce
 
+    def close(self) -> None:
+        """Give the bounce buffer back. Nothing may be reading."""
+        if self._bounce is not None:
+            self._bounce.free()
+            self._bounce = None
+
     def _fill(
         self,
         run: ReadRun,

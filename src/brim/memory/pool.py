@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from brim.units import format_bytes
 
 _HUGE_PAGE_BYTES = 2 << 20
 PAGE_BYTES = 4096  # what O_DIRECT wants of an address, an offset and a length
+
+Mapping = TypeVar("Mapping", bound=mmap.mmap)
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -57,7 +59,7 @@ def _side_by_side(bytes: int, count: int) -> list[torch.Tensor]:
     """As many in one mapping, each with a storage of its own: huge pages do not end where they do. The mapping goes
     when the last of them does."""
     each = round_up(max(bytes, 1), PAGE_BYTES)
-    mapped, start = _mapping(each * count)
+    mapped, start = private_mapping(each * count, mmap.mmap)
     with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
         made = [
             torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1), offset=start + index * each)
@@ -66,7 +68,7 @@ def _side_by_side(bytes: int, count: int) -> list[torch.Tensor]:
     return [tensor[:bytes] for tensor in made]
 
 
-def _mapping(count: int) -> tuple[mmap.mmap, int]:
+def private_mapping(count: int, kind: type[Mapping]) -> tuple[Mapping, int]:
     """Room for ``count`` bytes, and where in it they begin. Raises BudgetError where the system refuses.
 
     They begin on a huge page: a first touch by 4 KiB pages takes longer than the disk takes to fill them, and so does
@@ -75,7 +77,7 @@ def _mapping(count: int) -> tuple[mmap.mmap, int]:
     """
     huge = count >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
     try:
-        mapped = mmap.mmap(-1, count + huge * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = kind(-1, count + huge * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise BudgetError(
             f"{format_bytes(count)} of RAM were asked of the system.",

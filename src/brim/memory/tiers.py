@@ -115,7 +115,7 @@ def cuda_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int, device: 
     from brim.memory.cuda import CudaEngine, PinnedSource
 
     recorder = Recorder(timeline)
-    host = Pool(RAM, ram_bytes, PinnedSource(), recorder)
+    host = Pool(RAM, ram_bytes, PinnedSource(device), recorder)
     compute = Pool(VRAM, vram_bytes, TorchSource(device), recorder)
     memory = Memory(compute=compute, host=host, recorder=recorder, device=device)
     memory.engine = CudaEngine(recorder, memory.files, memory._bounce, device)

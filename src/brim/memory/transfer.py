@@ -303,6 +303,7 @@ class ThreadEngine:
         self._copy.close()
         self._back.close()
         self._write.close()
+        self._reader.close()
 
 
 def _shares(runs: Sequence[ReadRun]) -> tuple[list[ReadRun], list[ReadRun]]:

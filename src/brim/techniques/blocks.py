@@ -48,13 +48,6 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def unreadable(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Stands for values that are not there: the right shape and device, no memory, and NaN to whoever reads it."""
-    with torch.inference_mode(False):
-        filler = float("nan") if parameter.dtype.is_floating_point else 0
-        return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
-
-
 def find_blocks(
     model: nn.Module,
     *,

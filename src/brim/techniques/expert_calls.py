@@ -13,6 +13,7 @@ from torch import nn
 from brim.errors import UnsupportedError
 from brim.memory.pool import Buffer
 from brim.techniques.expert_cache import ExpertCache
+from brim.techniques.offloaded_parameter import reveal
 from brim.techniques.streamed import Streamed
 
 if TYPE_CHECKING:
@@ -112,18 +113,18 @@ class ExpertCall:
         """Within, the parameters are the slots, and ``num_experts`` is their number. Gives expert -> slot or -1."""
         table = torch.full((self.module.num_experts,), -1, dtype=torch.long)  # type: ignore[arg-type]
         held: list[int] = []
-        before, resting = self.module.num_experts, [p.data for p in self._streamed.parameters]
+        before = self.module.num_experts
         try:
             for expert in experts:
                 table[expert] = self._cache.acquire(expert)
                 held.append(expert)
             for parameter, view in zip(self._streamed.parameters, self._as_one(), strict=True):
-                parameter.data = view
+                reveal(parameter, view)
             self.module.num_experts = self._cache.size  # type: ignore[assignment]
             yield table
         finally:
             self.module.num_experts = before
-            self._streamed.bind(resting)
+            self._streamed.rest()
             for expert in held:
                 self._cache.release(expert)
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
-from brim.memory.homes import Home
 from brim.techniques.base import HANDLE_ATTRIBUTE
+from brim.techniques.offloaded_parameter import reveal
 
 if TYPE_CHECKING:
     from brim.techniques.streamed import Streamed
@@ -68,22 +68,9 @@ class Guards:
                     self._moved_buffers.append((module, name, buffer))
                     module._buffers[name] = buffer.to(device)
 
-    def look_up(self, module: nn.Module, home: Home, device: torch.device) -> None:
-        """Let an embedding pick its rows where its table rests, and bring only those to the device."""
-
-        assert isinstance(module, nn.Embedding)
-
-        def rows(ids: torch.Tensor) -> torch.Tensor:
-            (table,) = home.rest()
-            return nn.functional.embedding(ids.cpu(), home.values()[0] if table is None else table).to(device)
-
-        def forward(ids: torch.Tensor) -> torch.Tensor:
-            padding = -1 if module.padding_idx is None else module.padding_idx
-            by_frequency = module.scale_grad_by_freq
-            found: torch.Tensor = _LookUp.apply(module.weight, ids, rows, padding, by_frequency)  # type: ignore[no-untyped-call]
-            return found
-
-        self.replace(module, "forward", torch.compiler.disable(forward))
+    def look_up(self, module: nn.Module) -> None:
+        """An embedding whose table rests elsewhere picks its rows there: nothing for a compiler."""
+        self.replace(module, "forward", torch.compiler.disable(module.forward))
 
     def remove(self) -> None:
         for module, name, before in reversed(self._marked):
@@ -107,29 +94,6 @@ class Guards:
     def _after_load(self) -> None:
         for streamed in self._handle._streamed:
             self._handle._adopt_changes(streamed)
-
-
-class _LookUp(torch.autograd.Function):
-    """Rows of a table that is elsewhere; the gradient is that of ``nn.functional.embedding``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: torch.Tensor,
-        ids: torch.Tensor,
-        rows: Callable[[torch.Tensor], torch.Tensor],
-        padding: int,
-        by_frequency: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.options = weight.shape[0], padding, by_frequency
-        return rows(ids)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (ids,) = ctx.saved_tensors
-        made = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options)
-        return made, None, None, None, None
 
 
 class _OwnState:
@@ -156,7 +120,7 @@ class _OwnState:
         for streamed, index in self._owned.values():
             streamed.home.settle()  # else what is on its way there would overwrite what is loaded
             if streamed.is_hollow(index):
-                streamed.parameters[index].data = streamed.home.value(index)
+                reveal(streamed.parameters[index], streamed.home.value(index))
 
 
 def _refusal(what: str) -> Callable[..., NoReturn]:
@@ -177,7 +141,7 @@ def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
         for tensor in [*module.parameters(), *module.buffers()]:
             sample = torch.empty((), dtype=tensor.dtype, device=tensor.device)
             made = function(sample)
-            if (made.dtype, made.device.type) != (sample.dtype, sample.device.type):
+            if (made.dtype, made.device) != (sample.dtype, sample.device):
                 raise UnsupportedError(
                     f"A module fitted by brim was to be moved or cast to {made.device}, {made.dtype}.",
                     "brim decides where its weights are, in the dtype that they have.",

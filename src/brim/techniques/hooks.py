@@ -141,7 +141,7 @@ def watch_lookup(handle: WeightStreaming, table: nn.Module, streamed: Streamed) 
     if handle.memory.fake:
         return
     if handle.memory.device.type != "cpu":
-        handle._guards.look_up(table, streamed.home, handle.memory.device)
+        handle._guards.look_up(table)
     if isinstance(streamed.home, DiskHome):
         handle._hooks.append(check_rows(table, streamed.home, streamed))
     elif handle._recall is not None:

@@ -193,6 +193,7 @@ class Placement:
             moved.wait()
             views = layout.views(buffer.tensor)
             for name, view in zip(names, views, strict=True):
+                self._guards.restore_later(self._parameters[name])
                 self._parameters[name].data = view
             self.verify(names, views)
 

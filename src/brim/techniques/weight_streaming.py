@@ -24,6 +24,7 @@ from brim.techniques.experts_home import ExpertsHome
 from brim.techniques.guards import Guards
 from brim.techniques.hooks import Recover, Turns, Visit, note_steps, watch_lookup
 from brim.techniques.host_compute import HostCompute
+from brim.techniques.offloaded_parameter import reveal
 from brim.techniques.placement import (
     COMPUTE_RAM,
     FROM_DISK,
@@ -81,6 +82,7 @@ class WeightStreaming:
         # Where nothing has been moved out of the module, its own tensors are what it gets back.
         self._hollow = memory.fake or bool(weights.sources)
         self._originals = {name: p.data for name, p in self._parameters.items()} if self._hollow else {}
+        self._devices = {name: p.device for name, p in self._parameters.items()}
         self._streamed: list[Streamed] = []
         self._hooks: list[Visit | torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(self)
@@ -145,7 +147,7 @@ class WeightStreaming:
             return
         self._end(lambda streamed: [self._originals[name] for name in streamed.block.tensors])
         for name, parameter in self._parameters.items():
-            parameter.data = self._originals[name]
+            reveal(parameter, self._originals[name])
 
     def _end(self, values_of: Callable[[Streamed], Sequence[torch.Tensor]]) -> None:
         self._removed = True
@@ -154,8 +156,9 @@ class WeightStreaming:
         self._guards.remove()
         self.memory.engine.close()
         for streamed in self._streamed:
-            for parameter, value in zip(streamed.parameters, values_of(streamed), strict=True):
-                parameter.data = value
+            values = zip(streamed.parameters, streamed.block.tensors, values_of(streamed), strict=True)
+            for parameter, name, value in values:
+                reveal(parameter, value.to(self._devices[name]))
             if isinstance(streamed.home, (RamHome, ExpertsHome)):
                 streamed.home.free()
         self._streamed.clear()
@@ -195,6 +198,8 @@ class WeightStreaming:
                 self._streamed.append(streamed)
                 streamed.rest()
         placement.finish()
+        for streamed in self._streamed:
+            streamed.on_write = self._adopt_changes
         if self._streamed:
             self._make_ring()
             self._install()
@@ -382,6 +387,8 @@ class WeightStreaming:
         Raises KeyError for a name that the model has not, TransferError when the disk does not give it.
         """
         parameter = self._parameters.get(name)
+        if parameter is None:  # a tied one by another of its names
+            parameter = dict(self.model.named_parameters(remove_duplicate=False)).get(name)
         for streamed in self._streamed:
             for index, held in enumerate(streamed.parameters):
                 if held is parameter and not self.memory.fake:

@@ -1,0 +1,39 @@
+"""What tests on a GPU share: a device whose rates need no measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from brim.core import Hardware, Link, Tier
+from brim.core.hardware import RAM, VRAM
+from brim.measure import probe as probing
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_gpu(cache_home: Path, known_machine: Hardware) -> Iterator[Hardware | None]:
+    """Round figures for the device in the session's cache: plans in tests depend on its memory alone."""
+    if not torch.cuda.is_available():
+        yield None
+        return
+    machine = replace(
+        known_machine,
+        name=torch.cuda.get_device_name(),
+        compute=VRAM,
+        tiers=(Tier(name=VRAM, capacity_bytes=0, bytes_per_s=500e9), *known_machine.tiers),
+        links=(
+            *known_machine.links,
+            Link(source=RAM, target=VRAM, bytes_per_s=20e9),
+            Link(source=VRAM, target=RAM, bytes_per_s=20e9),
+        ),
+        flops_per_s={"float32": 20e12, "tf32": 80e12, "bfloat16": 160e12, "float16": 160e12, "float8_e4m3fn": 300e12},
+    )
+    facts = probing._fingerprint(VRAM, cache_home / "brim")
+    probing._remember(machine, probing._remembered_at(facts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache_home))
+        yield machine

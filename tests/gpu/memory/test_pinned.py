@@ -1,0 +1,79 @@
+"""Page-locked memory: registered for as long as it is mapped, and no longer."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import brim
+from brim.memory.cuda import PinnedSource
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)])
+
+
+@pytest.mark.parametrize("bytes", [100, 5000, 5 * MIB])
+def test_an_address_can_be_locked_again_once_its_last_view_is_gone(bytes):
+    source = PinnedSource(DEVICE)
+    for _ in range(5):
+        view = source.make(bytes)[3:9]
+        assert view.is_pinned()
+        address = view.data_ptr()
+    del view
+    assert not torch.frombuffer(bytearray(8), dtype=torch.uint8).is_pinned()
+    assert address
+
+
+def test_a_refused_lock_leaves_memory_that_is_copied_all_the_same(monkeypatch):
+    runtime = torch.cuda.cudart()
+
+    class Refusing:
+        cudaHostRegister = staticmethod(lambda *args: 1)
+        cudaHostUnregister = staticmethod(lambda *args: pytest.fail("it was not registered"))
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
+    with pytest.warns(UserWarning, match="page-locked"):
+        tensor = PinnedSource(DEVICE).make(MIB)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    tensor.fill_(7)
+    assert not tensor.is_pinned() and bool((tensor.cuda().cpu() == 7).all())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: Refusing)
+        del tensor
+
+
+@torch.no_grad()
+def test_models_that_are_closed_removed_or_dropped_lock_nothing_that_stays():
+    for end in ("remove", "close", "drop", "remove", "drop"):
+        model = net()
+        handle = brim.fit(model, vram=MIB, ram="64MiB", device="cuda", activations="64KiB")
+        model(torch.ones(2, 256).cuda())
+        if end != "drop":
+            getattr(handle, end)()
+        del model, handle
+
+
+def test_a_child_of_a_fork_copies_no_locked_page():
+    tensor = PinnedSource(DEVICE).make(8 * MIB)
+    tensor.fill_(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        child = os.fork()
+    if not child:
+        os._exit(int(tensor[0]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert int(tensor[0]) == 1
