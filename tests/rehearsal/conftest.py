@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import brim
+from brim.rehearsal import force
 from brim.rehearsal.environment import Environment, find
 from brim.rehearsal.settings import DeviceSettings
 
@@ -32,11 +33,14 @@ class OnDevice:
         before = {**os.environ, "PYTHONPATH": ":".join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
         return self.environment.variables(DeviceSettings.of(card, **settings), before)
 
-    def run(self, program: str, card: str = "H100", *, timeout_s: float = 120, **settings: Any) -> Any:
-        """What the program leaves in ``result``."""
+    def run(
+        self, program: str, card: str = "H100", *, timeout_s: float = 120, values: str = "", **settings: Any
+    ) -> Any:
+        """What the program leaves in ``result``; ``values``: what is computed (``force.MODES``)."""
+        variables = self.variables(card, **settings)
         done = subprocess.run(
             [self.environment.python, "-c", textwrap.dedent(program) + _PRINT],
-            env=self.variables(card, **settings),
+            env=variables | (force.environment(values, variables) if values else {}),
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -1,0 +1,144 @@
+"""Values put into force in a process: by its environment, as soon as it has imported PyTorch.
+
+``BRIM_REHEARSAL_VALUES`` is ``whole`` (whole numbers, booleans and few floats are computed, the rest is made up) or
+``all`` (every operator is computed); without it nothing is done. ``startup`` beside this file is a folder for
+``PYTHONPATH``: Python imports its ``sitecustomize`` in every process, so children are under it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from brim.errors import UnsupportedError, UsageError
+from brim.rehearsal import device
+from brim.run.launch_torch import when_imported
+
+VARIABLE = "BRIM_REHEARSAL_VALUES"
+MODES = ("whole", "all")
+STARTUP = Path(__file__).with_name("startup")
+
+# What makes, shapes or describes tensors and runs no kernel, or only looks.
+_NO_KERNEL = frozenset(
+    """empty empty_strided empty_permuted as_strided view view_as_complex view_as_real _reshape_alias unfold
+    resize_ set_ record_stream is_pinned _pin_memory _efficientzerotensor _fused_sdp_choice
+    _cudnn_init_dropout_state _cudnn_rnn_flatten_weight _nested_view_from_buffer is_set_to _assert_async
+    _debug_has_internal_overlap _use_cudnn_ctc_loss _use_miopen_ctc_loss _nested_from_padded
+    _nested_tensor_from_mask _local_scalar_dense_backward _resize_output_""".split()  # noqa: SIM905
+)
+
+
+def environment(mode: str, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables with which a process and its children compute values. ``mode``: ``whole`` or ``all``.
+
+    ``inherited``: the environment that they are added to, the one of this process unless told.
+    """
+    inherited = os.environ if inherited is None else inherited
+    source = str(Path(__file__).parents[2])  # where brim is: the other interpreter may not have it installed
+    paths = [str(STARTUP), source, *filter(None, inherited.get("PYTHONPATH", "").split(os.pathsep))]
+    return {VARIABLE: _checked(mode), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def by_environment() -> None:
+    """Put into force what the environment says, when PyTorch is imported."""
+    mode = os.environ.get(VARIABLE, "")
+    if mode:
+        _checked(mode)
+        when_imported(partial(_put, mode))
+
+
+def _put(mode: str) -> None:
+    InForce.put(mode)
+
+
+class InForce:
+    """Values in force in this process."""
+
+    now: InForce | None = None
+
+    def __init__(self, mode: str) -> None:
+        import torch
+
+        from brim.rehearsal import values_library
+        from brim.rehearsal.made_up import Reads
+
+        self.mode, self.reads = mode, Reads()
+        self._native = values_library.load(Path(torch.__file__).parents[1])
+        self._libraries: list[torch.library.Library] = []  # what they register ends with them
+        self._native.brim_values_mode(int(mode == "all"))
+
+    @classmethod
+    def put(cls, mode: str) -> InForce:
+        """Replace the kernels of this process. Once a process: again is an error."""
+        assert cls.now is None, "values are put into force once"
+        made = cls(_checked(mode))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns that kernels are overridden: that is what is wanted
+            made._callbacks()
+            made._references()
+            made._replace()
+            made._join_device()
+        cls.now = made
+        return made
+
+    @property
+    def not_computed(self) -> list[str]:
+        """Operators that the CPU had no kernel for."""
+        return sorted(self._native.brim_values_failed().decode().split())
+
+    def _join_device(self) -> None:
+        """Of a device that works behind the program's back, what a stream is ordered after is waited for."""
+        try:
+            library = device.loaded().library
+        except UnsupportedError:
+            return  # another stand-in for CUDA, which works at once
+        functions = (library.brim_device_begin_kernel, library.brim_device_kernel_access)
+        self._native.brim_values_device(*(ctypes.cast(one, ctypes.c_void_p) for one in functions))
+
+    def _callbacks(self) -> None:
+        import torch
+
+        from brim.rehearsal import made_up
+
+        library = torch.library.Library("brim_rehearsal", "DEF")
+        library.define("noted(str what, bool whole) -> ()")
+        library.define("make_up(str name, Tensor[] inputs, int[] whole, float? number, Tensor[] results) -> ()")
+        library.impl("noted", self.reads.note, "CompositeExplicitAutograd")
+        library.impl("make_up", made_up.fill, "CompositeExplicitAutograd")
+        self._libraries.append(library)
+
+    def _references(self) -> None:
+        import torch
+
+        from brim.rehearsal import references
+
+        library = torch.library.Library("aten", "IMPL")
+        for overload, function in references.found():
+            library.impl(overload, references.bound(overload, function, self._native.brim_values_seed), "PrivateUse1")
+        self._libraries.append(library)
+
+    def _replace(self) -> None:
+        import torch
+
+        for name in sorted(torch._C._dispatch_get_all_op_names()):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            if not name.startswith("aten::") or packet in _NO_KERNEL:
+                continue
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") and packet + overload != "copy_":
+                continue
+            tags = getattr(getattr(torch.ops.aten, packet), overload or "default").tags
+            random = torch.Tag.nondeterministic_seeded in tags
+            if self._native.brim_values_replace(f"aten::{packet}".encode(), overload.encode(), int(random)):
+                raise UnsupportedError(
+                    f"The kernel of {name} was to be replaced.", self._native.brim_values_error().decode()
+                )
+
+
+def _checked(mode: str) -> str:
+    if mode not in MODES:
+        raise UsageError(f"{VARIABLE}={mode} was asked for.", f"Known are {' and '.join(MODES)}.")
+    return mode

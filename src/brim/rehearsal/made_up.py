@@ -1,0 +1,183 @@
+"""Plausible numbers for what the rehearsal device did not compute, and where programs read them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import sys
+import sysconfig
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+PLAUSIBLE = 1.0
+
+_ONE_OF = frozenset(
+    """argmax argmin multinomial max min median mode kthvalue cummax cummin nanmedian""".split()  # noqa: SIM905
+)
+_SEVERAL_OF = frozenset(["topk", "sort", "argsort"])
+_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": lambda one, other: one == other,
+    "ne": lambda one, other: one != other,
+    "lt": lambda one, other: one < other,
+    "le": lambda one, other: one <= other,
+    "gt": lambda one, other: one > other,
+    "ge": lambda one, other: one >= other,
+}
+_UNREAD = frozenset(["native_dropout", "_fused_dropout", "max_pool2d_with_indices", "max_pool3d_with_indices"])
+
+
+def fill(
+    name: str,
+    inputs: Sequence[torch.Tensor],
+    whole: Sequence[int],
+    number: float | None,
+    results: Sequence[torch.Tensor],
+) -> None:
+    """Put plausible numbers into small results of an operator that nothing computed. All tensors are on the host.
+
+    ``name``: the operator's; ``inputs``: its first two tensors; ``whole``: its whole numbers, dimensions among them;
+    ``number``: its last number.
+    """
+    with torch._C.DisableTorchFunction():
+        for result in results:
+            if result.is_floating_point() or result.is_complex():
+                result.fill_(PLAUSIBLE)
+            elif name not in _UNREAD:
+                _fill_whole(name.rstrip("_"), inputs, whole, number, result)
+
+
+def _fill_whole(
+    base: str, inputs: Sequence[torch.Tensor], whole: Sequence[int], number: float | None, result: torch.Tensor
+) -> None:
+    if result.dtype == torch.int64 and base in _ONE_OF | _SEVERAL_OF and inputs:
+        _fill_places(base, inputs[0], whole, result)
+    elif base in _COMPARED:
+        result.fill_(_compared(base, inputs, number))
+    elif base in ("any", "all", "isfinite"):
+        result.fill_(True)
+    elif result.numel() <= 1 << 16:
+        result.zero_()
+
+
+def _fill_places(base: str, source: torch.Tensor, whole: Sequence[int], result: torch.Tensor) -> None:
+    """Places in a dimension of the input: all within it, and spread over it as evenly as they go."""
+    dims = {"topk": whole[1:2], "kthvalue": whole[1:2], "multinomial": []}.get(base, whole[:1])
+    if base in ("argmax", "argmin") and not dims:
+        size = source.numel()
+    else:
+        size = source.shape[dims[0] if dims else -1] if source.dim() else 1
+    count = torch.arange(result.numel(), device="cpu")
+    if base in _SEVERAL_OF:  # distinct along the dimension, and each row goes on where the last one ended
+        moved = result.movedim(dims[0] if dims else -1, -1) if result.dim() else result
+        moved.copy_((count % size).view(moved.shape))
+    else:
+        result.copy_(((count + size // 2) % size).view(result.shape))
+
+
+def _compared(base: str, inputs: Sequence[torch.Tensor], number: float | None) -> bool:
+    if len(inputs) > 1:
+        one, other = inputs
+        if one.data_ptr() == other.data_ptr() and one.shape == other.shape:
+            return base in ("eq", "le", "ge")
+        return base in ("ne", "le", "ge")
+    if base in ("eq", "ne") or number is None:
+        return base == "ne"
+    return bool(_COMPARED[base](PLAUSIBLE, number))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """A made-up number that a program looked at. ``decides``: the statement there is a branch, or the number a size.
+
+    ``line`` and ``file`` are the program's own where its stack has such, "" where not (in a backward pass).
+    """
+
+    file: str
+    line: int
+    function: str
+    what: str
+    decides: bool
+    source: str
+
+
+class Reads:
+    """Where made-up numbers were read, and how often."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Read] = Counter()
+        self._lock = threading.Lock()
+
+    def note(self, what: str, whole: bool) -> None:
+        """A number was read by the code that runs. ``whole``: a whole number or a boolean."""
+        frame = _own_frame(sys._getframe(1))
+        file, line, function = ("", 0, "") if frame is None else _place(frame)
+        branch = _branches(file)(line) if file else False
+        source = linecache.getline(file, line).strip() if file else ""
+        found = Read(file=file, line=line, function=function, what=what, decides=whole or branch, source=source)
+        with self._lock:
+            self.counts[found] += 1
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "file": one.file,
+                "line": one.line,
+                "function": one.function,
+                "what": one.what,
+                "decides": one.decides,
+                "source": one.source,
+                "times": times,
+            }
+            for one, times in sorted(self.counts.items(), key=lambda item: (not item[0].decides, -item[1]))
+        ]
+
+
+_LIBRARIES = tuple(
+    str(Path(path))
+    for name, path in sysconfig.get_paths().items()
+    if name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_OWN = str(Path(__file__).parents[1])
+
+
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the program itself; else of a library that is not PyTorch."""
+    library: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        main = frame.f_globals.get("__name__") == "__main__"
+        if (main or not file.startswith("<")) and not file.startswith(_OWN):
+            if not file.startswith(_LIBRARIES) and "site-packages" not in file:
+                return frame
+            if library is None and "/torch/" not in file and "site-packages" in file:
+                library = frame
+        frame = frame.f_back
+    return library
+
+
+def _place(frame: FrameType) -> tuple[str, int, str]:
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
+
+
+@functools.cache
+def _branches(file: str) -> Callable[[int], bool]:
+    """Whether a line of a file belongs to the condition of a branch."""
+    lines: set[int] = set()
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return lambda _: False
+    for node in ast.walk(tree):
+        test = getattr(node, "test", None)  # if, while, assert, conditional expressions
+        tests = [test] if test is not None else getattr(node, "ifs", [])  # comprehensions
+        for one in tests:
+            lines.update(range(one.lineno, (one.end_lineno or one.lineno) + 1))
+    return lines.__contains__

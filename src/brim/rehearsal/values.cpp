@@ -1,0 +1,581 @@
+// Values of the rehearsal device: a kernel of ours in the place of each CUDA kernel of aten, that runs PyTorch's own
+// (which allocates, and launches what computes nothing) and has the CPU compute over the same memory: device pointers
+// are host pointers.
+//
+// It is not written in Python because a tensor that Python has seen counts one more reference from then on, and
+// autograd, which adds in place to what nobody else holds, would allocate otherwise.
+//
+// Two modes. `all`: everything is computed. `whole`: whole numbers and booleans up to LIMIT_BYTES and floats up to
+// LIMIT_FLOATS; the rest is made up, and so is what follows from it: `made_up` holds the storages' addresses.
+// Python is called (operators of the namespace brim_rehearsal) to note where a program reads such a number, to fill in
+// plausible ones, and, registered under the key PrivateUse1, for what the CPU has no kernel for.
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/clone.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/nan_to_num.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using Stack = torch::jit::Stack;
+
+constexpr int64_t LIMIT_BYTES = 32 << 20;   // of whole numbers in one tensor
+constexpr int64_t LIMIT_FLOATS = 1 << 16;   // elements
+constexpr int64_t FILLED_FLOATS = 4096;     // elements of a result that are filled in where nothing computed them
+constexpr int64_t NOTED = 1 << 16;          // elements: larger copies to the host are offloading, not reading
+
+bool all_computed = false;
+void (*begin_kernel)(void*) = nullptr;  // of the device: see its queue.c
+void (*kernel_access)(void*, const void*, size_t, int, const char*) = nullptr;
+thread_local int depth = 0;
+
+std::mutex made_up_lock;
+std::unordered_set<const void*> made_up;
+std::mutex failed_lock;
+std::unordered_set<std::string> failed;  // operators that the CPU could not compute
+
+enum class Special { none, item, equal, copy, unscale, sized };
+
+struct Operator {
+  std::string name;                // of the packet: "add_"
+  std::string full;                // "aten::add_.Tensor"
+  std::vector<bool> written, out;  // per argument: is it changed; does what it held not matter
+  bool in_place = false, has_out = false, random = false, returns_tensors = false, reference = false;
+  bool overwrites = false, selects = false;
+  int generator = -1, pin_memory = -1;
+  Special special = Special::none;
+};
+
+const std::unordered_set<std::string> OVERWRITES{
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_", "fill_",
+    "zero_", "copy_"};
+// What only moves values: an infinity there was meant (a mask).
+const std::unordered_set<std::string> SELECTS{
+    "masked_fill_", "fill_", "copy_", "where", "cat", "index", "_index_put_impl_", "gather", "index_select", "full"};
+const std::unordered_set<std::string> SIZED{
+    "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"};
+
+template <class F>
+void each_tensor(const IValue& value, F&& f) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) f(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const Tensor& one : value.toTensorList()) f(one);
+  } else if (value.isList()) {
+    for (const IValue& one : value.toListRef()) each_tensor(one, f);
+  }
+}
+
+Tensor over(const Tensor& t) {  // a CPU tensor over the memory of one of the device
+  if (!t.defined() || !t.is_cuda()) return t;
+  auto options = at::TensorOptions().dtype(t.dtype()).device(at::kCPU);
+  Tensor made = t.numel() == 0 ? at::empty_strided(t.sizes(), t.strides(), options)
+                               : at::from_blob(const_cast<void*>(t.const_data_ptr()), t.sizes(), t.strides(), options);
+  if (t.is_conj()) made._set_conj(true);
+  if (t.is_neg()) made._set_neg(true);
+  return made;
+}
+
+template <class F>
+IValue mapped(const IValue& value, F&& f) {
+  if (value.isTensor()) return value.toTensor().defined() ? IValue(f(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<Tensor> made;
+    for (const Tensor& one : value.toTensorList()) made.push_back(f(one));
+    return made;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> made;
+    for (const std::optional<Tensor>& one : value.toOptionalTensorList())
+      made.push_back(one && one->defined() ? std::optional<Tensor>(f(*one)) : one);
+    return made;
+  }
+  return value;
+}
+
+bool is_small(const Tensor& t) {
+  if (t.layout() != at::kStrided) return false;
+  if (t.is_floating_point() || t.is_complex()) return t.numel() <= LIMIT_FLOATS;
+  return t.numel() * static_cast<int64_t>(t.element_size()) <= LIMIT_BYTES;
+}
+const void* place(const Tensor& t) { return t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->data(); }
+bool is_made_up(const Tensor& t) {
+  if (!t.is_cuda() || !t.has_storage()) return false;
+  std::lock_guard<std::mutex> hold(made_up_lock);
+  return made_up.count(place(t)) != 0;
+}
+// What is known of a storage once it was written. A part of it that is true makes no whole so.
+void settle(const Tensor& t, bool invented) {
+  if (!t.is_cuda() || !t.has_storage() || t.numel() == 0) return;
+  bool whole = t.numel() * t.element_size() >= t.storage().nbytes();
+  std::lock_guard<std::mutex> hold(made_up_lock);
+  if (invented) made_up.insert(place(t));
+  else if (whole) made_up.erase(place(t));
+}
+
+DispatchKeySet above() {  // what PyTorch does above kernels, and programs may have switched on
+  return c10::autocast_dispatch_keyset |
+      DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher});
+}
+struct Plain {  // calls go straight to the CPU's kernels
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard none{above()};
+};
+
+int device_of(const Stack& stack, size_t begin) {
+  int found = -1;
+  for (size_t at = begin; at < stack.size() && found < 0; at++)
+    each_tensor(stack[at], [&](const Tensor& t) { if (t.is_cuda() && found < 0) found = t.device().index(); });
+  if (found >= 0) return found;
+  return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice().index();
+}
+void* stream_of(int device) {
+  c10::impl::VirtualGuardImpl guard(at::kCUDA);
+  return guard.getStreamNativeHandle(
+      guard.getStream(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))));
+}
+// What the stream orders before its next kernel happens, and nothing else.
+void begin(int device) {
+  if (begin_kernel) begin_kernel(stream_of(device));
+}
+
+uint64_t mixed(uint64_t seed, uint64_t offset) {  // the finalizer of splitmix64
+  uint64_t v = seed + (offset + 1) * 0x9E3779B97F4A7C15ull;
+  v = (v ^ (v >> 30)) * 0xBF58476D1CE4E5B9ull;
+  v = (v ^ (v >> 27)) * 0x94D049BB133111EBull;
+  return v ^ (v >> 31);
+}
+// A CPU generator that follows from where the device's stands: what is drawn again there is drawn again here.
+at::Generator generator_for(const Operator& op, const Stack& stack, size_t begin) {
+  at::Generator theirs;
+  if (op.generator >= 0 && stack[begin + op.generator].isGenerator()) theirs = stack[begin + op.generator].toGenerator();
+  if (!theirs.defined() || theirs.device().type() != at::kCUDA)
+    theirs = at::globalContext().defaultGenerator(
+        at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(stack, begin))));
+  at::Generator made = at::globalContext().defaultGenerator(at::kCPU).clone();
+  std::lock_guard<std::mutex> hold(theirs.mutex());
+  made.set_current_seed(mixed(theirs.current_seed(), theirs.get_offset()));
+  return made;
+}
+
+// One call, computed by the CPU.
+class Computed {
+ public:
+  Computed(const Operator& op, const OperatorHandle& handle, const Stack& stack, size_t begin, const at::Generator& drawn)
+      : op_(op) {
+    for (size_t at = begin; at < stack.size(); at++) {
+      size_t number = at - begin;
+      IValue value = mapped(stack[at], over);
+      if (op.written[number])
+        value = mapped(value, [&](const Tensor& t) { return op.out[number] ? at::empty_like(t) : t.clone(); });
+      if (value.isDevice()) value = at::Device(at::kCPU);
+      if (static_cast<int>(number) == op.generator) value = op.random ? IValue(drawn) : IValue();
+      if (static_cast<int>(number) == op.pin_memory) value = IValue();
+      if (op.written[number]) written_.emplace_back(stack[at], value);
+      results_.push_back(std::move(value));
+    }
+    Plain plain;
+    if (op.reference) {
+      if (op.random && op.generator < 0) drawing = &drawn;
+      handle.redispatchBoxed(DispatchKeySet(DispatchKey::PrivateUse1), &results_);
+      drawing = nullptr;
+    } else {
+      handle.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &results_);
+    }
+  }
+
+  bool fits(const Stack& results) const {
+    for (size_t at = 0; at < results_.size(); at++)
+      if (!alike(results[results.size() - results_.size() + at], results_[at])) return false;
+    for (const auto& [theirs, ours] : written_)
+      if (!alike(theirs, ours)) return false;
+    return true;
+  }
+
+  void put(const Stack& results) const {
+    Plain plain;
+    for (const auto& [theirs, ours] : written_) copy(theirs, ours, false);
+    for (size_t at = 0; at < results_.size(); at++)
+      copy(results[results.size() - results_.size() + at], results_[at], true);
+  }
+
+  static thread_local const at::Generator* drawing;  // for references of what has no argument for it
+
+ private:
+  static std::vector<Tensor> listed(const IValue& value) {
+    std::vector<Tensor> made;
+    if (value.isTensor()) made.push_back(value.toTensor());
+    else if (value.isTensorList()) for (const Tensor& one : value.toTensorList()) made.push_back(one);
+    return made;
+  }
+  bool alike(const IValue& theirs, const IValue& ours) const {
+    auto one = listed(theirs), other = listed(ours);
+    if (one.size() != other.size()) return false;
+    for (size_t at = 0; at < one.size(); at++) {
+      if (!one[at].defined() || !one[at].numel() || !other[at].defined() || !other[at].numel()) continue;
+      if (one[at].sizes() != other[at].sizes()) return false;
+    }
+    return true;
+  }
+  void copy(const IValue& theirs, const IValue& ours, bool results) const {
+    auto one = listed(theirs), other = listed(ours);
+    for (size_t at = 0; at < one.size(); at++) {
+      if (!one[at].defined() || !one[at].numel() || !other[at].defined() || !other[at].numel()) continue;
+      if (results && is_written(one[at])) continue;
+      over(one[at]).copy_(other[at]);
+    }
+  }
+  bool is_written(const Tensor& t) const {
+    for (const auto& pair : written_)
+      for (const Tensor& one : listed(pair.first))
+        if (one.is_same(t)) return true;
+    return false;
+  }
+
+  const Operator& op_;
+  Stack results_;
+  std::vector<std::pair<IValue, IValue>> written_;
+};
+thread_local const at::Generator* Computed::drawing = nullptr;
+
+void call_python(const char* name, Stack stack) {
+  auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  Plain plain;
+  handle.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+}
+void note(const std::string& what, bool whole) { call_python("brim_rehearsal::noted", {IValue(what), IValue(whole)}); }
+void mend(const Tensor& t) {  // make floats finite that follow from what nothing computed
+  if (!t.is_floating_point() || t.numel() == 0) return;
+  Plain plain;
+  Tensor there = over(t);
+  there.copy_(at::nan_to_num(there, 1.0, 1.0, 1.0));
+}
+void fail(const Operator& op) {
+  std::lock_guard<std::mutex> hold(failed_lock);
+  failed.insert(op.full);
+}
+
+class Kernel : public c10::OperatorKernel {
+ public:
+  Kernel(Operator op, const OperatorHandle& handle)
+      : op_(std::move(op)), original_(handle.getComputedKernelForDispatchKey(DispatchKey::CUDA)) {}
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+    size_t begin = stack->size() - handle.schema().arguments().size();
+    if (all_computed) compute(handle, keys, stack, begin);
+    else choose(handle, keys, stack, begin);
+  }
+
+ private:
+  void run(DispatchKeySet keys, Stack* stack) {
+    depth++;
+    try { original_.callBoxed(original_.opHandle(), keys, stack); } catch (...) { depth--; throw; }
+    depth--;
+  }
+
+  // Everything is computed.
+  void compute(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin_of) {
+    int device = device_of(*stack, begin_of);
+    begin(device);
+    if (op_.returns_tensors && depth == 0) tell_accesses(*stack, begin_of, device);
+    if (op_.special == Special::equal) return equal(stack, begin_of);
+    if (op_.special == Special::sized) return sized_by_values(handle, stack, begin_of);
+    if (!op_.returns_tensors || (op_.special == Special::copy && is_plain_copy(*stack, begin_of))) return run(keys, stack);
+    std::optional<Computed> computed;
+    try {
+      at::Generator drawn = op_.random ? generator_for(op_, *stack, begin_of) : at::Generator();
+      computed.emplace(op_, handle, *stack, begin_of, drawn);
+    } catch (const c10::NotImplementedError& error) {
+      if (depth == 0) throw;  // else a part of an operator that is computed as a whole
+    }
+    run(keys, stack);
+    begin(device);  // the kernel may have copied; what was computed comes after it
+    if (!computed) return;
+    TORCH_CHECK(computed->fits(*stack), op_.full, " has other results on the CPU: brim lacks a reference for it.");
+    computed->put(*stack);
+  }
+
+  void tell_accesses(const Stack& stack, size_t begin_of, int device) {
+    if (!kernel_access) return;
+    void* stream = stream_of(device);
+    for (size_t at = begin_of; at < stack.size(); at++)
+      each_tensor(stack[at], [&](const Tensor& t) {
+        if (!t.is_cuda() || !t.numel()) return;
+        int64_t last = 0;
+        for (int64_t dim = 0; dim < t.dim(); dim++) last += (t.size(dim) - 1) * t.stride(dim);
+        kernel_access(stream, t.const_data_ptr(), static_cast<size_t>(last + 1) * t.element_size(),
+                      op_.written[at - begin_of], op_.full.c_str());
+      });
+  }
+
+  // What a program may branch on is computed, the rest made up.
+  void choose(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack, size_t begin) {
+    switch (op_.special) {
+      case Special::item: return item(keys, stack, begin);
+      case Special::equal: return equal(stack, begin);
+      case Special::copy: if (!is_small_copy(*stack, begin)) return copy(keys, stack, begin); break;
+      case Special::unscale: return run(keys, stack);  // gradients are taken to be finite
+      case Special::sized: return guess_or_size(handle, stack, begin);
+      case Special::none: break;
+    }
+    if (!op_.returns_tensors) return run(keys, stack);
+    bool small = true, invented = false;
+    std::vector<IValue> inputs(stack->begin() + begin, stack->end());
+    std::vector<Tensor> written;
+    for (size_t at = 0; at < inputs.size(); at++)
+      each_tensor(inputs[at], [&](const Tensor& t) {
+        small = small && is_small(t);
+        if (op_.written[at]) written.push_back(t);
+        if (!op_.out[at] && !(op_.overwrites && op_.written[at])) invented = invented || is_made_up(t);
+      });
+    at::Generator drawn = small && op_.random ? generator_for(op_, *stack, begin) : at::Generator();
+    std::optional<Computed> computed;
+    // A kernel that works in place may copy within the device: what it works on is read before.
+    if (small && op_.in_place) compute_into(computed, handle, *stack, begin, drawn);
+    run(keys, stack);
+    std::vector<Tensor> made;
+    for (const IValue& result : *stack)
+      each_tensor(result, [&](const Tensor& t) {
+        for (const Tensor& one : written) if (one.is_same(t)) return;
+        made.push_back(t);
+        small = small && is_small(t);
+      });
+    if (small && !op_.in_place) {
+      Stack arguments(inputs.begin(), inputs.end());
+      compute_into(computed, handle, arguments, 0, drawn);
+    }
+    if (computed && small && computed->fits(*stack)) {
+      computed->put(*stack);
+      for (auto* list : {&made, &written})
+        for (const Tensor& t : *list) {
+          settle(t, invented);
+          if (invented && !op_.selects && is_small(t)) mend(t);
+        }
+      return;
+    }
+    if (computed && small) fail(op_);
+    for (auto* list : {&made, &written}) for (const Tensor& t : *list) settle(t, true);
+    if (op_.has_out) made.insert(made.end(), written.begin(), written.end());
+    fill(inputs, made);
+  }
+
+  void compute_into(std::optional<Computed>& computed, const OperatorHandle& handle, const Stack& stack, size_t begin,
+                    const at::Generator& drawn) {
+    try {
+      computed.emplace(op_, handle, stack, begin, drawn);
+    } catch (const std::exception&) {
+      fail(op_);  // the CPU has no kernel for it, or not for this type
+    }
+  }
+
+  // Plausible numbers for small results that nothing computed.
+  void fill(const std::vector<IValue>& inputs, const std::vector<Tensor>& results) {
+    c10::List<Tensor> wanted, given;
+    for (const Tensor& t : results) {
+      bool floats = t.is_floating_point() || t.is_complex();
+      if (t.is_cuda() && t.numel() && (floats ? t.numel() <= FILLED_FLOATS : is_small(t))) wanted.push_back(over(t));
+    }
+    if (wanted.empty()) return;
+    c10::List<int64_t> whole;
+    std::optional<double> number;
+    for (const IValue& value : inputs) {
+      if (value.isInt()) whole.push_back(value.toInt());
+      if (value.isInt()) number = static_cast<double>(value.toInt());
+      if (value.isDouble()) number = value.toDouble();
+      each_tensor(value, [&](const Tensor& t) { if (given.size() < 2) given.push_back(over(t)); });
+    }
+    call_python("brim_rehearsal::make_up", {IValue(op_.name), IValue(given), IValue(whole),
+                number ? IValue(*number) : IValue(), IValue(wanted)});
+  }
+
+  void item(DispatchKeySet keys, Stack* stack, size_t begin) {
+    Tensor t = (*stack)[begin].toTensor();
+    if (is_made_up(t)) {
+      mend(t);
+      if (depth == 0) note("a number (" + std::string(t.dtype().name()) + ")", !t.is_floating_point());
+    }
+    run(keys, stack);
+  }
+
+  void equal(Stack* stack, size_t begin) {
+    Tensor one = (*stack)[begin].toTensor(), other = (*stack)[begin + 1].toTensor();
+    bool same = one.sizes() == other.sizes();
+    if (same && !all_computed && (is_made_up(one) || is_made_up(other))) {
+      note("whether two tensors are equal", true);
+      same = one.const_data_ptr() == other.const_data_ptr();
+    } else if (same) {
+      Plain plain;
+      same = at::equal(over(one), over(other));
+    }
+    torch::jit::drop(*stack, 2);
+    stack->emplace_back(same);
+  }
+
+  bool is_small_copy(const Stack& stack, size_t begin) {
+    const Tensor &target = stack[begin].toTensor(), &source = stack[begin + 1].toTensor();
+    return target.is_cuda() && source.is_cuda() && is_small(target) && is_small(source);
+  }
+  // What the device copies itself, at its time: as bytes.
+  bool is_plain_copy(const Stack& stack, size_t begin) {
+    const Tensor &target = stack[begin].toTensor(), &source = stack[begin + 1].toTensor();
+    return target.dtype() == source.dtype() && target.sizes() == source.sizes() &&
+        target.strides() == source.strides() && target.is_non_overlapping_and_dense() &&
+        target.is_conj() == source.is_conj() && target.is_neg() == source.is_neg();
+  }
+  // To the device, from it, or too much to compute.
+  void copy(DispatchKeySet keys, Stack* stack, size_t begin) {
+    bool plain = is_plain_copy(*stack, begin);
+    Tensor target = (*stack)[begin].toTensor(), source = (*stack)[begin + 1].toTensor();
+    run(keys, stack);
+    if (target.is_cuda()) {
+      bool beyond = target.numel() * static_cast<int64_t>(target.element_size()) > LIMIT_BYTES;  // may be left out
+      settle(target, is_made_up(source) || beyond || (source.is_cuda() && !plain));
+    } else if (is_made_up(source) && source.numel() <= NOTED) {
+      mend(target);
+      if (depth == 0)
+        note(std::to_string(source.numel()) + " numbers (" + std::string(source.dtype().name()) + ")",
+             !source.is_floating_point());
+    }
+  }
+
+  void guess_or_size(const OperatorHandle& handle, Stack* stack, size_t begin) {
+    Tensor source = (*stack)[begin].toTensor();
+    bool invented = is_made_up(source);
+    if (invented || !is_small(source)) note("the size of what " + op_.name + " gives", true);
+    if (is_small(source)) {
+      sized_by_values(handle, stack, begin);
+    } else {  // too much to look at: half of it is not zero, all of it is distinct
+      TORCH_CHECK(op_.name == "nonzero" && !op_.has_out, op_.full, " of ", source.numel(),
+                  " elements is more than a rehearsal computes.");
+      torch::jit::drop(*stack, stack->size() - begin);
+      stack->emplace_back(at::empty({source.numel() / 2, source.dim()}, source.options().dtype(at::kLong)));
+      invented = true;
+    }
+    for (size_t at = begin; at < stack->size(); at++)
+      each_tensor((*stack)[at], [&](const Tensor& t) { settle(t, invented); });
+  }
+
+  // As large as values say: computed first, then copied. What the kernel takes for a while besides is not counted.
+  void sized_by_values(const OperatorHandle& handle, Stack* stack, size_t begin) {
+    at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(*stack, begin)));
+    Tensor out;
+    Stack found;
+    for (size_t at = begin; at < stack->size(); at++) {
+      if (op_.out[at - begin]) out = (*stack)[at].toTensor();
+      found.push_back(op_.out[at - begin] ? IValue(at::empty({0}, out.options().device(at::kCPU)))
+                                          : mapped((*stack)[at], over));
+    }
+    {
+      Plain plain;
+      handle.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &found);
+    }
+    torch::jit::drop(*stack, stack->size() - begin);
+    for (const IValue& value : found) {
+      const Tensor& result = value.toTensor();
+      Tensor made = out.defined() ? out.resize_(result.sizes()) : at::empty(result.sizes(), result.options().device(device));
+      if (made.numel()) { Plain plain; over(made).copy_(result); }
+      stack->emplace_back(made);
+    }
+  }
+
+  Operator op_;
+  c10::SafeKernelFunction original_;
+};
+
+Operator described(const OperatorHandle& handle, bool random) {
+  Operator op;
+  const auto& schema = handle.schema();
+  op.name = schema.name().substr(schema.name().find("::") + 2);
+  op.full = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
+  for (size_t at = 0; at < schema.arguments().size(); at++) {
+    const auto& argument = schema.arguments()[at];
+    bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    op.written.push_back(written);
+    op.out.push_back(written && argument.is_out());
+    op.in_place = op.in_place || (written && !argument.is_out());
+    op.has_out = op.has_out || (written && argument.is_out());
+    if (argument.name() == "generator") op.generator = static_cast<int>(at);
+    if (argument.name() == "pin_memory") op.pin_memory = static_cast<int>(at);
+  }
+  op.returns_tensors = op.in_place || op.has_out;
+  for (const auto& one : schema.returns())
+    op.returns_tensors = op.returns_tensors || one.type()->str().find("Tensor") != std::string::npos;
+  op.random = random;
+  op.overwrites = OVERWRITES.count(op.name) != 0;
+  op.selects = SELECTS.count(op.name) != 0;
+  op.reference = handle.hasKernelForDispatchKey(DispatchKey::PrivateUse1);
+  if (op.name == "_local_scalar_dense") op.special = Special::item;
+  if (op.name == "equal") op.special = Special::equal;
+  if (op.name == "copy_") op.special = Special::copy;
+  if (op.name == "_amp_foreach_non_finite_check_and_unscale_") op.special = Special::unscale;
+  if (SIZED.count(op.name)) op.special = Special::sized;
+  return op;
+}
+
+torch::Library* library = nullptr;  // never destroyed: it goes with the process
+std::string told;
+
+}  // namespace
+
+extern "C" {
+
+// Replace the CUDA kernel of an operator ("aten::add_", "Tensor"). Not from several threads at once.
+__attribute__((visibility("default"))) int brim_values_replace(const char* name, const char* overload, int random) {
+  try {
+    if (!library) library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
+    struct Quiet : c10::WarningHandler { void process(const c10::Warning&) override {} } quiet;
+    c10::WarningUtils::WarningHandlerGuard guard(&quiet);  // that a kernel is overridden is what is wanted
+    auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+    std::string full = std::string(name) + (*overload ? std::string(".") + overload : "");
+    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
+                                    std::make_unique<Kernel>(described(handle, random != 0), handle)));
+  } catch (const std::exception& error) {
+    told = error.what();
+    return 1;
+  }
+  return 0;
+}
+__attribute__((visibility("default"))) const char* brim_values_error() { return told.c_str(); }
+__attribute__((visibility("default"))) void brim_values_mode(int everything) { all_computed = everything != 0; }
+// The device's own functions, for tests in which it works late; NULL: it works at once.
+__attribute__((visibility("default"))) void brim_values_device(
+    void (*begins)(void*), void (*accesses)(void*, const void*, size_t, int, const char*)) {
+  begin_kernel = begins;
+  kernel_access = accesses;
+}
+// A seed for what a reference draws.
+__attribute__((visibility("default"))) unsigned long long brim_values_seed() {
+  if (!Computed::drawing) return 0;
+  at::Generator drawn = *Computed::drawing;
+  return drawn.current_seed();
+}
+// Operators that the CPU could not compute, a line each.
+__attribute__((visibility("default"))) const char* brim_values_failed() {
+  std::lock_guard<std::mutex> hold(failed_lock);
+  told.clear();
+  for (const auto& one : failed) told += one + "\n";
+  return told.c_str();
+}
+// A storage that something else than an operator of aten wrote: what it holds was not computed.
+__attribute__((visibility("default"))) void brim_values_written(void* data) {
+  std::lock_guard<std::mutex> hold(made_up_lock);
+  made_up.insert(data);
+}
+}

@@ -1,0 +1,147 @@
+"""Values on the rehearsal device: what is computed is right, the rest plausible and told; nothing is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from brim.errors import UsageError
+from brim.rehearsal import force
+
+if TYPE_CHECKING:
+    from conftest import OnDevice
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+WHOLE = """
+    import subprocess, sys
+    import torch
+    from brim.rehearsal.force import InForce
+
+    result = {}
+    x = torch.arange(10, device="cuda")
+    result["compared"] = [(x > 4).any().item(), x[x > 4].tolist(), torch.nonzero(x).shape[0]]
+    result["cast"] = (x.float() * 2).int().tolist()
+    ids = torch.tensor([3, 1, 3], device="cuda")
+    result["unique"] = [one.tolist() for one in torch.unique(ids, return_counts=True)]
+    result["repeated"] = torch.repeat_interleave(torch.tensor([1, 2, 3], device="cuda")).tolist()
+    result["counted"] = torch.bincount(ids).tolist()
+    result["hot"] = torch.nn.functional.one_hot(ids, 4).sum(0).tolist()
+    mask = torch.ones(4, 4096, dtype=torch.bool, device="cuda")
+    mask[2, 7:] = False
+    result["mask"] = [mask.all().item(), mask.sum(1).tolist(), mask.masked_select(mask).numel()]
+    drawn = torch.randint(5, 9, (1000,), device="cuda")
+    result["drawn"] = [drawn.min().item(), drawn.max().item(), torch.randperm(50, device="cuda").sort()[0].tolist()]
+    torch.manual_seed(3)
+    one = torch.randint(0, 99, (8,), device="cuda").tolist()
+    torch.manual_seed(3)
+    result["again"] = one == torch.randint(0, 99, (8,), device="cuda").tolist()
+    result["read so far"] = InForce.now.reads.to_json()
+
+    weights = torch.randn(2000, 2000, device="cuda")
+    loss = (weights @ weights).sum()
+    result["loss"] = loss.item()
+    result["finite"] = [loss.isfinite().item(), torch.isnan(weights).any().item(), torch.isinf(weights).any().item()]
+    result["chosen"] = weights.argmax(-1).tolist()
+    places = torch.softmax(weights, -1).topk(2)[1]
+    result["distinct"] = bool((places[:, 0] != places[:, 1]).all())
+    result["within"] = bool(((places >= 0) & (places < 2000)).all())
+    if loss > 3:
+        result["branch"] = True
+    result["reads"] = InForce.now.reads.to_json()
+    result["not computed"] = InForce.now.not_computed
+    child = "from brim.rehearsal.force import InForce; import torch; print(InForce.now.mode)"
+    result["child"] = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip()
+"""
+
+LATE = """
+    import torch
+    from brim.rehearsal import device
+
+    result = {}
+    side, host = torch.cuda.Stream(), torch.arange(1 << 16).pin_memory()
+    for waits in (True, False):
+        with torch.cuda.stream(side):
+            x = host.to("cuda", non_blocking=True)
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        found = (x + 1).sum()
+        result["waits" if waits else "does not"] = [found.item(), bool(device.loaded().hazards())]
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(on_device: OnDevice) -> Any:
+    return on_device.run(WHOLE, values="whole")
+
+
+def test_whole_numbers_and_what_they_size_are_right(whole: Any) -> None:
+    assert whole["compared"] == [True, [5, 6, 7, 8, 9], 9]
+    assert whole["cast"] == list(range(0, 20, 2))
+    assert whole["unique"] == [[1, 3], [1, 2]]
+    assert whole["repeated"] == [0, 1, 1, 2, 2, 2]
+    assert whole["counted"] == [0, 1, 0, 2]
+    assert whole["hot"] == [0, 1, 0, 2]
+    assert whole["mask"] == [False, [4096, 4096, 7, 4096], 3 * 4096 + 7]
+
+
+def test_random_whole_numbers_are_drawn_in_range_and_again(whole: Any) -> None:
+    assert whole["drawn"] == [5, 8, list(range(50))]
+    assert whole["again"]
+
+
+def test_numbers_that_are_made_up_are_plausible(whole: Any) -> None:
+    assert whole["loss"] == 1.0
+    assert whole["finite"] == [True, False, False]
+    assert len(set(whole["chosen"])) == 2000 and max(whole["chosen"]) < 2000
+    assert whole["distinct"] and whole["within"]
+
+
+def test_what_is_decided_by_made_up_numbers_is_told(whole: Any) -> None:
+    assert whole["read so far"] == []
+    decided = [one for one in whole["reads"] if one["decides"]]
+    lines = WHOLE.splitlines()
+    told = {lines[one["line"] - 1].strip() for one in decided}
+    assert {"if loss > 3:", 'result["chosen"] = weights.argmax(-1).tolist()'} <= told
+    assert not any(one["decides"] for one in whole["reads"] if "loss.item()" in lines[one["line"] - 1])
+    assert not whole["not computed"]
+
+
+def test_children_are_under_it_too(whole: Any) -> None:
+    assert whole["child"] == "whole"
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match="whole and all"):
+        force.environment("some")
+
+
+def test_allocations_are_those_without_values(on_device: OnDevice) -> None:
+    program = (PROGRAMS / "allocations.py").read_text(encoding="utf-8")
+    plain = on_device.run(program)
+    computed = on_device.run(program, values="whole")
+    for name, found in computed.items():
+        assert found["events"] == plain[name]["events"], name
+        assert found["scale"] in (None, 65536.0), "a step was skipped"
+
+
+def test_operators_compute_what_the_cpu_computes(on_device: OnDevice) -> None:
+    found = on_device.run((PROGRAMS / "computed_operators.py").read_text(encoding="utf-8"), timeout_s=280)
+    assert found["cases"] >= 230
+    assert found["differing"] == {}
+
+
+@pytest.mark.parametrize("order", ["at_once", "seeded"])
+def test_training_computes_the_losses_of_the_cpu(on_device: OnDevice, order: str) -> None:
+    program = (PROGRAMS / "computed_training.py").read_text(encoding="utf-8")
+    for name, (cpu, device) in on_device.run(program, order=order).items():
+        assert device == pytest.approx(cpu, rel=1e-4), name
+
+
+def test_an_operator_waits_for_what_its_stream_waits_for_and_nothing_else(on_device: OnDevice) -> None:
+    found = on_device.run(LATE, values="all", order="late")
+    size = 1 << 16
+    assert found["waits"] == [size * (size + 1) // 2, False]
+    assert found["does not"][1], "a missing wait was not noticed"
