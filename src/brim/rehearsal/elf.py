@@ -61,7 +61,7 @@ class ElfFile:
             raise self._damaged("it is no 64-bit little-endian ELF file")
         try:
             self.sections = tuple(self._read_sections())
-        except struct.error as error:
+        except (struct.error, IndexError, OverflowError) as error:
             raise self._damaged("it ends early") from error
 
     def __enter__(self) -> ElfFile:
