@@ -102,7 +102,7 @@ class Fitted:
         in_place: Sequence[str] | None,
     ) -> None:
         choice, model, memory = self.choice, self.model, self.memory
-        self.precision = self.hold(precision.apply(model, self.optimizer, choice.precision))
+        self.precision = self.hold(precision.apply(model, self.optimizer, choice.precision, device=memory.device))
         self.precision.keeps_casts = not (choice.checkpointing or choice.streams)
         if choice.checkpointing:
             self.hold(checkpointing.apply(model, choice.checkpointing))

@@ -39,12 +39,21 @@ _FP8_CAPABILITY = (8, 9)  # Ada Lovelace
 _TF32_CAPABILITY = (8, 0)  # Ampere
 
 
-def apply(model: nn.Module, optimizer: Optimizer | None, precision: str, *, seed: int = 0) -> PrecisionHandle:
+def apply(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    precision: str,
+    *,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> PrecisionHandle:
     """Put ``precision``, one of ``PRECISIONS``, into force on ``model`` and on ``optimizer``'s steps.
 
-    ``seed`` is for random rounding. Parameters stay the objects that they are, so an optimizer may be made before or
-    after. Raises UsageError for an unknown precision or a second application, UnsupportedError where the device or a
-    library that it needs is not there.
+    ``device`` is where the model will compute; where its parameters are now unless told. ``seed`` is for random
+    rounding. Parameters stay the objects that they are, so an optimizer may be made before or after. Raises
+    UsageError
+    for an unknown precision or a second application, UnsupportedError where the device or a library that it needs is
+    not there.
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r} was asked for.", f"The known ones are {', '.join(PRECISIONS)}.")
@@ -54,7 +63,9 @@ def apply(model: nn.Module, optimizer: Optimizer | None, precision: str, *, seed
             f"It is in {vars(model)[_MARK]} already.",
             "Remove the first handle before.",
         )
-    return PrecisionHandle(model, optimizer, precision, seed)
+    first = next(model.parameters(), torch.empty(0))
+    where = torch.device("cuda") if first.is_cuda else first.device
+    return PrecisionHandle(model, optimizer, precision, device or where, seed)
 
 
 class PrecisionHandle:
@@ -67,10 +78,10 @@ class PrecisionHandle:
 
     keeps_casts = True
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, precision: str, seed: int) -> None:
-        self.precision, self._optimizer = precision, optimizer
-        first = next(model.parameters(), torch.empty(0))
-        self._device = "cuda" if first.is_cuda else first.device.type
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, precision: str, device: torch.device, seed: int
+    ) -> None:
+        self.precision, self._optimizer, self._device = precision, optimizer, device
         self._undo: list[Callable[[], None]] = [lambda: vars(model).pop(_MARK)]
         vars(model)[_MARK] = precision
         try:
@@ -82,11 +93,11 @@ class PrecisionHandle:
     def _apply(self, model: nn.Module, optimizer: Optimizer | None, seed: int) -> None:
         precision = self.precision
         self._wide: WideSteps | None = None
-        self._scaler = torch.amp.GradScaler(self._device) if precision == "fp16-mixed" else None
+        self._scaler = torch.amp.GradScaler(self._device.type) if precision == "fp16-mixed" else None
         if precision == "tf32":
-            self._undo.append(_allow_tf32(model))
+            self._undo.append(_allow_tf32(model, self._device))
         if precision == "fp8":
-            self._undo.append(_convert_to_float8(model))
+            self._undo.append(_convert_to_float8(model, self._device))
         if precision in _PURE:
             self._make_bfloat16(model, seed)
         if self._wide is not None and optimizer is not None:
@@ -99,7 +110,7 @@ class PrecisionHandle:
         dtype = _MIXED.get(self.precision)
         if dtype is None:
             return nullcontext()
-        return torch.autocast(self._device, dtype, cache_enabled=self.keeps_casts)
+        return torch.autocast(self._device.type, dtype, cache_enabled=self.keeps_casts)
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
@@ -158,7 +169,7 @@ class PrecisionHandle:
     def _make_bfloat16(self, model: nn.Module, seed: int) -> None:
         wide = {n: p for n, p in model.named_parameters() if p.is_floating_point() and p.requires_grad}
         if self.precision != "bf16":
-            self._wide = WideSteps(wide, masters=self.precision == "bf16-master", seed=seed)
+            self._wide = WideSteps(wide, masters=self.precision == "bf16-master", device=self._device, seed=seed)
         originals = _cast(model)
         hook = model.register_forward_pre_hook(_CastInputs(), with_kwargs=True, prepend=True)
         masters = self._wide.masters if self._wide is not None else None
@@ -274,8 +285,8 @@ def _undo_buffer(module: nn.Module, name: str, buffer: torch.Tensor) -> Callable
     return undo
 
 
-def _allow_tf32(model: nn.Module) -> Callable[[], None]:
-    _need_gpu(model, "tf32", "TF32", _TF32_CAPABILITY)
+def _allow_tf32(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    _need_gpu(model, device, "tf32", "TF32", _TF32_CAPABILITY)
     cudnn: Any = torch.backends.cudnn
     settings: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [setting.fp32_precision for setting in settings]
@@ -289,9 +300,9 @@ def _allow_tf32(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _convert_to_float8(model: nn.Module) -> Callable[[], None]:
+def _convert_to_float8(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """torchao's dynamic tensor-wise scaling in linear layers with sizes in multiples of 16, but the last one."""
-    _need_gpu(model, "fp8", "float8", _FP8_CAPABILITY)
+    _need_gpu(model, device, "fp8", "float8", _FP8_CAPABILITY)
     try:
         float8 = importlib.import_module("torchao.float8")
     except ImportError as error:
@@ -315,11 +326,10 @@ def _convert_to_float8(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _need_gpu(model: nn.Module, precision: str, kind: str, capability: tuple[int, int]) -> None:
-    first = next(model.parameters(), None)
+def _need_gpu(model: nn.Module, device: torch.device, precision: str, kind: str, capability: tuple[int, int]) -> None:
     found = "the model is on the CPU"
-    if first is not None and first.is_cuda:
-        has = torch.cuda.get_device_capability(first.device)
+    if device.type == "cuda":
+        has = torch.cuda.get_device_capability(device)
         if has >= capability:
             return
         found = f"this GPU has {has[0]}.{has[1]}"

@@ -27,14 +27,17 @@ class WideSteps:
     """Lets the user's optimizer step on float32 values, some parameters at a time, and puts them back in bfloat16.
 
     With ``masters`` the float32 values are kept for the next step, and so is the optimizer's state; without, both
-    rest in bfloat16 and are rounded at random. ``parameters`` maps names to what was made bfloat16.
+    rest in bfloat16 and are rounded at random. ``parameters`` maps names to what was made bfloat16. ``device`` is
+    where updates are computed; where the parameters are now unless told.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], *, masters: bool, seed: int) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], *, masters: bool, seed: int, device: torch.device | None = None
+    ) -> None:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.masters: dict[str, torch.Tensor] | None = {} if masters else None
         if masters:
-            self.masters = {name: parameter.detach().float() for name, parameter in parameters.items()}
+            self.masters = {name: p.detach().to(device or p.device).float() for name, p in parameters.items()}
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._pending: dict[str, torch.Tensor] = {}
