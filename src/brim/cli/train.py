@@ -24,7 +24,7 @@ from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.run.training import Training
-    from brim.run.training_report import StepReport
+    from brim.run.training_report import EvaluationReport, StepReport
 
 
 class _Disk(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -61,6 +61,12 @@ def _what() -> list[Callable[..., Any]]:
     """The data, the budget and the course of the training."""
     return [
         click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL, JSON or plain text."),
+        click.option("--eval-data", type=click.Path(path_type=Path), help="Data whose loss is told, not trained on."),
+        click.option(
+            "--eval-every",
+            type=click.IntRange(min=1),
+            help="Steps from one evaluation to the next.  [default: at the end]",
+        ),
         click.option(
             "--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the model goes."
         ),
@@ -108,6 +114,12 @@ def _how() -> list[Callable[..., Any]]:
             "--plan", type=click.Path(path_type=Path, dir_okay=False), help="Run this plan of `brim plan --output`."
         ),
         click.option("--save-every", type=click.IntRange(min=1), help="Steps from one checkpoint to the next."),
+        click.option(
+            "--report-to",
+            type=click.Choice(["none", "tensorboard", "wandb"]),
+            multiple=True,
+            help="Who hears of every step; may be given twice.  [default: tensorboard where it is installed]",
+        ),
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
         click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
@@ -179,8 +191,18 @@ def train(
         def on_note(text: str) -> None:
             console.print(text, highlight=False)
 
-        foresee = html is not None
-        result = run(request, on_stage=status.update, on_step=on_step, on_note=on_note, foresee=foresee)
+        def on_evaluation(report: EvaluationReport) -> None:
+            if talks:
+                console.print(report.line(), highlight=False)
+
+        result = run(
+            request,
+            on_stage=status.update,
+            on_step=on_step,
+            on_note=on_note,
+            on_evaluation=on_evaluation,
+            foresee=html is not None,
+        )
     compute = compute_of(result.timeline, result.predicted)
     if html is not None:
         _write_html(html, result, compute)
@@ -198,6 +220,7 @@ def _resolved(options: dict[str, Any]) -> dict[str, Any]:
     made["checkpointing"] = None if made["checkpointing"] == "auto" else made["checkpointing"]
     offload = made["offload_optimizer"]
     made["offload_optimizer"] = {"auto": None, "none": "keep"}.get(offload, offload)
+    made["report_to"] = made["report_to"] or None
     made["stream_weights"] = None if made["stream_weights"] == "auto" else False
     return made
 
@@ -222,9 +245,14 @@ def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> Non
         rows=((result.plan.promise.step_s, result.step_s),),
     )
     losses = Table(title="Loss", columns=("step", "loss"), rows=tuple(enumerate(result.losses, 1)), spread=True)
+    evaluated = Table(
+        title="Evaluation",
+        columns=("step", "loss"),
+        rows=tuple((one.step, one.loss) for one in result.evaluations),
+    )
     views = views_of(result.timeline, result.predicted, result.plan)
     title = f"{result.plan.model}: {result.plan.task}"
-    tables = [memory, time, *compute_tables(compute), losses]
+    tables = [memory, time, *compute_tables(compute), losses, *([evaluated] if result.evaluations else [])]
     write_html(path, views, title=title, tables=tables, notes=result.notes, one_axis=True)
 
 
@@ -240,3 +268,5 @@ def _summary(result: Training, console: Console) -> None:
     console.print(table)
     if result.losses:
         console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
+    if result.evaluations:
+        console.print(result.evaluations[-1].line(), highlight=False)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from brim.cli.options import print_json
 from brim.cli.split_options import under_torchrun
-from brim.errors import UsageError
+from brim.errors import UnsupportedError, UsageError
 from brim.run.training_request import Request
 
 # Option as the command line has it -> its value where it was not given.
@@ -35,6 +35,11 @@ def asked_for(options: Mapping[str, Any]) -> bool:
 
 def run(training: Request, options: Mapping[str, Any], *, as_json: bool) -> None:
     """Train with the others; only rank 0 says anything."""
+    if training.eval_data is not None or training.report_to is not None:
+        given = "--eval-data" if training.eval_data is not None else "--report-to"
+        raise UnsupportedError(
+            f"{given} was given under torchrun.", "It is of trainings in one process, so far.", "Leave it out."
+        )
     from brim.run.distributed import train
     from brim.run.distributed_request import TIMEOUT_S, SplitRequest
 

@@ -290,6 +290,16 @@ class Batches:
         self.position, self._seed, self._shuffle = state["position"], state["seed"], state["shuffle"]
 
 
+def one_pass(dataset: Dataset, batch: int, *, pad_to: int, pad_id: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """Every example once, in the order of the data, as ``Batches`` gives them; the last batch has what is left."""
+    for first in range(0, len(dataset), batch):
+        examples = [dataset.example(index) for index in range(first, min(first + batch, len(dataset)))]
+        yield {
+            "input_ids": _padded([one.input_ids for one in examples], pad_to, pad_id),
+            "labels": _padded([one.labels for one in examples], pad_to, IGNORED),
+        }
+
+
 def shuffled(index: int, count: int, key: str) -> int:
     """Where ``index`` goes in the permutation of range(count) that ``key`` names; nothing is held in memory.
 

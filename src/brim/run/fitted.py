@@ -160,6 +160,17 @@ class Fitted:
         assert total is not None, "a batch has one micro-batch at least"
         return total
 
+    def evaluate(self, inputs: Any) -> torch.Tensor:
+        """The loss of a micro-batch, 0-dimensional, without dropout and with nothing kept for a backward pass."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self._loss(MicroBatch(inputs=inputs, weight=1))
+        finally:
+            for module, training in modes:
+                module.training = training
+
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         with self.precision.forward():
             inputs = tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), micro.inputs)

@@ -19,7 +19,8 @@ from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
 from brim.run.data import Batches
-from brim.run.training_report import Metrics, StepReport
+from brim.run.training_evaluation import evaluate, open_evaluation
+from brim.run.training_report import EvaluationReport, Metrics, StepReport
 from brim.run.training_request import Request, Training
 from brim.run.training_saving import Saver
 from brim.run.training_session import Session, Terms
@@ -38,9 +39,11 @@ def train(
     on_stage: Callable[[str], None] = lambda stage: None,
     on_step: Callable[[StepReport], None] = lambda report: None,
     on_note: Callable[[str], None] = lambda text: None,
+    on_evaluation: Callable[[EvaluationReport], None] = lambda report: None,
     foresee: bool = False,
 ) -> Training:
-    """Train inside the budget. ``on_stage`` hears what is being done, ``on_step`` every step, ``on_note`` surprises.
+    """Train inside the budget. ``on_stage`` hears what is being done, ``on_step`` every step, ``on_note`` surprises,
+    ``on_evaluation`` the loss of ``eval_data``.
     With ``foresee`` the result has the Timeline of a step as the plan foresees it, which takes one more tracing.
 
     Writes ``metrics.jsonl`` and checkpoints into the output folder, and at the end the model itself. Raises
@@ -53,7 +56,7 @@ def train(
     setup = set_up(request, on_stage)
     on_stage("opening the model and planning")
     with Monitor() as monitor:
-        run = _Run(setup, on_note, foresee=foresee)
+        run = _Run(setup, on_note, on_evaluation, foresee=foresee)
         try:
             on_stage("training")
             run.train(on_step)
@@ -67,7 +70,16 @@ def train(
 class _Run:
     """A training from its first step, or the one that it is resumed at, to its last."""
 
-    def __init__(self, setup: Setup, on_note: Callable[[str], None], *, foresee: bool = False) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        on_note: Callable[[str], None],
+        on_evaluation: Callable[[EvaluationReport], None],
+        *,
+        foresee: bool = False,
+    ) -> None:
+        self._on_evaluation = on_evaluation
+        self.evaluations: list[EvaluationReport] = []
         self._setup, self._request, self._on_note = setup, setup.request, on_note
         self.losses: list[float] = []
         self.times_s: list[float] = []
@@ -77,6 +89,7 @@ class _Run:
         self.predicted: Timeline | None = None
         self._terms: Terms = replace(setup.terms(), foresee=foresee)
         self._batches: Batches = setup.batches()
+        self._evaluated = open_evaluation(setup.request, setup.folder)
         self._steps = setup.steps(self._batches)
         self._saver = Saver(setup)
         self.session, self._next = self._saver.start(self._terms, self._batches)
@@ -84,11 +97,16 @@ class _Run:
         with contextlib.ExitStack() as undo:
             undo.callback(self._saver.close)
             undo.callback(self.session.close)
-            self._metrics = Metrics(setup.output, resumed_at=self._next)
+            self._metrics = self._new_metrics()
             undo.callback(self._metrics.close)
             for text in self._saver.notes:
                 self._note(text)
             undo.pop_all()
+
+    def _new_metrics(self) -> Metrics:
+        request = self._request
+        shown = {name: value for name, value in vars(request).items() if isinstance(value, str | int | float)}
+        return Metrics(self._setup.output, resumed_at=self._next, report_to=request.report_to, settings=shown)
 
     def _note_session(self) -> None:
         self.session_plan = self.session.plan
@@ -107,6 +125,31 @@ class _Run:
             every = self._request.save_every
             if every and self._next % every == 0 and self._next < self._steps:
                 self._saver.save(self.session, self._next, self._batches)
+            told = self._request.eval_every
+            if self._next == self._steps or (told and self._next % told == 0):
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        """The loss of the data that was given for that; where memory runs out, one rung down and once more."""
+        if self._evaluated is None:
+            return
+        begin_s = time.perf_counter()
+        try:
+            loss = evaluate(self.session.fitted, self._evaluated, self._request.seq)
+        except (RuntimeError, MemoryError, BudgetError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = " ".join(str(error).split()) or type(error).__name__
+        else:
+            report = EvaluationReport(step=self._next, loss=loss, seconds=time.perf_counter() - begin_s)
+            self.evaluations.append(report)
+            self._metrics.evaluated(report)
+            self._on_evaluation(report)
+            return
+        step = self._next
+        self._one_rung_down(failure)
+        if self._next == step:  # else the steps from there on are repeated, and this with them
+            self._evaluate()
 
     def _one_step(self, batch: dict[str, torch.Tensor], before: dict[str, Any]) -> StepReport | None:
         """One step, or None when it has to be repeated because memory ran out."""
@@ -171,7 +214,8 @@ class _Run:
             where = f"step {self._next + 1}, after the last checkpoint" if self._next else "the beginning"
             del self.losses[max(0, len(self.losses) - (step - self._next)) :]
             self._metrics.close()
-            self._metrics = Metrics(self._setup.output, resumed_at=self._next)
+            self._metrics = self._new_metrics()
+            self.evaluations = [one for one in self.evaluations if one.step <= self._next]
         plan = _in_words(self.session)
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
         self._note_session()
@@ -209,6 +253,7 @@ class _Run:
             output=self._setup.output,
             notes=self.notes,
             truncated=self._batches.truncated,
+            evaluations=self.evaluations,
             timeline=self.timeline,
             predicted=self.predicted,
         )

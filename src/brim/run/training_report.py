@@ -6,16 +6,20 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from brim.errors import TransferError
+from brim.errors import TransferError, UnsupportedError
 from brim.units import format_bytes, format_seconds
 
 METRICS_FILE = "metrics.jsonl"
+_WANDB_RUN = "wandb-run-id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +61,40 @@ class StepReport:
         )
 
 
-class Metrics:
-    """Appends each step to ``metrics.jsonl`` in ``folder``, and to TensorBoard's files where that is installed.
+@dataclass(frozen=True, kw_only=True)
+class EvaluationReport:
+    """The mean loss of every token with a label after ``step`` steps."""
 
+    step: int
+    loss: float
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "eval_loss": self.loss, "eval_s": self.seconds}
+
+    def line(self) -> str:
+        """For people."""
+        perplexity = math.exp(self.loss) if self.loss < 700 else math.inf
+        return f"step {self.step}  evaluation: loss {self.loss:.4f}, perplexity {perplexity:.4g}"
+
+
+class Metrics:
+    """Appends each step to ``metrics.jsonl`` in ``folder``, and tells it to the ``reporters`` of ``report_to``.
+
+    None is TensorBoard where that is installed. ``settings`` are what the training was asked for, for those who show
+    it.
     Steps from ``resumed_at`` on that the file has already (written after the last checkpoint) are dropped first.
     Raises TransferError when the disk refuses.
     """
 
-    def __init__(self, folder: Path, *, resumed_at: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resumed_at: int = 0,
+        report_to: Sequence[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path = folder / METRICS_FILE
         with self._told():
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,12 +103,20 @@ class Metrics:
             partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
             partial.replace(self._path)
             self._file = self._path.open("a", encoding="utf-8")
-        self._board = _Board(folder, resumed_at) if has_tensorboard() else None
+        names = set(report_to) if report_to is not None else {"tensorboard"} if has_tensorboard() else set()
+        self._boards: list[_Board | _Wandb] = [_Board(folder, resumed_at)] if "tensorboard" in names else []
+        if "wandb" in names:
+            self._boards.append(_Wandb(folder, settings or {}, resumes=resumed_at > 0))
 
     def write(self, report: StepReport) -> None:
         self._append(report.to_json())
-        if self._board is not None:
-            self._board.write(report)
+        for board in self._boards:
+            board.write(_scalars(report), report.step)
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        self._append(report.to_json())
+        for board in self._boards:
+            board.write({"eval_loss": report.loss}, report.step)
 
     def note(self, step: int, text: str) -> None:
         """Something that happened between steps."""
@@ -101,8 +139,8 @@ class Metrics:
             ) from error
 
     def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
+        for board in self._boards:
+            board.close()
         with contextlib.suppress(OSError):  # what could not be flushed was told by the write
             self._file.close()
 
@@ -130,7 +168,14 @@ def _until(path: Path, step: int) -> list[str]:
 
 def has_tensorboard() -> bool:
     """Whether TensorBoard's files can be written: its package is optional."""
-    return importlib.util.find_spec("tensorboard") is not None
+    return is_installed("tensorboard")
+
+
+def is_installed(package: str) -> bool:
+    """Whether ``package`` can be imported, without doing so."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None
 
 
 class _Board:
@@ -141,15 +186,50 @@ class _Board:
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at + 1)
 
-    def write(self, report: StepReport) -> None:
-        scalars = {"loss": report.loss, "lr": report.lr, "tokens_per_s": report.tokens_per_s, "step_s": report.step_s}
-        scalars |= {f"peak_bytes/{tier}": float(count) for tier, count in report.peak_bytes.items()}
-        if report.gpu_use is not None:
-            scalars["gpu_use"] = report.gpu_use
-        scalars |= {f"moved_bytes/{way}": float(count) for way, count in report.moved_bytes.items()}
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, report.step)
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases, in its own files below ``folder``; a resumed training goes on with its run.
+
+    ``WANDB_PROJECT``, ``WANDB_MODE`` and the others of its environment variables say where it goes.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, resumes: bool) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        name = folder / _WANDB_RUN
+        known = name.read_text(encoding="utf-8").strip() if resumes and name.exists() else None
+        project = os.environ.get("WANDB_PROJECT", "brim")
+        self._run = wandb.init(
+            project=project, dir=str(folder), config=dict(settings), id=known, resume="allow" if known else None
+        )
+        name.write_text(str(self._run.id), encoding="utf-8")
+
+    def write(self, scalars: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _scalars(report: StepReport) -> dict[str, float]:
+    scalars = {"loss": report.loss, "lr": report.lr, "tokens_per_s": report.tokens_per_s, "step_s": report.step_s}
+    scalars |= {f"peak_bytes/{tier}": float(count) for tier, count in report.peak_bytes.items()}
+    if report.gpu_use is not None:
+        scalars["gpu_use"] = report.gpu_use
+    return scalars | {f"moved_bytes/{way}": float(count) for way, count in report.moved_bytes.items()}
+
+
+def check_reporters(report_to: Sequence[str] | None) -> None:
+    """Raise UnsupportedError for one whose package is missing, before anything takes long."""
+    for name in report_to or ():
+        if name != "none" and not is_installed(name):
+            raise UnsupportedError(
+                f"--report-to {name} was given.", f"The package {name} is not installed.", f"pip install {name}"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +14,11 @@ from brim.run.fitting import Device
 from brim.run.trainee import Method
 from brim.run.training_choice import Place
 from brim.run.training_ladder import Orders
+from brim.run.training_report import EvaluationReport
 from brim.techniques.optimizers import OPTIMIZERS
 from brim.techniques.precision import PRECISIONS
+
+REPORTERS = ("none", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +27,15 @@ class Request:
 
     ``disk`` limits what goes to ``disk_folder`` (the temporary folder where None). ``steps`` or ``epochs``, not both;
     with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together. ``plan`` is a file that ``brim
-    plan`` wrote: it is run as it is.
+    plan`` wrote: it is run as it is. The loss of ``eval_data`` is told every ``eval_every`` steps and at the end.
+    ``report_to``: ``REPORTERS`` that hear every step; None is TensorBoard where it is installed.
     """
 
     model: str | Path
     data: str | Path
+    eval_data: str | Path | None = None
+    eval_every: int | None = None
+    report_to: Sequence[str] | None = None
     output: str | Path
     method: Method = "full"
     vram: str | int | None = None
@@ -64,6 +71,14 @@ class Request:
         _one_of("--schedule", self.schedule, ("constant", "cosine"))
         if self.precision is not None:
             _one_of("--precision", self.precision, PRECISIONS)
+        for name in self.report_to or ():
+            _one_of("--report-to", name, REPORTERS)
+        if self.eval_every is not None and self.eval_data is None:
+            raise UsageError(
+                f"--eval-every {self.eval_every} was given.", "There is nothing to evaluate.", "Give --eval-data."
+            )
+        if self.eval_every is not None and self.eval_every < 1:
+            raise UsageError(f"--eval-every {self.eval_every} was given.", "It must be 1 or more.")
         if self.steps is not None and self.epochs is not None:
             raise UsageError("--steps and --epochs were both given.", "Each decides the length.", "Give one of them.")
         if self.micro_batch is not None and self.micro_batch > self.batch:
@@ -118,6 +133,7 @@ class Training:
     output: Path
     notes: list[str]
     truncated: int = 0
+    evaluations: Sequence[EvaluationReport] = ()
     timeline: Timeline = field(compare=False)
     predicted: Timeline | None = field(default=None, compare=False)  # a step as the plan foresees it, if asked for
 
@@ -131,4 +147,4 @@ class Training:
             "output": str(self.output),
             "notes": self.notes,
             "truncated": self.truncated,
-        }
+        } | ({"evaluations": [one.to_json() for one in self.evaluations]} if self.evaluations else {})

@@ -20,7 +20,7 @@ from brim.run.fitting import budgets, machine
 from brim.run.models import prepare, read_tokenizer
 from brim.run.plan_file import PlanFile
 from brim.run.training_plan import with_plan
-from brim.run.training_report import has_tensorboard
+from brim.run.training_report import check_reporters, has_tensorboard
 from brim.run.training_request import Request
 from brim.run.training_session import Terms
 
@@ -101,6 +101,7 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     Raises UsageError for an output folder that cannot be written to, or that holds another training which is not to
     be resumed, or options that a plan contradicts.
     """
+    check_reporters(request.report_to)
     plan = None if request.plan is None else plan_file.read(request.plan)
     if plan is not None:
         request = with_plan(request, plan)
