@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from brim import __version__
+from brim.cli.streams import OutputError, standard_streams
 from brim.errors import BrimError
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM, as shells have it
@@ -71,13 +72,24 @@ def brim() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code: 0, a BrimError's own, 2 for wrong usage, 130 after Ctrl-C, 143 after
-    SIGTERM. (Where nobody reads the output any more, click ends the program with 1.)
+    SIGTERM, 1 where the output cannot be written. (Where nobody reads it any more, click ends the program with 1.)
 
     Expected failures are told on stderr without a traceback; any other exception is a bug and keeps its own.
     """
     try:
+        with standard_streams():
+            outcome = _outcome(arguments)
+    except OutputError:
+        return 1
+    if callable(outcome):  # a program of the user's: signals, warnings and exceptions are its own again
+        return int(outcome())
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _outcome(arguments: Sequence[str] | None) -> Any:
+    try:
         with _warnings_in_one_line(), _termination_as_exception():
-            outcome: Any = brim.main(args=arguments, prog_name="brim", standalone_mode=False)
+            return brim.main(args=arguments, prog_name="brim", standalone_mode=False)
     except BrimError as error:
         click.echo(f"Error: {error}", err=True)
         return error.exit_code
@@ -90,9 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Terminated:
         click.echo("Terminated.", err=True)
         return TERMINATED
-    if callable(outcome):  # a program of the user's: signals, warnings and exceptions are its own again
-        return int(outcome())
-    return outcome if isinstance(outcome, int) else 0
 
 
 class _Terminated(BaseException):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import select
 import stat
 import sys
 import tempfile
@@ -16,6 +19,7 @@ from brim.core.timeline import Timeline
 from brim.errors import FormatError, UsageError
 
 SNAPSHOT, TIMELINE, PROFILE, NSIGHT, LOG = "snapshot", "timeline", "profile", "nsight", "oom"
+_FIRST_BYTES_WITHIN_S = 5.0
 HEAD_BYTES = 1 << 16  # enough to tell what a file is
 _ARTEFACTS = ("Hardware", "Trace", "Plan")  # of brim, and nothing to explain
 
@@ -108,9 +112,24 @@ def _is_pipe(path: Path) -> bool:
 def _open(path: Path) -> BinaryIO:
     """Raises FormatError if it cannot be opened."""
     try:
-        return path.open("rb")
+        if not path.is_fifo():
+            return path.open("rb")
+        descriptor = _waiting_open(path)
+        os.set_blocking(descriptor, True)
+        return open(descriptor, "rb")
     except OSError as error:
         raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+
+
+def _waiting_open(path: Path) -> int:
+    """A pipe with a name that nobody writes to would be waited for without end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not path.resolve().is_fifo():
+        return descriptor  # a shell's own, by its number: whoever writes is there
+    if not select.select([descriptor], [], [], _FIRST_BYTES_WITHIN_S)[0]:
+        os.close(descriptor)
+        raise TimeoutError(errno.ETIMEDOUT, f"It is a pipe that nobody wrote to within {_FIRST_BYTES_WITHIN_S:.0f} s")
+    return descriptor
 
 
 def _head(path: Path) -> bytes:

@@ -15,6 +15,7 @@ from rich.table import Table
 from brim.cli import generate_chat, generate_split
 from brim.cli.options import (
     BUDGET,
+    MODEL,
     RAM_HELP,
     VRAM_HELP,
     device_option,
@@ -46,7 +47,7 @@ _AUTO_OR = _AutoOr()
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.option(
     "--prompt", help="What to go on from; put into the chat template where there is one. - reads it from stdin."
 )

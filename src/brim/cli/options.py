@@ -43,6 +43,33 @@ class _Budget(_Bytes):
         return value if is_share(value) else whole
 
 
+class _Model(click.ParamType):  # type: ignore[type-arg]
+    """A model that has to be there: said before PyTorch is loaded, which takes seconds."""
+
+    name = "model"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from brim.run.location import local
+
+        local(value)
+        return str(value)
+
+
+class _DescribedModel(_Model):
+    """The same where a configuration will do, or a name of the catalog."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from brim.estimation.models import find_model
+        from brim.run.location import expanded, local
+
+        path = expanded(value)
+        if path.is_dir():
+            local(value)
+        elif not path.exists() and ".py" not in value:
+            find_model(value)
+        return str(value)
+
+
 class OutputFile(click.Path):
     """A file in a folder that exists: said at once, not after a run of hours."""
 
@@ -56,6 +83,7 @@ class OutputFile(click.Path):
         return path
 
 
+MODEL, DESCRIBED_MODEL = _Model(), _DescribedModel()
 _ANY = 1  # a whole to try a share on
 VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
 RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from brim.cli.loading import load
-from brim.cli.options import BUDGET, OutputFile, html_option, json_option, print_json
+from brim.cli.options import BUDGET, DESCRIBED_MODEL, OutputFile, html_option, json_option, print_json
 from brim.cli.plan_page import tiers_of, write_page
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -95,7 +95,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", type=DESCRIBED_MODEL)
 @_options
 def plan(
     model: str,

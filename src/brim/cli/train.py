@@ -12,6 +12,7 @@ from rich.table import Table
 
 from brim.cli.options import (
     BUDGET,
+    MODEL,
     RAM_HELP,
     VRAM_HELP,
     device_option,
@@ -156,7 +157,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @_options
 def train(
     model: str, html: Path | None, as_json: bool, disk: tuple[str, int | str | None] | None, **options: Any

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from brim.core.files import regular
 from brim.errors import FormatError
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ def from_json(kind: type[T], document: Any, version: int) -> T:
 def read(kind: type[T], path: str | Path, version: int) -> T:
     """The noun in a JSON file. Raises FormatError for anything else, a missing file included."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(regular(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} was to be read as a {kind.__name__}.", f"{error}.") from error
     return from_json(kind, document, version)
@@ -101,7 +103,22 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     if unknown or missing:
         parts = [f"unknown keys {unknown}"] * bool(unknown) + [f"missing keys {missing}"] * bool(missing)
         raise FormatError(f"{where} was to be read.", f"Found {' and '.join(parts)}.")
-    return kind(**{name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+    found = {name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
+    for name, item in found.items():
+        if name == "bytes" or name.endswith(_AMOUNTS):
+            _check_amount(item, f"{where}.{name}")
+    return kind(**found)
+
+
+_AMOUNTS = ("_bytes", "_s")  # names end in their unit, and none of either can be owed
+
+
+def _check_amount(value: Any, where: str) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_amount(item, f"{where}.{key}")
+    elif isinstance(value, (int, float)):
+        _expect(0 <= value < math.inf, value, "a number from 0 on", where)
 
 
 @functools.cache

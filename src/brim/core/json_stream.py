@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from brim.core.files import regular
 from brim.errors import FormatError
 
 CHUNK = 1 << 18  # characters that are read at once
@@ -38,7 +39,7 @@ class JsonStream:
         self._asked = asked
         self._text, self._at, self._ended = "", 0, False
         try:
-            self._raw: BinaryIO = source.open("rb") if isinstance(source, Path) else source
+            self._raw: BinaryIO = regular(source).open("rb") if isinstance(source, Path) else source
             self._size = self._raw.seek(0, io.SEEK_END)
             self._raw.seek(0)
             packed = self._raw.read(2) == _GZIP

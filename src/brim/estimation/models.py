@@ -15,6 +15,7 @@ from typing import Any
 
 from brim import catalog
 from brim.catalog.names import unknown
+from brim.core.files import regular
 from brim.errors import ModelError, UnsupportedError, UsageError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
@@ -81,7 +82,7 @@ def weights_of(path: Path) -> list[Path]:
 
 def _of_file(path: Path, asked: Path) -> Source:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(regular(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         hint = "Give a folder with a config.json, a config.json, a name of the catalog or file.py:function."
         if (asked / "model_index.json").exists():

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
+from brim.core.files import regular
 from brim.errors import FormatError
 from brim.measure import plain_pickle
 from brim.measure.interned import Interned
@@ -84,7 +85,7 @@ def read(path: str | Path) -> Snapshot:
     Raises FormatError if the file is missing, no plain data, or not a memory snapshot.
     """
     try:
-        data = Path(path).read_bytes()
+        data = regular(path).read_bytes()
     except OSError as error:
         raise FormatError(f"{path} was to be read as a memory snapshot.", f"{error}.") from error
     return parse(data, str(path))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from brim.core.files import regular
 from brim.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors reference implementation
@@ -113,7 +114,7 @@ def read_safetensors_header(path: str | Path) -> dict[str, TensorSource]:
     """
     path = Path(path).absolute()  # it must stay true when the working directory changes
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             size = path.stat().st_size
             header_bytes = _header_length(path, file.read(LENGTH_BYTES), size)
             raw = file.read(header_bytes)
@@ -264,7 +265,7 @@ def _read_shards(index: Path) -> dict[str, TensorSource]:
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        content = json.loads(index.read_bytes().decode("utf-8"), object_pairs_hook=_distinct)
+        content = json.loads(regular(index).read_bytes().decode("utf-8"), object_pairs_hook=_distinct)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{index} was to be read.", f"It is damaged: {error}.", "Fetch it again.") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from brim.core.files import regular
 from brim.errors import ModelError
 
 MANIFEST_NAME = "brim.manifest.json"
@@ -95,11 +96,11 @@ def read_manifest(directory: str | Path) -> dict[str, int] | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(regular(path).read_bytes())
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']!r}, and this brim knows {_VERSION}")
         return {str(name): int(value, 16) for name, value in content["checksums"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path} was to be read.", f"It is damaged: {error!r:.200}.", "Delete the folder: brim writes it anew."
         ) from error

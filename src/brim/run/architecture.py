@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from brim.core.files import regular
 from brim.errors import BrimError, ModelError, UnsupportedError
 from brim.estimation.models import class_of
 from brim.memory.checkpoint_files import TensorSource
@@ -36,12 +37,12 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
     """The transformers config in ``directory``; quantized checkpoints and remote code are refused."""
     path = directory / "config.json"
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(regular(path).read_bytes())
     except FileNotFoundError as error:
         raise ModelError(
             f"{directory} was given as the model.", "It has no config.json.", "Give the folder save_pretrained wrote."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} was to be read.", f"It is damaged: {error}.", "Fetch it again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} was to be read.", "It is not a JSON object.", "Fetch it again.")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import codec
+from brim.core.files import regular
 from brim.errors import FormatError, ModelError
 
 MANIFEST_NAME = "brim.checkpoint.json"
@@ -63,7 +64,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     asked = f"{folder} was to be read as a training checkpoint."
     try:
-        document = json.loads(path.read_bytes().decode("utf-8"))
+        document = json.loads(regular(path).read_bytes().decode("utf-8"))
         claimed = document.pop("checksum")
     except FileNotFoundError as error:
         raise ModelError(asked, f"It has no {MANIFEST_NAME}.", "Give a folder that brim train wrote.") from error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from brim.core.files import regular
 from brim.errors import UsageError
 from brim.run.data_rows import FORMS, MESSAGES, TEXT, as_messages
 from brim.units import MIB
@@ -73,7 +74,7 @@ class Lines:
 def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Where each line begins, and the line."""
     try:
-        with open(path, "rb") as file:
+        with regular(path).open("rb") as file:
             number, offset = 0, 0
             while raw := file.readline(_MAX_LINE_BYTES):
                 number += 1
@@ -88,7 +89,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _is_list(path: Path) -> bool:
     """Whether a ``.json`` file is one list: with an object in each line it is JSONL by another name."""
     try:
-        with open(path, "rb") as file:
+        with regular(path).open("rb") as file:
             while (raw := file.read(_READ_BYTES)) and not raw.strip(_BOM + b" \t\r\n"):
                 pass
     except OSError as error:
@@ -101,7 +102,7 @@ def _read_elements(path: Path) -> Iterator[tuple[int, bytes]]:
     held, base, at, depth, begin = b"", 0, 0, 0, 0
     number, ended = 0, False
     try:
-        with open(path, "rb") as file:
+        with regular(path).open("rb") as file:
             while True:
                 found = _TOKEN.search(held, at)
                 if found is None or (found[0].startswith(b'"') and found.end() == len(held) and not ended):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import brim
+from brim.core.files import regular
 from brim.errors import UsageError
 from brim.measure.cache import build_once, cache_folder, fingerprint
 
@@ -96,7 +97,7 @@ def text_pieces(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     held, lines = "", 1
     try:
-        with open(path, "rb") as file:
+        with regular(path).open("rb") as file:
             while True:
                 raw = file.read(_READ_BYTES)
                 text = _decoded(decoder, raw, path, lines)

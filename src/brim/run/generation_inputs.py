@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from brim.core.files import regular
 from brim.errors import ModelError, UsageError
 
 
@@ -19,7 +20,8 @@ def read_prompts(path: Path) -> list[str]:
     Raises UsageError with the number of a line that is no prompt.
     """
     try:
-        raw = path.read_bytes()
+        given = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # by a shell, which writes to it
+        raw = (path if given else regular(path)).read_bytes()
     except OSError as error:
         raise UsageError(f"Prompts were to be read from {path}.", f"{error.strerror}.", "Check the path.") from error
     prompts = []

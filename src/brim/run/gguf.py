@@ -28,8 +28,8 @@ from brim.errors import BrimError, ModelError, TransferError, UnsupportedError
 from brim.measure.cache import build_once, cache_folder, fingerprint
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import write_manifest
+from brim.run.gguf_header import check_header
 
-_MAGIC = b"GGUF"
 _REFUSED = 3  # the child's exit code for an error that it explains on its standard output
 _ERRORS = {kind.__name__: kind for kind in (ModelError, TransferError, UnsupportedError)}
 _ROWS_BYTES = 16 << 20  # dequantization makes several copies of what it works on
@@ -41,10 +41,7 @@ def convert_gguf(path: Path) -> Path:
     Raises ModelError when the file is no GGUF, damaged or cut short, UnsupportedError when transformers does not
     know its architecture, TransferError when the disk refuses.
     """
-    with path.open("rb") as file:
-        magic = file.read(len(_MAGIC))
-    if magic != _MAGIC:
-        raise _damaged(path, f"It begins with {magic!r}, not with {_MAGIC!r}.")
+    check_header(path)
     from importlib.metadata import version
 
     key = fingerprint([path], brim.__version__, version("transformers"), version("gguf"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.errors import ModelError, UnsupportedError
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checksums import read_manifest, verify_hub_blob
 from brim.run.architecture import BuiltModule, build_module, model_class, read_config
@@ -16,18 +16,7 @@ from brim.run.converted import convert_tensors
 from brim.run.dtypes import check_dtypes
 from brim.run.file_tensor import FileTensor
 from brim.run.gguf import convert_gguf
-
-# Weights as safetensors, and what a config and a tokenizer need. Nothing that can run code.
-_HUB_PATTERNS = (
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "*.json",
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "*.jinja",
-)
+from brim.run.location import locate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,40 +126,6 @@ def read_tokenizer(folder: Path, name: str) -> Any:
             f"The tokenizer of {name} was to be read from {folder}.",
             f"{' '.join(str(error).split()) or type(error).__name__:.300}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into that folder.",
-        ) from error
-
-
-def locate(model: str | Path, *, trust_remote_code: bool = False) -> Path:
-    """The local file or folder that MODEL means; a hub id is fetched first."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        if path.suffix.lower() != ".gguf":
-            raise UsageError(
-                f"{path} was given as the model.", "It is neither a folder nor a .gguf file.", "Give its folder."
-            )
-        return path
-    parts = str(model).split("/")
-    is_hub_id = isinstance(model, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..", "~")
-    if not is_hub_id or path.suffix.lower() in (".gguf", ".safetensors", ".bin"):
-        raise ModelError(f"{model} was given as the model.", "There is no such file or folder.", "Check the path.")
-    return _fetch(str(model), trust_remote_code)
-
-
-def _fetch(repo: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else list(_HUB_PATTERNS)
-    try:
-        folder: str = snapshot_download(repo, allow_patterns=patterns)
-        return Path(folder)
-    except Exception as error:  # the hub client's errors have no common base: network, name, access, disk
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(
-            f"{repo} was given as the model.",
-            f"There is no such file or folder, and it could not be fetched from the Hugging Face hub: {first:.300}",
-            "Check the name, the network and (for gated models) HF_TOKEN, or give a local folder or .gguf file.",
         ) from error
 
 

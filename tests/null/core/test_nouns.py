@@ -201,3 +201,19 @@ def test_copies_too_small_for_several_requests_at_once_are_made_one_after_the_ot
     assert [link.seconds(count) for count in (0, 25, 50, 75, 100, 400)] == [0.1, 0.3, 0.5, 0.75, 0.6, 2.1]
     alike = Link(source="ram", target="vram", bytes_per_s=200.0, latency_s=0.1)
     assert [alike.seconds(count) for count in (0, 25, 400)] == [0.1, 0.225, 2.1]
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), -1e-300])
+def test_amounts_are_numbers_from_0_on(value):
+    plan = Plan(
+        model="m", hardware="h", task="train", budget_bytes={"ram": 8}, decisions=(), promise=Promise(peak_bytes={})
+    )
+    document = plan.to_json()
+    for wrong in (
+        document | {"budget_bytes": {"ram": value}},
+        document | {"promise": document["promise"] | {"step_s": value}},
+        document | {"decisions": [{"technique": "t", "block": "", "choice": "c", "bytes": value}]},
+    ):
+        with pytest.raises(FormatError):
+            Plan.from_json(wrong)
+    assert Plan.from_json(document) == plan

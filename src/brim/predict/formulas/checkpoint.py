@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from brim.core.files import regular
 from brim.errors import ModelError
 from brim.predict.formulas.result import Result, at_least_one, item_bytes, result, written_bytes
 
@@ -56,7 +57,7 @@ def checkpoint_weights(path: str | Path) -> Result:
 def _header(file: Path) -> Mapping[str, Any]:
     """The header: 8 bytes of its length, then JSON of name -> dtype, shape, data_offsets."""
     try:
-        with file.open("rb") as stream:
+        with regular(file).open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > _LARGEST_HEADER_BYTES:
                 raise ValueError(f"it announces a header of {length:,} bytes")
@@ -66,6 +67,6 @@ def _header(file: Path) -> Mapping[str, Any]:
             first, last = entry["data_offsets"]
             if not (type(first) is type(last) is int and 0 <= first <= last and isinstance(entry["dtype"], str)):
                 raise ValueError(f"tensor {name!r} lies at {entry['data_offsets']}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ModelError(f"The safetensors header of {file} was to be read.", f"{error}.") from error
     return dict(header)

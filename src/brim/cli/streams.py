@@ -1,0 +1,107 @@
+"""Standard streams as a command may find them: closed, full, or of few letters.
+
+What cannot be written to the standard output is an error, told once. What cannot be written to the standard error
+stops nothing: there is nobody to tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class OutputError(Exception):
+    """The standard output does not take what was written."""
+
+
+class _Output(io.FileIO):
+    """The standard output: its failures are told from those of every other file, and once."""
+
+    failed = False
+
+    def write(self, data: Any) -> int:
+        if self.failed:  # what is still held is tried again as the process ends
+            return memoryview(data).nbytes
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failed = True
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise OutputError(error.strerror) from error
+
+
+class _Notes(io.FileIO):
+    """The standard error: what it does not take is lost."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """While open, ``sys.stdout`` and ``sys.stderr`` take any letter, as ``\\xe9`` where their encoding has none.
+
+    Raises OutputError, once it is told, where the standard output did not take what was written.
+    """
+    _open_what_is_closed()
+    before = sys.stdout, sys.stderr
+    if not _is_file(sys.stdout, 1) or not _is_file(sys.stderr, 2):  # somebody captures them
+        yield
+        return
+    made = [_replacement(stream, kind) for stream, kind in zip(before, (_Output, _Notes), strict=True)]
+    sys.stdout, sys.stderr = made
+    try:
+        yield
+        made[0].flush()
+    except OutputError as error:
+        made[1].write(f"Error: The output could not be written: {error}.\n")
+        raise
+    finally:  # they may live on, in what writes logs
+        with contextlib.suppress(OutputError, OSError):
+            made[0].flush()
+        sys.stdout, sys.stderr = before
+
+
+def _open_what_is_closed() -> None:
+    """A closed stream's number would be given to the next file that is opened, and be written to by libraries.
+
+    As others do, a closed output is opened so that writing fails, and a closed input so that it is at its end.
+    """
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, mode)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115  # for good
+
+
+def _is_file(stream: object, number: int) -> bool:
+    try:
+        return type(stream) is io.TextIOWrapper and stream.fileno() == number
+    except (OSError, ValueError):
+        return False
+
+
+def _replacement(stream: Any, kind: type[io.FileIO]) -> io.TextIOWrapper:
+    stream.flush()
+    raw = kind(stream.fileno(), "w", closefd=False)
+    buffered = stream.line_buffering or stream.isatty() or kind is _Notes
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace", line_buffering=buffered
+    )
+
+
+__all__ = ["OutputError", "standard_streams"]

@@ -1,0 +1,100 @@
+"""The header of a GGUF file, checked before a library takes it at its word: its counts are loops there.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+from brim.core.files import regular
+from brim.errors import ModelError
+
+_MAGIC = b"GGUF"
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a value, by its type
+_STRING, _ARRAY = 8, 9
+_LEAST_ENTRY_BYTES = 8 + 4 + 1  # a key's length, a type, a value
+_LEAST_TENSOR_BYTES = 8 + 4 + 4 + 8  # a name's length, dimensions, type, offset
+_MOST_DEPTH, _MOST_DIMENSIONS = 4, 8
+_MOST_VALUES = 1 << 22  # in all arrays: a library takes microseconds for each, and vocabularies have a tenth of that
+
+
+def check_header(path: Path) -> None:
+    """Raise ModelError unless every count and length in the header of ``path`` is of what the file has room for."""
+    try:
+        with regular(path).open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            magic = file.read(len(_MAGIC))
+            if magic != _MAGIC:
+                raise ValueError(f"It begins with {magic!r}, not with {_MAGIC!r}")
+            _Header(file, size_bytes).check()
+    except OSError as error:
+        raise ModelError(f"{path} was to be read as GGUF.", f"{error.strerror}.", "Check the path.") from error
+    except ValueError as error:
+        raise ModelError(f"{path} was to be read as GGUF.", f"{error}.", "Fetch the file again.") from error
+
+
+class _Header:
+    def __init__(self, file: BinaryIO, size_bytes: int) -> None:
+        self._file, self._size = file, size_bytes
+        self._order, self._values = "<", 0
+
+    def check(self) -> None:
+        version = self._number("I")
+        if version & 0xFFFF == 0:  # as written by a machine of the other byte order
+            self._order, version = ">", version >> 24
+        if version < 2:
+            raise ValueError(f"It is of version {version} of the format; versions from 2 on are read")
+        tensors, entries = self._number("Q"), self._number("Q")
+        self._has_room(entries, _LEAST_ENTRY_BYTES, "entries of metadata")
+        self._has_room(tensors, _LEAST_TENSOR_BYTES, "tensors")
+        for _ in range(entries):
+            self._skip(self._number("Q"))
+            self._value(self._number("I"), 0)
+        for _ in range(tensors):
+            self._skip(self._number("Q"))
+            dimensions = self._number("I")
+            if dimensions > _MOST_DIMENSIONS:
+                raise ValueError(f"A tensor has {dimensions} dimensions")
+            self._skip(8 * dimensions + 4 + 8)
+
+    def _value(self, kind: int, depth: int) -> None:
+        if kind in _SIZES:
+            self._skip(_SIZES[kind])
+        elif kind == _STRING:
+            self._skip(self._number("Q"))
+        elif kind == _ARRAY and depth < _MOST_DEPTH:
+            inner, count = self._number("I"), self._number("Q")
+            self._has_room(count, _SIZES.get(inner, 8), "values")
+            self._values += count
+            if self._values > _MOST_VALUES:
+                raise ValueError(f"Its arrays have {self._values} values; at most {_MOST_VALUES} are read")
+            if inner in _SIZES:
+                self._skip(count * _SIZES[inner])
+                return
+            for _ in range(count):
+                self._value(inner, depth + 1)
+        else:
+            raise ValueError(f"A value is of the unknown type {kind}, or arrays are nested too deep")
+
+    def _number(self, code: str) -> int:
+        size = struct.calcsize(code)
+        raw = self._file.read(size)
+        if len(raw) < size:
+            raise ValueError("It is cut short: its header is not complete")
+        return int(struct.unpack(self._order + code, raw)[0])
+
+    def _skip(self, count: int) -> None:
+        self._has_room(count, 1, "bytes")
+        self._file.seek(count, os.SEEK_CUR)
+
+    def _has_room(self, count: int, each_bytes: int, what: str) -> None:
+        left = self._size - self._file.tell()
+        if count * each_bytes > left:
+            raise ValueError(f"It announces {count} {what}, and {left} bytes of it are left")
+
+
+__all__ = ["check_header"]

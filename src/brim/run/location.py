@@ -1,0 +1,89 @@
+"""What MODEL means, before anything large is loaded: most mistakes are in what was typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from brim.core.files import special_file
+from brim.errors import ModelError, UsageError
+
+# Weights as safetensors, and what a config and a tokenizer need. Nothing that can run code.
+_HUB_PATTERNS = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "*.json",
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "*.jinja",
+)
+
+
+def locate(model: str | Path, *, trust_remote_code: bool = False) -> Path:
+    """The local file or folder that MODEL means; a hub id is fetched first.
+
+    Raises ModelError for one that is not there or cannot be fetched, UsageError for what is no model.
+    """
+    found = local(model)
+    return _fetch(str(model), trust_remote_code) if found is None else found
+
+
+def local(model: str | Path) -> Path | None:
+    """The file or folder that MODEL means; None for what may be a hub id. Raises as ``locate``."""
+    path = expanded(model)
+    try:
+        if path.is_dir():
+            return _checked(path)
+        is_file, is_there = path.is_file(), path.exists()
+    except OSError as error:
+        raise ModelError(f"{model} was given as the model.", f"{error.strerror}.", "Check the path.") from error
+    if is_there and (not is_file or path.suffix.lower() != ".gguf"):
+        raise UsageError(
+            f"{path} was given as the model.", "It is neither a folder nor a .gguf file.", "Give its folder."
+        )
+    if is_file:
+        return path
+    parts = str(model).split("/")
+    is_hub_id = isinstance(model, str) and len(parts) <= 2 and all(parts) and parts[0] not in (".", "..", "~")
+    if not is_hub_id or path.suffix.lower() in (".gguf", ".safetensors", ".bin"):
+        raise ModelError(f"{model} was given as the model.", "There is no such file or folder.", "Check the path.")
+    return None
+
+
+def expanded(model: str | Path) -> Path:
+    """With the home folder for ``~``. Raises ModelError where nobody has that name."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"{model} was given as the model.", f"{error}", "Write the path in full.") from error
+
+
+def _checked(folder: Path) -> Path:
+    """Libraries open what they find there, and would wait for a pipe for ever."""
+    if (found := special_file(folder)) is not None:
+        raise ModelError(
+            f"{folder} was given as the model.",
+            f"{found[0]}: {found[1]}.",
+            "Give the folder that was fetched or saved.",
+        )
+    return folder
+
+
+def _fetch(repo: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_HUB_PATTERNS, "*.py"] if trust_remote_code else list(_HUB_PATTERNS)
+    try:
+        folder: str = snapshot_download(repo, allow_patterns=patterns)
+        return Path(folder)
+    except Exception as error:  # the hub client's errors have no common base: network, name, access, disk
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(
+            f"{repo} was given as the model.",
+            f"There is no such file or folder, and it could not be fetched from the Hugging Face hub: {first:.300}",
+            "Check the name, the network and (for gated models) HF_TOKEN, or give a local folder or .gguf file.",
+        ) from error
+
+
+__all__ = ["expanded", "local", "locate"]
