@@ -149,16 +149,13 @@ def test_a_disk_budget_that_is_too_small_says_what_would_do_and_that_does(
     assert 0 < json.loads(out)["measured_bytes"]["disk"] <= int(least[1]) << 20
 
 
-def test_a_loss_that_is_no_number_ends_it_and_the_checkpoint_before_the_bad_weights_is_there(
+def test_a_step_that_spoils_the_weights_ends_it_and_the_checkpoint_before_is_there(
     cli: Cli, text: Path, output: Path, quick_trainings: None
 ) -> None:
     assert cli(text, "--steps", "2", "--save-every", "1")[0] == 0
     options = ["--steps", "6", "--save-every", "1", "--resume"]
-    refused(cli(text, "--lr", "1e30", *options), "Its loss is nan", "--resume", "delete that one")
-    good, *spoilt = steps(output)  # the loss of a step shows what the steps before it have done
-    assert good == 2 and spoilt and course(output)[-1][0] == spoilt[-1] + 1
-    for bad in spoilt:
-        shutil.rmtree(output / f"step-{bad:06d}")
+    refused(cli(text, "--lr", "1e38", *options), "values that are not finite", "--resume")
+    assert steps(output) == [1, 2]
     code, _, err = cli(text, *options)
     assert code == 0, err
     assert [step for step, _ in course(output)] == [1, 2, 3, 4, 5, 6]

@@ -218,8 +218,9 @@ def test_no_room_for_the_model_at_the_end_is_one_error_and_resuming_writes_it(
     with monkeypatch.context() as patch, pytest.raises(TransferError, match="the checkpoints are as they were"):
         patch.setattr(Path, "write_bytes", refuse)
         train(request(tiny, text, tmp_path, steps=2, save_every=1))
-    left = tmp_path / ".model.safetensors.1234.partial"  # as a killed process leaves it
-    left.write_bytes(b"half")
+    left = tmp_path / ".model.partial"  # as a killed process leaves it
+    left.mkdir()
+    (left / ".model.safetensors.1234.partial").write_bytes(b"half")
     train(request(tiny, text, tmp_path, steps=2, save_every=1, resume=True))
     assert not left.exists()
     assert (tmp_path / "model.safetensors").exists()

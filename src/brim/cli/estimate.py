@@ -10,7 +10,7 @@ import click
 
 from brim.cli import estimate_ranks
 from brim.cli.loading import MODELS, load
-from brim.cli.options import DESCRIBED_MODEL, html_option, json_option, print_json, write_html
+from brim.cli.options import DESCRIBED_MODEL, Command, html_option, json_option, print_json, write_html
 from brim.cli.split_options import split_of, split_options
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -72,7 +72,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", type=DESCRIBED_MODEL)
 @_options
 def estimate(

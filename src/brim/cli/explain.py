@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from brim.cli.options import OutputFile, html_option, json_option, print_json, readable, write_html
+from brim.cli.options import TRACE, Command, OutputFile, html_option, json_option, print_json, readable, write_html
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
     from brim.cli.explained import Explained
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("sources", type=click.Path(path_type=Path, allow_dash=True), metavar="FILE...", nargs=-1)
 @click.option("--diff", "compared", is_flag=True, help="Compare two files of one kind: BEFORE AFTER.")
 @click.option(
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--perfetto",
-    type=OutputFile(),
+    type=OutputFile(TRACE),
     help="Also write the run as a trace for ui.perfetto.dev.",
 )
 @html_option

@@ -18,6 +18,8 @@ from brim.cli.options import (
     MODEL,
     RAM_HELP,
     VRAM_HELP,
+    Command,
+    Finite,
     device_option,
     html_option,
     json_option,
@@ -46,7 +48,7 @@ class _AutoOr(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
 _AUTO_OR = _AutoOr()
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", type=MODEL)
 @click.option(
     "--prompt", help="What to go on from; put into the chat template where there is one. - reads it from stdin."
@@ -88,9 +90,7 @@ _AUTO_OR = _AutoOr()
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model. Off by default.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Split the model over so many GPUs, or CPU processes.")
 @click.option("--split", type=click.Choice(["layers", "tensors"]), help="What --gpus split.  [default: layers]")
-@click.option(
-    "--timeout", type=click.FloatRange(min=1), help="With --gpus: seconds to wait for a rank.  [default: 600]"
-)
+@click.option("--timeout", type=Finite(min=1), help="With --gpus: seconds to wait for a rank.  [default: 600]")
 @html_option
 @json_option
 def generate(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from brim.core.replacing import identities
 from brim.errors import UsageError
 from brim.units import format_bytes, is_share, parse_bytes
 
@@ -70,17 +72,80 @@ class _DescribedModel(_Model):
         return str(value)
 
 
-class OutputFile(click.Path):
-    """A file in a folder that exists: said at once, not after a run of hours."""
+# Kinds of files that brim writes, each with what such a file begins with.
+HTML = ("a page", (b"<!doctype html>",))
+JSON = ("a JSON document", (b"{",))
+SVG = ("an SVG picture", (b"<svg", b"<?xml"))
+TRACE = ("a trace for Perfetto", (b'{"displayTimeUnit": "ms", "traceEvents"', b"\x1f\x8b"))  # gzip's first bytes
+_MOST_FIRST_BYTES = 64
 
-    def __init__(self) -> None:
+
+class OutputFile(click.Path):
+    """A file in a folder that exists, new or of the ``kinds`` that are written there: said at once, not after a run
+    of hours. What else is there was named by mistake, and stays."""
+
+    def __init__(self, *kinds: tuple[str, tuple[bytes, ...]]) -> None:
         super().__init__(path_type=Path, dir_okay=False, writable=True)
+        self._kinds = kinds
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path: Any = super().convert(value, param, ctx)
-        if not Path(path).parent.is_dir():
-            self.fail(f"'{Path(path).parent}' is not a folder.", param, ctx)
+        path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
+        if not path.parent.is_dir():
+            self.fail(f"'{path.parent}' is not a folder.", param, ctx)
+        if path.is_file() and not self._is_own(path):
+            kinds = " or ".join(name for name, _ in self._kinds)
+            self.fail(f"'{path}' is there already, and is not {kinds}. Name another file, or delete it.", param, ctx)
         return path
+
+    def _is_own(self, path: Path) -> bool:
+        try:
+            with path.open("rb") as file:
+                first = file.read(_MOST_FIRST_BYTES)
+        except OSError:  # it may be written and not read
+            return False
+        return not first or any(first.lower().startswith(begin.lower()) for _, many in self._kinds for begin in many)
+
+
+class Command(click.Command):
+    """A command that writes to none of the files that it reads, whatever their names (links, mounts, ``..``), and no
+    two results to one file."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        read, written = identities(self._inputs(ctx)), set[Path]()
+        for option in self.params:
+            path = ctx.params.get(option.name or "")
+            if not isinstance(option.type, OutputFile) or path is None or (path.exists() and not path.is_file()):
+                continue  # a pipe or a device takes what comes
+            asked = f"{option.opts[0]} {path} was given."
+            for same in (read[one] for one in identities([path]) if one in read):
+                raise UsageError(asked, f"It is {same}, which is read.", "Name another file.")
+            if path.resolve() in written:
+                raise UsageError(asked, "Another result goes there too.", "Name another file.")
+            written.add(path.resolve())
+        return super().invoke(ctx)
+
+    def _inputs(self, ctx: click.Context) -> Iterator[Path]:
+        for param in self.params:
+            given = ctx.params.get(param.name or "")
+            if isinstance(param.type, OutputFile):
+                continue
+            for one in given if isinstance(given, tuple) else (given,):
+                if isinstance(one, Path):
+                    yield one
+                elif isinstance(one, str) and isinstance(param, click.Argument):  # MODEL, or file.py:function
+                    yield from (Path(one).expanduser(), Path(one.partition(":")[0]))
+
+
+class Finite(click.FloatRange):
+    """A number that is one, within the range."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 MODEL, DESCRIBED_MODEL = _Model(), _DescribedModel()
@@ -98,7 +163,7 @@ def json_option(command: F) -> F:
 def html_option(command: F) -> F:
     """``--html``, given to the command as ``html``: None, or where ``write_html`` is to write."""
     text = "Also write a report with pictures: one file, no network."
-    return click.option("--html", type=OutputFile(), help=text)(command)
+    return click.option("--html", type=OutputFile(HTML), help=text)(command)
 
 
 def device_option(command: F) -> F:

@@ -12,7 +12,18 @@ import click
 from click.core import ParameterSource
 
 from brim.cli.loading import load
-from brim.cli.options import BUDGET, DESCRIBED_MODEL, OutputFile, html_option, json_option, print_json
+from brim.cli.options import (
+    BUDGET,
+    DESCRIBED_MODEL,
+    JSON,
+    SVG,
+    Command,
+    Finite,
+    OutputFile,
+    html_option,
+    json_option,
+    print_json,
+)
 from brim.cli.plan_page import tiers_of, write_page
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -62,7 +73,7 @@ _OPTIONS = [
     ),
     click.option("--global-batch", type=_COUNT, help="Sequences of a step on all --gpus. [default: 8 for each]"),
     click.option("--compare-gpus", metavar="1,2,4,8", help="Compare a training on so many GPUs."),
-    click.option("--price", type=click.FloatRange(min=0), help="Of one GPU for an hour, beside --compare-gpus."),
+    click.option("--price", type=Finite(min=0), help="Of one GPU for an hour, beside --compare-gpus."),
     click.option("--precisions", is_flag=True, help="Show what each kind of block takes in int8 and in 16 bits."),
     click.option(
         "--router-statistics",
@@ -72,7 +83,7 @@ _OPTIONS = [
     click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
     click.option(
         "--output",
-        type=OutputFile(),
+        type=OutputFile(JSON, SVG),
         help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
     ),
     html_option,
@@ -94,7 +105,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", type=DESCRIBED_MODEL)
 @_options
 def plan(

@@ -10,6 +10,7 @@ from typing import Any
 
 from brim.cli.loading import MODELS, load
 from brim.cli.options import print_json
+from brim.core.replacing import write_text
 from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes, format_seconds
 
@@ -156,6 +157,6 @@ def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
         unit="h",
     )
     try:
-        path.write_text(drawn, encoding="utf-8")
+        write_text(path, drawn)
     except OSError as error:
         raise UsageError(f"A plot was to be written to {path}.", f"{error}.", "Name another file.") from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from brim.cli.options import print_json, write_html
+from brim.core.replacing import write_text
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def show(request: Request, plot: Path | None, html: Path | None, as_json: bool) 
 
 def _write_plot(path: Path, found: Regimes) -> None:
     try:
-        path.write_text(found.svg(), encoding="utf-8")
+        write_text(path, found.svg())
     except OSError as error:
         raise UsageError(f"A plot was to be written to {path}.", f"{error}.", "Name another file.") from error
     click.echo(f"plot: {path}", err=True)

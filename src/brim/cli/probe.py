@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from brim.cli.options import device_option, json_option, print_json
+from brim.cli.options import Command, device_option, json_option, print_json
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from brim.measure.probe import Device
 
 
-@click.command()
+@click.command(cls=Command)
 @json_option
 @device_option
 @click.option("--refresh", is_flag=True, help="Measure again even if this machine was measured before.")

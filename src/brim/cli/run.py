@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 
-from brim.cli.options import BUDGET, RAM_HELP, VRAM_HELP, OutputFile
+from brim.cli.options import BUDGET, HTML, JSON, RAM_HELP, VRAM_HELP, Command, OutputFile
 
 
-class _Command(click.Command):
+class _Command(Command):
     """Options end with the script's name, or with ``-m MODULE``, as they do for python."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -43,7 +43,7 @@ class _Command(click.Command):
     show_default=True,
     help="cpu: what the program does with CUDA is done on the CPU where there is no CUDA.",
 )
-@click.option("--report", type=OutputFile(), help="Write what became of each model: .html or .json.")
+@click.option("--report", type=OutputFile(HTML, JSON), help="Write what became of each model: .html or .json.")
 @click.option("--managed", is_flag=True, help="In unified mode: managed memory instead of page-locked RAM.")
 @click.option("--insist", is_flag=True, help="Managed memory beyond what the device has free. It can hang a driver.")
 @click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")

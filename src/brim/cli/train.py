@@ -15,6 +15,8 @@ from brim.cli.options import (
     MODEL,
     RAM_HELP,
     VRAM_HELP,
+    Command,
+    Finite,
     device_option,
     html_option,
     json_option,
@@ -54,6 +56,9 @@ class _AutoOr(click.ParamType):  # type: ignore[type-arg]
         return None if value in (None, "auto") else self._range.convert(value, param, ctx)
 
 
+_SEED = click.IntRange(-(2**63), 2**64 - 1)  # as torch.manual_seed
+
+
 def _auto_choice(*values: str) -> click.Choice:  # type: ignore[type-arg]
     return click.Choice(["auto", *values])
 
@@ -85,14 +90,12 @@ def _what() -> list[Callable[..., Any]]:
         click.option("--seq", type=click.IntRange(min=2), default=1024, show_default=True, help="Tokens a sequence."),
         click.option("--steps", type=click.IntRange(min=1), help="How many steps; default: as --epochs says."),
         click.option("--epochs", type=click.IntRange(min=1), help="How often through the data.  [default: 1]"),
-        click.option("--lr", type=click.FloatRange(min=0), default=2e-5, show_default=True),
+        click.option("--lr", type=Finite(min=0), default=2e-5, show_default=True),
         click.option(
             "--warmup", type=click.IntRange(min=0), default=0, help="Steps over which lr grows to its value."
         ),
         click.option("--schedule", type=click.Choice(["constant", "cosine"]), default="constant", show_default=True),
-        click.option(
-            "--clip-norm", type=click.FloatRange(min=0, min_open=True), help="Largest norm of all gradients."
-        ),
+        click.option("--clip-norm", type=Finite(min=0, min_open=True), help="Largest norm of all gradients."),
     ]
 
 
@@ -122,7 +125,11 @@ def _how() -> list[Callable[..., Any]]:
             help="Who hears of every step; may be given twice.  [default: tensorboard where it is installed]",
         ),
         click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output."),
-        click.option("--seed", type=int, default=0, show_default=True, help="Of data order, adapters and dropout."),
+        click.option(
+            "--overwrite", is_flag=True, help="Take the place of the model, or of the training, that is in --output."
+        ),
+        click.option("--allow-non-finite", is_flag=True, help="Go on with, and save, what is not finite (NaN, inf)."),
+        click.option("--seed", type=_SEED, default=0, show_default=True, help="Of data order, adapters and dropout."),
         click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
     ]
 
@@ -145,7 +152,7 @@ def _ranks() -> list[Callable[..., Any]]:
         ),
         click.option("--cp", type=click.IntRange(min=1), help="Under torchrun: ranks that share a sequence."),
         click.option("--sp", is_flag=True, help="With --tp: split the sequence too, between the matrices."),
-        click.option("--timeout", type=click.FloatRange(min=1), help="Seconds to wait for a rank.  [default: 600]"),
+        click.option("--timeout", type=Finite(min=1), help="Seconds to wait for a rank.  [default: 600]"),
     ]
 
 
@@ -156,7 +163,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", type=MODEL)
 @_options
 def train(

@@ -7,14 +7,12 @@ writes it. Elsewhere it is the process's resident memory over time, as a Timelin
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pickle
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -23,11 +21,13 @@ import psutil
 
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM
+from brim.core.replacing import replacing
 from brim.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 STACKS = ("python", "all")
+_FIRST_BYTES = (b"\x80", b"{")  # of a recording: pickle's mark, or a Timeline's JSON
 _open = threading.Lock()  # PyTorch has one recorder, so at most one watch is open
 
 
@@ -53,7 +53,7 @@ class watch:
 
     A recording of PyTorch's that is on already is used as it is, with its own settings, and left on.
 
-    Raises UsageError for a nested watch, or a folder that is not there.
+    Raises UsageError for a nested watch, a folder that is not there, or a ``path`` that holds something else.
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class watch:
     def __enter__(self) -> watch:
         if not self.path.absolute().parent.is_dir():
             raise UsageError(self._asked, f"There is no folder {self.path.absolute().parent}.")
+        if self.path.is_file() and self.path.stat().st_size and self._first_byte() not in _FIRST_BYTES:
+            raise UsageError(self._asked, "That file is there already, and is no recording.", "Name another file.")
         if not _open.acquire(blocking=False):
             raise UsageError(self._asked, "Another watch is open.", "Use one around the whole run.")
         self.written, self.failure = 0, None
@@ -94,6 +96,10 @@ class watch:
             _open.release()
             raise
         return self
+
+    def _first_byte(self) -> bytes:
+        with self.path.open("rb") as file:
+            return file.read(1)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -148,7 +154,7 @@ class watch:
         """Raises nothing: what is under way is an out-of-memory error, which must not be hidden by another one."""
         assert self._recorder is not None
         try:
-            with atomic(self.path) as made:
+            with replacing(self.path) as made:
                 self._recorder.write(made, why=why)
             self.written += 1
         except Exception as error:  # the host may be out of memory as well; told when the block is left
@@ -162,20 +168,6 @@ def _wants_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "out of memory" in str(error) or "can't allocate memory" in str(error)
     )
-
-
-@contextlib.contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` that takes its place when all went well, and is gone when not."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
-    os.close(handle)
-    made = Path(name)
-    try:
-        yield made
-        made.replace(path)
-    except BaseException:
-        made.unlink(missing_ok=True)
-        raise
 
 
 class Resident:

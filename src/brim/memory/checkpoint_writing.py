@@ -46,7 +46,7 @@ def write_safetensors(
             file.truncate(len(header) + sum(source.bytes for source in sources.values()))
             os.fsync(file.fileno())
         partial.replace(path)
-        sync_folder(path.parent)
+        sync_path(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise TransferError(
@@ -97,9 +97,9 @@ def _write_tensor(descriptor: int, source: TensorSource, tensor: torch.Tensor) -
     return checksum(flat)
 
 
-def sync_folder(folder: Path) -> None:
-    """A rename is on the disk only once its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Bring a file to the disk; or a folder: a rename is on the disk only once its folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -27,6 +27,7 @@ from brim.memory.direct_io import CHUNK_BYTES, DirectReader, OpenFiles, write_pa
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer
 from brim.memory.recorder import Recorder
+from brim.memory.threads import Flag, Worker
 
 _THREAD_NAME = "brim-transfer"
 
@@ -47,7 +48,7 @@ class Ticket:
     """A move under way on a thread."""
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._done = Flag()
         self._error: BrimError | None = None
 
     def finish(self, error: BrimError | None = None) -> None:
@@ -130,7 +131,7 @@ class _Lane:
         self.stopped = threading.Event()
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
         self._retired, self._submitting = False, threading.RLock()
         _lanes.add(self)
 
@@ -149,7 +150,7 @@ class _Lane:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"{_THREAD_NAME}-{self._name}", daemon=True)
+            self._thread = Worker(self._work, f"{_THREAD_NAME}-{self._name}", daemon=True)
             self._thread.start()
 
     def close(self) -> None:

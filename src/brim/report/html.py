@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from brim.core import Plan, Timeline
+from brim.core.replacing import replacing
 from brim.errors import UsageError
 from brim.report.html_data import Detail, view_data
 from brim.report.packing import plain, script_json
@@ -74,7 +75,8 @@ def write(
     """
     document = page(views, title=title, tables=tables, notes=notes, one_axis=one_axis).encode()
     try:
-        Path(path).write_bytes(document)
+        with replacing(path) as made:
+            made.write_bytes(document)
     except OSError as error:
         raise UsageError(f"The report was to be written to {path}.", f"{error}.", "Name another file.") from error
     return len(document)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from brim.core import Event, EventKind, Timeline
+from brim.core.replacing import replacing
 from brim.errors import UsageError
 
 _HELD = {EventKind.ALLOC: 1, EventKind.FREE: -1}
@@ -31,31 +30,17 @@ FURTHER = "further categories"
 def write(path: str | Path, timelines: Sequence[Timeline]) -> None:
     """One trace file of all ``timelines``, packed if its name ends in ``.gz``; whole, or not at all.
 
-    A link, a pipe or a device is written to as it is, so what fails on the way stays there in part.
+    A pipe or a device is written to as it is, so what fails on the way stays there in part.
     Raises UsageError for no timelines, or a file that cannot be written.
     """
     path = Path(path)
     if not timelines:
         raise UsageError(f"A trace was to be written to {path}.", "There is no timeline to write.")
     try:
-        with _place(path) as made:
+        with replacing(path) as made:
             _fill(made, timelines, packed=path.suffix == ".gz")
     except (OSError, ValueError) as error:  # ValueError: a time that is infinite
         raise UsageError(f"A trace was to be written to {path}.", f"{error}.") from error
-
-
-@contextmanager
-def _place(path: Path) -> Iterator[Path]:
-    """Where to write: a file beside ``path`` that takes its place when all went well."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        yield path
-        return
-    made = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield made
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def _fill(path: Path, timelines: Sequence[Timeline], *, packed: bool) -> None:

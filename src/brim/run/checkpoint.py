@@ -35,6 +35,7 @@ from brim.memory.checkpoint_writing import CODES, Layout, plan_safetensors
 from brim.memory.checksums import MANIFEST_NAME as WEIGHTS_MANIFEST_NAME
 from brim.memory.checksums import manifest_text
 from brim.memory.pool import PAGE_BYTES, HostSource, round_up
+from brim.memory.threads import interrupts_held
 from brim.run.checkpoint_manifest import checkpoint_folder
 from brim.run.checkpoint_stream import Ring
 from brim.run.checkpoint_thread import WriterThread
@@ -114,17 +115,21 @@ class Checkpointer:
         extra = dict(files or {})
         groups = [_plan(one, extra) for one in tensors]
         writer = FolderWriter(self._root, step, [plan for group in groups for plan in group])
-        thread = WriterThread(writer, self._ring(), lambda: self._complete(writer, step, document, extra))
+        thread: WriterThread | None = None
         try:
+            ring = self._ring()
+            with interrupts_held():
+                thread = WriterThread(writer, ring, lambda: self._complete(writer, step, document, extra))
             first = 0
             for one, group in zip(tensors, groups, strict=True):
                 thread.feed(first, group, one.values)
                 first += len(group)
+            thread.end()
+            self._writing = thread
         except BaseException:
-            thread.abandon()
+            if thread is not None:
+                thread.abandon()
             raise
-        thread.end()
-        self._writing = thread
         if not self._asynchronous:
             self.finish()
         return checkpoint_folder(self._root, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class Ring:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer, self._at, self._used_bytes = buffer, 0, 0
-        self._changed = threading.Condition()
+        self._given: queue.SimpleQueue[int] = queue.SimpleQueue()  # no lock that an interrupted filler could keep
         # Half of it: a piece that does not fit before the end starts at the beginning, and what it skips is lost.
         self.piece_bytes = min(_PIECE_BYTES, buffer.numel() // 2 // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
         assert self.piece_bytes >= _ALIGNMENT_BYTES, f"{buffer.numel()} bytes are too few"
@@ -56,21 +56,18 @@ class Ring:
         length, end = round_up(bytes, _ALIGNMENT_BYTES), self._buffer.numel()
         begin = self._at if self._at + length <= end else 0
         skipped = 0 if begin == self._at else end - self._at
-        with self._changed:
-            self._changed.wait_for(lambda: abandoned() or self._used_bytes + skipped + length <= end)
-            if abandoned():
-                return None
-            self._used_bytes += skipped + length
+        while self._used_bytes + skipped + length > end and not abandoned():
+            self._used_bytes -= self._given.get()
+        if abandoned():
+            return None
+        self._used_bytes += skipped + length
         self._at = begin + length
         return Window(self._buffer[begin : begin + bytes], skipped + length)
 
     def give(self, window: Window) -> None:
         """Windows come back in the order in which they were taken."""
-        with self._changed:
-            self._used_bytes -= window.cost_bytes
-            self._changed.notify_all()
+        self._given.put(window.cost_bytes)
 
     def wake(self) -> None:
         """Let the filler look again whether it is abandoned."""
-        with self._changed:
-            self._changed.notify_all()
+        self._given.put(0)

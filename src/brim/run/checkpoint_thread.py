@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from brim.memory.threads import Worker
 from brim.run.checkpoint_stream import Ring, Window, pieces
 from brim.run.checkpoint_writer import FolderWriter, PlannedFile
 
@@ -37,7 +38,7 @@ class WriterThread:
         self._error: BaseException | None = None
         self._failed = threading.Event()
         # Not a daemon: a program that ends without waiting for it still gets its checkpoint.
-        self._thread = threading.Thread(target=self._work, name="brim-checkpoint")
+        self._thread = Worker(self._work, "brim-checkpoint", daemon=False)
         self._thread.start()
 
     def feed(self, first: int, plans: Sequence[PlannedFile], values: Iterable[tuple[str, torch.Tensor]]) -> None:

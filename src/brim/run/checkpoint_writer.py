@@ -20,7 +20,7 @@ import torch
 
 import brim
 from brim.memory.checkpoint_files import TensorSource
-from brim.memory.checkpoint_writing import CODES, sync_folder
+from brim.memory.checkpoint_writing import CODES, sync_path
 from brim.memory.checksums import Checksum
 from brim.run.checkpoint_manifest import (
     MANIFEST_NAME,
@@ -134,7 +134,7 @@ class FolderWriter:
         """Write the manifest, compare all with what is on the disk, and give the folder its name."""
         manifest = Manifest(brim=brim.__version__, step=self._step, files=self._entries, state=state)
         self.add(MANIFEST_NAME, to_text(manifest).encode())
-        sync_folder(self._partial)
+        sync_path(self._partial)
         verify(self._partial, manifest)
         old = set_aside(self._target)
         if self._target.exists():  # a run that resumed from before it came here again
@@ -142,7 +142,7 @@ class FolderWriter:
                 _delete(old)
             self._target.rename(old)
         self._partial.rename(self._target)
-        sync_folder(self._root)
+        sync_path(self._root)
         if old.exists():
             _delete(old)
 

@@ -6,7 +6,7 @@ log; whatever ends one rank ends all of them.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
 import signal
 import statistics
@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from brim.errors import BrimError, BudgetError, ModelError, UsageError
+from brim.core.replacing import identities
+from brim.errors import BrimError, BudgetError, ModelError
 from brim.estimation.models import short
 from brim.estimation.parallel import Split
-from brim.run import checkpoint_reading
 from brim.run.data import Batches
 from brim.run.distributed_checkpoint import SplitSaver
 from brim.run.distributed_group import Ranks, joined
@@ -34,11 +34,13 @@ from brim.run.distributed_model import Part, Recipe, build, check, open_whole
 from brim.run.distributed_plan import with_plan
 from brim.run.distributed_request import SplitRequest, SplitTraining
 from brim.run.distributed_step import Stepper, share_of
+from brim.run.finite import check_loss
 from brim.run.models import prepare
+from brim.run.output_folder import OutputFolder, make_writable
 from brim.run.trainee import Trainee
 from brim.run.training import is_out_of_memory
 from brim.run.training_report import Metrics, StepReport
-from brim.run.training_setup import make_writable, open_batches
+from brim.run.training_setup import claim, open_batches
 
 T = TypeVar("T")
 
@@ -78,7 +80,9 @@ def run_joined(timeout_s: float, work: Callable[[Ranks], T]) -> T:
             ranks.give_up(error)
         except Exception as error:
             ranks.give_up(_in_words(error, ranks))
-        except BaseException:  # Ctrl-C, or torchrun's SIGTERM when another rank has ended
+        except KeyboardInterrupt:
+            ranks.leave(128 + signal.SIGINT)
+        except BaseException:  # torchrun's SIGTERM when another rank has ended
             ranks.leave(128 + signal.SIGTERM)
 
 
@@ -119,16 +123,27 @@ class _Run:
         on_step: Callable[[StepReport], None], on_note: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._ranks, self._on_stage, self._on_step, self._on_note = ranks, on_stage, on_step, on_note
-        self._request = replace(request, training=replace(request.training, resume=_resumes(request, ranks)))
+        request.training.check()
+        training, self._overwrite = request.training, request.training.overwrite
+        if _resumes(request, ranks):
+            training = replace(training, resume=True, overwrite=False)
+        self._request = replace(request, training=training)
         self._losses: list[float] = []
         self._times_s: list[float] = []
         self._notes: list[str] = []
 
     def result(self) -> SplitTraining | None:
-        ranks, request = self._ranks, self._request.training
+        ranks = self._ranks
         self._on_stage("opening the model")
-        ranks.agree(self._writable, in_turn=True)
+        output = ranks.agree(self._claim, in_turn=True)
+        with output or contextlib.nullcontext():
+            return self._trained(output)
+
+    def _trained(self, output: OutputFolder | None) -> SplitTraining | None:
+        """``output`` is the first rank's, for all of them."""
+        ranks, request = self._ranks, self._request.training
         opened = ranks.agree(self._open, in_turn=True)
+        ranks.agree(lambda: output.refuse(identities([opened.recipe.folder])) if output else None)
         split = opened.split
         self._on_stage(f"splitting it over {split.describe()}")
         device = ranks.device
@@ -137,14 +152,18 @@ class _Run:
             _take_processors(ranks.per_node, device)
         part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.trainee))
         meter = Watched(part, device, ranks.rank)
-        saver = SplitSaver(ranks, part, opened.recipe, opened.output, request.model)
+        saver = SplitSaver(
+            ranks, part, opened.recipe, opened.output, request.model, allow_non_finite=request.allow_non_finite
+        )
         step = saver.start(opened.batches) if request.resume else 0
+        if request.overwrite:
+            ranks.agree(lambda: output.begin() if output else None)
         for note in saver.notes:
             self._note(note)
         self._on_stage("training")
         self._train(opened, part, mesh, saver, step, meter)
         self._on_stage("saving")
-        saver.export(self._steps(opened), opened.batches, keep=request.save_every is not None)
+        saver.export(self._steps(opened), opened.batches, output, keep=request.save_every is not None)
         meter.write(opened.output)
         allocated = ranks.gathered(meter.peak_bytes)
         in_ram = ranks.gathered(meter.ram_bytes) if split.offload_shards else []
@@ -156,14 +175,13 @@ class _Run:
             output=opened.output, notes=self._notes,
         )  # fmt: skip
 
-    def _writable(self) -> None:
-        output = Path(self._request.training.output).expanduser()
-        make_writable(output)
-        if not self._request.training.resume and checkpoint_reading.steps(output):
-            raise UsageError(
-                f"A training was to be written to {output}.", "There are checkpoints of another one.",
-                "Go on with it by --resume, or give another --output.",
-            )  # fmt: skip
+    def _claim(self) -> OutputFolder | None:
+        """The folder, which the first rank locks for all of them; on the others, that it can be written to."""
+        request = self._request.training
+        if self._ranks.is_first:
+            return claim(replace(request, overwrite=self._overwrite))
+        make_writable(Path(request.output).expanduser())
+        return None
 
     def _open(self) -> _Opened:
         ranks = self._ranks
@@ -215,7 +233,8 @@ class _Run:
             if metrics is not None:
                 metrics.write(report)
             self._on_step(report)
-            _check_loss(report)
+            if not request.allow_non_finite:
+                check_loss(report, opened.output)
             every = request.save_every
             if every and (number + 1) % every == 0 and number + 1 < steps:
                 saver.save(number + 1, opened.batches)
@@ -261,11 +280,3 @@ def _take_processors(per_node: int, device: torch.device) -> None:
 def _resumes(request: SplitRequest, ranks: Ranks) -> bool:
     """Ranks that torchrun has started again go on, whether they were asked to or not."""
     return request.training.resume or ranks.restarts > 0
-
-
-def _check_loss(report: StepReport) -> None:
-    if not math.isfinite(report.loss):
-        raise ModelError(
-            f"Step {report.step} was to be trained.", f"Its loss is {report.loss}.",
-            "Lower --lr, set --clip-norm 1.0, or look at the data of that step.",
-        )  # fmt: skip

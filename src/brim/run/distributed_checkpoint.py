@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from brim.errors import TransferError, UsageError
-from brim.memory.checkpoint_writing import write_safetensors
 from brim.run import checkpoint_reading
 from brim.run.checkpoint_contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint_manifest import checkpoint_folder, partial_folder
@@ -32,6 +31,8 @@ from brim.run.checkpoint_writer import FolderWriter
 from brim.run.data import Batches
 from brim.run.distributed_group import Ranks
 from brim.run.distributed_model import Part, Recipe, open_whole
+from brim.run.finite import diverged, is_finite
+from brim.run.output_folder import OutputFolder
 
 _KEPT = 2
 _READ_BYTES = 1 << 30  # of whole tensors at once where the model itself is written
@@ -41,7 +42,11 @@ _STATE = "optimizer:"  # before the name of an optimizer's state: PARAMETER and 
 class SplitSaver:
     """Writes and reads the checkpoints of one training, on every rank at once."""
 
-    def __init__(self, ranks: Ranks, part: Part, recipe: Recipe, output: Path, model: str | Path) -> None:
+    def __init__(
+        self, ranks: Ranks, part: Part, recipe: Recipe, output: Path, model: str | Path, *,
+        allow_non_finite: bool = False,
+    ) -> None:  # fmt: skip
+        self._allow_non_finite = allow_non_finite
         self._ranks, self._part, self._recipe = ranks, part, recipe
         self._output, self._model = output, str(model)
         self._course = {"MODEL": self._model, "--optimizer": recipe.optimizer, "--precision": recipe.precision}
@@ -84,7 +89,9 @@ class SplitSaver:
                 )
 
     def save(self, step: int, batches: Batches) -> None:
-        """A checkpoint after ``step`` steps. Raises TransferError on every rank when the disk refuses on any."""
+        """A checkpoint after ``step`` steps. Raises on every rank what it raises on any: TransferError when the disk
+        refuses, ModelError for what is not finite."""
+        self._ranks.agree(self._check_finite)
         ranks, folder = self._ranks, partial_folder(checkpoint_folder(self._output, step))
         writer = FolderWriter(self._output, step, ())
         ranks.agree(lambda: _told(folder, writer.create) if ranks.is_first else None)
@@ -97,6 +104,12 @@ class SplitSaver:
         gathered: list[Any] | None = [None] * ranks.world if ranks.is_first else None
         dist.gather_object(mine, gathered)
         ranks.agree(lambda: _told(folder, lambda: self._commit(writer, gathered, batches)) if gathered else None)
+
+    def _check_finite(self) -> None:
+        """Each rank looks at its own part."""
+        bad = (name for name, tensor in self._tensors().items() if not is_finite(tensor))
+        if not self._allow_non_finite and (name := next(bad, None)) is not None:
+            raise diverged(name.removeprefix(_STATE))
 
     def _own_entries(self, folder: Path) -> dict[str, Any]:
         """What this rank has written: PyTorch numbers its files from 1 on by rank."""
@@ -114,36 +127,30 @@ class SplitSaver:
         writer.commit(state)
         writer.prune(_KEPT, ())
 
-    def export(self, step: int, batches: Batches, *, keep: bool) -> None:
+    def export(self, step: int, batches: Batches, output: OutputFolder | None, *, keep: bool) -> None:
         """The model itself into the output folder, as transformers reads it, from a last checkpoint that goes
-        again where none were asked for."""
+        again where none were asked for. ``output`` is that folder on the first rank."""
         self.save(step, batches)
-        self._ranks.agree(lambda: self._export(step, keep=keep) if self._ranks.is_first else None)
+        self._ranks.agree(lambda: self._export(step, output, keep=keep) if output else None)
 
-    def _export(self, step: int, *, keep: bool) -> None:
+    def _export(self, step: int, output: OutputFolder, *, keep: bool) -> None:
         folder = checkpoint_folder(self._output, step)
         if self._recipe.method == "lora":
-            _told(self._output, lambda: self._write_adapter(folder))
+            _told(self._output, lambda: self._write_adapter(folder, output))
         else:
-            self._write_model(folder)
+            self._write_model(folder, output)
         if not keep:
             _told(self._output, lambda: shutil.rmtree(folder))
 
-    def _write_adapter(self, folder: Path) -> None:
+    def _write_adapter(self, folder: Path, output: OutputFolder) -> None:
         trainee = open_whole(self._recipe)
         trained = {name: p.data for name, p in trainee.module.named_parameters() if p.requires_grad}
         with _quiet():
             load(dict(trained), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        tensors = adapter_tensors(trainee.module)
-        self._write_files(adapter_files(trainee.module, trainee.base, self._recipe.folder))
-        path = self._output / f"{tensors.stem}.safetensors"
-        write_safetensors(path, tensors.layout, iter(tensors.values), dict(replace(tensors, values=()).metadata))
+        files = adapter_files(trainee.module, trainee.base, self._recipe.folder)
+        output.export(adapter_tensors(trainee.module), files)
 
-    def _write_files(self, files: Mapping[str, bytes | Path]) -> None:
-        for name, content in files.items():
-            (self._output / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
-
-    def _write_model(self, folder: Path) -> None:
+    def _write_model(self, folder: Path, output: OutputFolder) -> None:
         module = open_whole(self._recipe).module
         tensors = model_tensors(module)
         buffers = dict(module.named_buffers())
@@ -158,12 +165,8 @@ class SplitSaver:
                     load(dict(read), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
                 yield from read.items()
 
-        def write() -> None:
-            self._write_files(model_files(module, self._recipe.folder))
-            path = self._output / f"{tensors.stem}.safetensors"
-            write_safetensors(path, tensors.layout, values(), dict(replace(tensors, values=()).metadata))
-
-        _told(self._output, write)
+        files = model_files(module, self._recipe.folder)
+        _told(self._output, lambda: output.export(replace(tensors, values=values()), files))
 
     # -- what is saved ---------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import brim
 from brim.core import codec
+from brim.core.replacing import write_text
 from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.estimation.parallel import Split
 from brim.run.distributed_request import SplitRequest
@@ -52,7 +53,7 @@ def made(
 def write(path: str | Path, plan: SplitPlan) -> None:
     """Raises UsageError where that is impossible."""
     try:
-        Path(path).write_text(json.dumps(plan.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(plan.to_json(), indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"A plan was to be written to {path}.", f"{error}.", "Name another file.") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brim.core.replacing import write_text
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def write_report(path: Path, settings: Settings, outcomes: Sequence[Outcome], un
     document = report(settings, outcomes, unified)
     if path.suffix == ".json":
         try:
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_text(path, json.dumps(document, indent=1) + "\n")
         except OSError as error:
             raise UsageError(f"The report was to be written to {path}.", f"{error}.", "Name another file.") from error
         return

@@ -18,6 +18,7 @@ from torch import nn
 import brim
 from brim.core import Hardware, Plan, codec
 from brim.core.hardware import DISK
+from brim.core.replacing import write_text
 from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.estimation.models import Source, class_of, find_model, transformers_config
 from brim.run.factory import made_by
@@ -68,7 +69,7 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
         parameters=fingerprint(model, request),
     )
     try:
-        Path(path).write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(made.to_json(), indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"A plan was to be written to {path}.", f"{error}.", "Name another file.") from error
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from brim.core import codec
+from brim.core.replacing import write_text
 from brim.errors import FormatError, UsageError
 from brim.measure.cache import cache_folder, fingerprint
 from brim.run.inference import load
@@ -148,7 +149,7 @@ def _read(path: Path) -> RouterFile:
 def _write(path: Path, file: RouterFile) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(codec.to_json(file, VERSION)) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(codec.to_json(file, VERSION)) + "\n")
     except OSError as error:
         raise UsageError(
             f"Router statistics were to be written to {path}.", f"{error}.", "Name another file."

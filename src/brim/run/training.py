@@ -14,17 +14,18 @@ import torch
 
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import BudgetError, ModelError
+from brim.errors import BudgetError
 from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
 from brim.run.data import Batches
+from brim.run.finite import check_loss
 from brim.run.training_evaluation import evaluate, open_evaluation
 from brim.run.training_report import EvaluationReport, Metrics, StepReport
 from brim.run.training_request import Request, Training
 from brim.run.training_saving import Saver
 from brim.run.training_session import Session, Terms
-from brim.run.training_setup import Setup, set_up
+from brim.run.training_setup import Setup, claim, set_up
 from brim.run.training_state import restore_rng, rng_state
 from brim.techniques.micro_batch import split
 from brim.techniques.optimizers import set_lr
@@ -53,18 +54,19 @@ def train(
     request.check()
     heap.return_freed_memory()
     on_stage("measuring this machine (once)")
-    setup = set_up(request, on_stage)
-    on_stage("opening the model and planning")
-    with Monitor() as monitor:
-        run = _Run(setup, on_note, on_evaluation, foresee=foresee)
-        try:
-            on_stage("training")
-            run.train(on_step)
-            on_stage("saving")
-            run.finish()
-        finally:
-            run.close()
-    return run.result(monitor.usage())
+    with claim(request) as output:
+        setup = set_up(request, output, on_stage)
+        on_stage("opening the model and planning")
+        with Monitor() as monitor:
+            run = _Run(setup, on_note, on_evaluation, foresee=foresee)
+            try:
+                on_stage("training")
+                run.train(on_step)
+                on_stage("saving")
+                run.finish()
+            finally:
+                run.close()
+        return run.result(monitor.usage())
 
 
 class _Run:
@@ -97,6 +99,8 @@ class _Run:
         with contextlib.ExitStack() as undo:
             undo.callback(self._saver.close)
             undo.callback(self.session.close)
+            if setup.request.overwrite:
+                setup.output.begin()
             self._metrics = self._new_metrics()
             undo.callback(self._metrics.close)
             for text in self._saver.notes:
@@ -106,7 +110,7 @@ class _Run:
     def _new_metrics(self) -> Metrics:
         request = self._request
         shown = {name: value for name, value in vars(request).items() if isinstance(value, str | int | float)}
-        return Metrics(self._setup.output, resumed_at=self._next, report_to=request.report_to, settings=shown)
+        return Metrics(self._setup.output.path, resumed_at=self._next, report_to=request.report_to, settings=shown)
 
     def _note_session(self) -> None:
         self.session_plan = self.session.plan
@@ -121,7 +125,8 @@ class _Run:
             self.times_s.append(report.step_s)
             self._metrics.write(report)
             on_step(report)
-            self._check_loss(report)
+            if not self._request.allow_non_finite:
+                check_loss(report, self._setup.output.path)
             every = self._request.save_every
             if every and self._next % every == 0 and self._next < self._steps:
                 self._saver.save(self.session, self._next, self._batches)
@@ -225,16 +230,6 @@ class _Run:
         self._metrics.note(self._next, text)
         self._on_note(text)
 
-    def _check_loss(self, report: StepReport) -> None:
-        if math.isfinite(report.loss):
-            return
-        raise ModelError(
-            f"Step {report.step} was to be trained.",
-            f"Its loss is {report.loss}.",
-            "Lower --lr, set --clip-norm 1.0, or look at the data of that step. --resume goes on from the last "
-            "checkpoint; where its weights are spoilt already, delete that one.",
-        )
-
     def finish(self) -> None:
         """The trained model into the output folder itself."""
         self.disk_bytes = self.session.fitted.memory.disk_peak_bytes
@@ -250,7 +245,7 @@ class _Run:
             promised_bytes={tier: promised[tier] for tier in measured if tier in promised},
             measured_bytes={tier: count for tier, count in measured.items() if tier in promised},
             step_s=statistics.median(self.times_s) if self.times_s else 0.0,
-            output=self._setup.output,
+            output=self._setup.output.path,
             notes=self.notes,
             truncated=self._batches.truncated,
             evaluations=self.evaluations,

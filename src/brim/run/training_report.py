@@ -153,6 +153,15 @@ class Metrics:
         self.close()
 
 
+def steps_told(folder: Path) -> int:
+    """How many steps the ``metrics.jsonl`` in ``folder`` has; 0 where there is none."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return sum('"loss"' in line for line in file)
+
+
 def _until(path: Path, step: int) -> list[str]:
     """Lines up to ``step``; a last line that a killed run left unfinished is dropped."""
     kept = []

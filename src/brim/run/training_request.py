@@ -19,6 +19,7 @@ from brim.techniques.optimizers import OPTIMIZERS
 from brim.techniques.precision import PRECISIONS
 
 REPORTERS = ("none", "tensorboard", "wandb")
+LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # as torch.manual_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,9 @@ class Request:
     with neither, one epoch. ``clip_norm`` bounds the norm of all gradients together. ``plan`` is a file that ``brim
     plan`` wrote: it is run as it is. The loss of ``eval_data`` is told every ``eval_every`` steps and at the end.
     ``report_to``: ``REPORTERS`` that hear every step; None is TensorBoard where it is installed.
+    ``output`` is new or empty, or what ``resume`` goes on with, or gives way by ``overwrite``. ``lr`` is from 0 on,
+    ``clip_norm`` above 0, both finite. A loss or a weight that is no finite number ends the training, unless
+    ``allow_non_finite``. ``seed`` is what ``torch.manual_seed`` takes.
     """
 
     model: str | Path
@@ -60,6 +64,8 @@ class Request:
     stream_weights: bool | None = None
     save_every: int | None = None
     resume: bool = False
+    overwrite: bool = False
+    allow_non_finite: bool = False
     plan: str | Path | None = None
     seed: int = 0
     trust_remote_code: bool = False
@@ -77,8 +83,22 @@ class Request:
             raise UsageError(
                 f"--eval-every {self.eval_every} was given.", "There is nothing to evaluate.", "Give --eval-data."
             )
-        if self.eval_every is not None and self.eval_every < 1:
-            raise UsageError(f"--eval-every {self.eval_every} was given.", "It must be 1 or more.")
+        for option, number, above in (("--lr", self.lr, False), ("--clip-norm", self.clip_norm, True)):
+            if number is not None and (not math.isfinite(number) or number < 0 or (above and number == 0)):
+                least = "above 0" if above else "from 0 on"
+                raise UsageError(f"{option} {number} was given.", f"It is a finite number {least}.")
+        for option, count, fewest in (
+            ("--batch", self.batch, 1), ("--micro-batch", self.micro_batch, 1), ("--seq", self.seq, 2),
+            ("--steps", self.steps, 1), ("--epochs", self.epochs, 1), ("--warmup", self.warmup, 0),
+            ("--save-every", self.save_every, 1), ("--eval-every", self.eval_every, 1),
+            ("--offload-activations", self.offload_activations, 0),
+        ):  # fmt: skip
+            if count is not None and count < fewest:
+                raise UsageError(f"{option} {count} was given.", f"It is a whole number from {fewest} on.")
+        if not LEAST_SEED <= self.seed <= MOST_SEED:
+            raise UsageError(f"--seed {self.seed} was given.", f"It is from {LEAST_SEED} to {MOST_SEED}.")
+        if self.resume and self.overwrite:
+            raise UsageError("--resume and --overwrite were both given.", "One keeps what the other deletes.")
         if self.steps is not None and self.epochs is not None:
             raise UsageError("--steps and --epochs were both given.", "Each decides the length.", "Give one of them.")
         if self.micro_batch is not None and self.micro_batch > self.batch:

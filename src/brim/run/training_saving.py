@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from brim.core import Plan
-from brim.errors import ModelError, TransferError, UsageError
+from brim.errors import ModelError, UsageError
 from brim.memory.checkpoint_files import read_checkpoint
-from brim.memory.checkpoint_writing import write_safetensors
 from brim.run import checkpoint_reading
 from brim.run.checkpoint import ADAPTER, Checkpointer, Tensors
 from brim.run.checkpoint_contents import adapter_files, adapter_tensors, model_files, model_tensors
 from brim.run.checkpoint_reading import Checkpoint
 from brim.run.data import Batches
+from brim.run.finite import finite
 from brim.run.training_session import Session, Terms
 from brim.run.training_setup import Setup
 from brim.run.training_state import optimizer_numbers, restore_rng, rng_state
@@ -33,8 +35,8 @@ class Saver:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._model = _identity(setup.folder)
-        self._checkpointer = Checkpointer(setup.output, asynchronous=False, staging_bytes=_STAGING_BYTES)
+        self._identity = _identity(setup.folder)
+        self._checkpointer = Checkpointer(setup.output.path, asynchronous=False, staging_bytes=_STAGING_BYTES)
         self._saved: set[int] = set()  # of this run: a damaged one of an earlier run is written again
         self.notes: list[str] = []  # about checkpoints that were passed over
 
@@ -43,8 +45,8 @@ class Saver:
 
         Raises UsageError for a checkpoint of another model, method, optimizer, precision or of other data.
         """
-        resume = self._setup.request.resume and checkpoint_reading.steps(self._setup.output)
-        found = checkpoint_reading.latest(self._setup.output) if resume else None
+        resume = self._setup.request.resume and checkpoint_reading.steps(self._setup.output.path)
+        found = checkpoint_reading.latest(self._setup.output.path) if resume else None
         if found is None:
             torch.manual_seed(terms.seed)
         if found is None:
@@ -55,9 +57,8 @@ class Saver:
 
     def restart(self, terms: Terms, batches: Batches, rung: int) -> tuple[Session, int]:
         """From the last checkpoint, or the beginning where there is none, on another rung."""
-        found = (
-            checkpoint_reading.latest(self._setup.output) if checkpoint_reading.steps(self._setup.output) else None
-        )
+        output = self._setup.output.path
+        found = checkpoint_reading.latest(output) if checkpoint_reading.steps(output) else None
         if found is None:
             torch.manual_seed(terms.seed)
             batches.load_state_dict(self._setup.batches().state_dict())
@@ -87,7 +88,7 @@ class Saver:
     def _course(self, terms: Terms) -> dict[str, str]:
         """What a training keeps to from its beginning to its end, by option."""
         return {
-            "MODEL": self._model,
+            "MODEL": self._identity,
             "--method": terms.method,
             "--optimizer": terms.optimizer,
             "--precision": terms.precision,
@@ -106,7 +107,7 @@ class Saver:
         """A checkpoint after ``step`` steps; nothing where this run has written one of that step already."""
         if step in self._saved:
             return
-        tensors, files = _model(session)
+        tensors, files = self._model(session)
         precision = session.fitted.precision.state_dict()
         masters: dict[str, torch.Tensor] = precision["tensors"]
         state = {
@@ -121,10 +122,10 @@ class Saver:
         }
         layout, values = session.fitted.states(_names(session))
         optimizer = Tensors(stem=_OPTIMIZER, layout=layout, values=values)
-        written = [tensors, optimizer]
+        written = [tensors, self._finite(optimizer)]
         if masters:
             layout = [(name, one.dtype, tuple(one.shape)) for name, one in masters.items()]
-            written.append(Tensors(stem=_PRECISION, layout=layout, values=masters.items()))
+            written.append(self._finite(Tensors(stem=_PRECISION, layout=layout, values=masters.items())))
         self._checkpointer.save(step, written, state=state, files=files)
         self._saved.add(step)
 
@@ -133,21 +134,25 @@ class Saver:
         if self._setup.request.save_every:
             self.save(session, step, batches)
         self._checkpointer.finish()
-        tensors, files = _model(session)
-        path = self._setup.output / f"{tensors.stem}.safetensors"
-        try:
-            for left in path.parent.glob(f".{path.name}.*.partial"):  # of a run that was killed here
-                left.unlink()
-            for name, content in files.items():
-                data = content.read_bytes() if isinstance(content, Path) else content
-                path.with_name(name).write_bytes(data)
-        except OSError as error:
-            raise TransferError(
-                f"The trained model was to be written to {path.parent}.",
-                f"{error.strerror}.",
-                "Free some disk space, and go on with --resume: the checkpoints are as they were.",
-            ) from error
-        write_safetensors(path, tensors.layout, tensors.values, dict(tensors.metadata))
+        self._setup.output.export(*self._model(session))
+
+    def _model(self, session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
+        """What is trained, as it is now, read from wherever it is, one tensor at a time."""
+        trainee = session.trainee
+        if trainee.method == "lora":
+            tensors = adapter_tensors(trainee.module)
+            files = adapter_files(trainee.module, trainee.base, trainee.opened.path)
+        else:
+            tensors = model_tensors(trainee.module, value=session.fitted.value)
+            files = model_files(trainee.module, trainee.opened.path)
+        # Of a model that is trained as a whole, buffers may well hold infinities, as masks do.
+        names = None if trainee.method == "lora" else set(_names(session).values())
+        return self._finite(tensors, names), files
+
+    def _finite(self, tensors: Tensors, names: Collection[str] | None = None) -> Tensors:
+        if self._setup.request.allow_non_finite:
+            return tensors
+        return replace(tensors, values=finite(tensors.values, names))
 
     def close(self) -> None:
         self._checkpointer.finish()
@@ -155,15 +160,6 @@ class Saver:
 
 def _names(session: Session) -> dict[torch.Tensor, str]:
     return {p: n for n, p in session.trainee.module.named_parameters() if p.requires_grad}
-
-
-def _model(session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
-    """What is trained, as it is now, read from wherever it is, one tensor at a time."""
-    trainee = session.trainee
-    if trainee.method == "lora":
-        return adapter_tensors(trainee.module), adapter_files(trainee.module, trainee.base, trainee.opened.path)
-    tensors = model_tensors(trainee.module, value=session.fitted.value)
-    return tensors, model_files(trainee.module, trainee.opened.path)
 
 
 def _check_same(theirs: dict[str, Any], ours: dict[str, str], folder: Path) -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.errors import UsageError
+from brim.core.replacing import identities
 from brim.measure.capacity import amount_bytes, resident_bytes
 from brim.memory.scratch import scratch_folder
-from brim.run import checkpoint_reading, plan_file
+from brim.run import plan_file
 from brim.run.architecture import read_config
 from brim.run.data import Batches, open_data
 from brim.run.fitting import budgets, machine
 from brim.run.models import prepare, read_tokenizer
+from brim.run.output_folder import OutputFolder
 from brim.run.plan_file import PlanFile
 from brim.run.training_plan import with_plan
 from brim.run.training_report import check_reporters, has_tensorboard
@@ -27,13 +27,14 @@ from brim.run.training_session import Terms
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """``folder`` has the model, ``output`` is where everything goes, ``plan`` is what was planned before."""
+    """``folder`` has the model, ``output`` is where everything goes, this training's alone. ``plan`` is what was
+    planned before."""
 
     request: Request
     hardware: Hardware
     budget_bytes: Mapping[str, int]
     folder: Path
-    output: Path
+    output: OutputFolder
     plan: PlanFile | None = None
 
     @property
@@ -83,23 +84,21 @@ def open_batches(request: Request, folder: Path) -> Batches:
     return Batches(dataset, request.batch, seed=request.seed, pad_to=request.seq)
 
 
-def make_writable(output: Path) -> None:
-    """Make the folder. Raises UsageError where it cannot be written to."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"A training was to be written to {output}.", f"{error.strerror}.", "Give another --output."
-        ) from error
+def claim(request: Request) -> OutputFolder:
+    """The output folder, locked for this training. Raises UsageError where it is not to be written to."""
+    given = [request.model, request.data, *(one for one in (request.plan, request.eval_data) if one is not None)]
+    return OutputFolder(
+        Path(request.output).expanduser(),
+        resume=request.resume,
+        overwrite=request.overwrite,
+        reads=[Path(path).expanduser() for path in given],
+    )
 
 
-def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
+def set_up(request: Request, output: OutputFolder, on_stage: Callable[[str], None]) -> Setup:
     """Measure the machine and find (or fetch, or convert) the model. Libraries are imported here.
 
-    Raises UsageError for an output folder that cannot be written to, or that holds another training which is not to
-    be resumed, or options that a plan contradicts.
+    Raises UsageError for options that a plan contradicts, or where the model turns out to be in the output folder.
     """
     check_reporters(request.report_to)
     plan = None if request.plan is None else plan_file.read(request.plan)
@@ -109,18 +108,11 @@ def set_up(request: Request, on_stage: Callable[[str], None]) -> Setup:
     budget = budgets(hardware, request.vram, request.ram, request.device)
     if request.disk is not None:
         budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder(request.disk_folder))
-    output = Path(request.output).expanduser()
-    if not request.resume and checkpoint_reading.steps(output):
-        raise UsageError(
-            f"A training was to be written to {output}.",
-            "There are checkpoints of another one.",
-            "Go on with it by --resume, or give another --output.",
-        )
     on_stage("opening the model")
     folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
     if request.method == "lora" and importlib.util.find_spec("peft") is not None:
         importlib.import_module("peft")
     if has_tensorboard():
         importlib.import_module("torch.utils.tensorboard")
-    make_writable(output)
+    output.refuse(identities([folder]))
     return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output, plan=plan)

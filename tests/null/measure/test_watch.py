@@ -121,7 +121,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_error(path):
 
 def test_a_failed_write_leaves_the_old_file_whole(path):
     path.write_text("before")
-    with pytest.raises(OSError, match="disk full"), watching.atomic(path) as made:
+    with pytest.raises(OSError, match="disk full"), watching.replacing(path) as made:
         made.write_text("half")
         raise OSError("disk full")
     assert path.read_text() == "before"
