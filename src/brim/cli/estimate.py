@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from brim.cli import estimate_ranks
 from brim.cli.loading import MODELS, load
@@ -72,11 +75,31 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(cls=Command)
+class _Command(Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = args[: args.index("--") if "--" in args else None]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(map(is_program, words)):
+                raise click.UsageError(
+                    f"{error.format_message()} Options of the program go after --.", ctx
+                ) from error
+            raise
+
+
+def is_program(model: str) -> bool:
+    """Whether MODEL is a program to be run as it is: a Python file, of which no function is named."""
+    return model.endswith(".py")
+
+
+@click.command(cls=_Command)
 @click.argument("model", type=DESCRIBED_MODEL)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]...")
 @_options
 def estimate(
     model: str,
+    arguments: tuple[str, ...],
     gpu: str | None,
     alloc_conf: str,
     explain_formula: bool,
@@ -86,9 +109,17 @@ def estimate(
 ) -> None:
     """Predict what a step of training or generation takes, without a GPU.
 
-    MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, or file.py:function. The
-    function returns a step to trace, or a model and its inputs as a pair.
+    MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, file.py:function, or a
+    program as it is: train.py. The function returns a step to trace, or a model and its inputs as a pair. A program
+    is run on tensors without values until its optimizer has stepped twice; ARGS are its own. It changes no files,
+    starts no processes and reaches no network.
     """
+    if is_program(model):
+        _of_program(model, arguments, options, explain_formula)
+        _report(model, arguments, options, gpu, alloc_conf, html, as_json)
+        return
+    if arguments:
+        raise UsageError(f"{' '.join(arguments)} was given beside {model}.", "Only programs take arguments.")
     split = split_of(options)
     compiled = options.pop("compiled")
     if compiled and split is None:
@@ -101,15 +132,55 @@ def estimate(
             raise UsageError("--gpus was given with --explain-formula or --html.", "They are of one GPU.")
         estimate_ranks.report(model, options, *split, gpu, alloc_conf, as_json)
     elif not explain_formula:
-        _report(model, options, gpu, alloc_conf, html, as_json)
+        _report(model, (), options, gpu, alloc_conf, html, as_json)
     elif html is None:
         _explain(model, options, as_json)
     else:
         raise UsageError("--html was given with --explain-formula.", "Nothing is traced, so there is no picture.")
 
 
+def _of_program(model: str, arguments: tuple[str, ...], options: dict[str, Any], explain_formula: bool) -> None:
+    """Raises for a file that is not there, and for options that would change what the program does."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in options and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    given += ["--explain-formula"] * explain_formula
+    if given:
+        raise UsageError(
+            f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {model}.",
+            "The program itself decides that.",
+            f"Give its own options after --, as in: brim estimate {model} -- {given[0]} ...",
+        )
+    if not Path(model).is_file():
+        raise UsageError(f"{model} was to be run.", "There is no such file.")
+    split_of(options)
+    del options["compiled"]
+
+
+def _program(path: str, arguments: tuple[str, ...]) -> Callable[[], None]:
+    """The program as ``python`` runs it, but what it prints goes to stderr."""
+    from contextlib import redirect_stdout
+
+    from brim.run.launch_script import Program, execute
+
+    def run() -> None:
+        with redirect_stdout(sys.stderr):
+            execute(Program(target=path, arguments=arguments))
+
+    return run
+
+
 def _report(
-    model: str, settings: dict[str, Any], gpu: str | None, alloc_conf: str, html: Path | None, as_json: bool
+    model: str,
+    arguments: tuple[str, ...],
+    settings: dict[str, Any],
+    gpu: str | None,
+    alloc_conf: str,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     from rich.console import Console
 
@@ -118,10 +189,15 @@ def _report(
     workload = Workload(**settings)
     load("brim.estimation.estimate")
     from brim.estimation.estimate import Study, hardware_of
-    from brim.estimation.models import find_model
+    from brim.estimation.models import Source, find_model
     from brim.estimation.simulation import place_of
 
-    place, hardware, source = place_of(gpu), hardware_of(gpu), find_model(model)
+    place, hardware = place_of(gpu), hardware_of(gpu)
+    if is_program(model):
+        file, run = os.path.abspath(model), _program(model, arguments)  # noqa: PTH100  # as its tracebacks name it
+        source = Source(name=Path(model).name, library="python", program=run, file=file)
+    else:
+        source = find_model(model)
     if source.library == "transformers":
         load(MODELS)
     with Console(stderr=True).status("Tracing one step on fake tensors") as status:
@@ -159,11 +235,9 @@ def _write_html(path: Path, study: Study, found: Estimate) -> None:
         ("safe upper bound", found.upper_bound_bytes, ""),
     ]
     table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
-    where = f" on {found.gpu}" if found.gpu else ""
     failed = [f"It does not fit. {found.out_of_memory}"] if found.fits is False else []
     told = Table(title="What was assumed", columns=("note",), rows=tuple((note,) for note in found.notes))
-    title = f"{found.model}{where}: {found.workload.describe()}"
-    write_html(path, views, title=title, tables=[table, told], notes=failed)
+    write_html(path, views, title=found.describe(), tables=[table, told], notes=failed)
 
 
 def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
@@ -194,8 +268,7 @@ def _print(found: Estimate, growth: Growth) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    where = f" on {found.gpu}" if found.gpu else ""
-    console.print(f"{found.model}{where}: {found.workload.describe()}", markup=False)
+    console.print(found.describe(), markup=False)
     if found.fits is False:
         console.print(f"It does not fit. {found.out_of_memory}", markup=False)
     for table in (_peaks(found), _categories(found), _modules(found), *_growth(growth)):

@@ -26,10 +26,14 @@ from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import AllocatorConfig
 from brim.memory.device_memory import SimulatedDevice
 from brim.predict import cost
-from brim.predict.tracer import trace
+from brim.predict.tracer import trace, trace_program
 
 _MOST_BYTES = 1 << 56  # of one tensor: sums of many are still integers of 64 bits
 _STEPS = {"train": 2, "generate": 1}  # the first training step makes the optimizer's state, the second has it
+_PROGRAM = (
+    "traced on fake tensors as python runs it, up to its optimizer's second step, or to its end where it has none; "
+    "what comes later (evaluation, saving) is not in it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,12 @@ class Estimate:
     fits: bool | None
     notes: tuple[str, ...]
     out_of_memory: str = ""  # the operation that does not fit, and PyTorch's message
+    is_program: bool = False  # which decides itself what ``workload`` tells of others
+
+    def describe(self) -> str:
+        """What was asked, in one line."""
+        where = f" on {self.gpu}" if self.gpu else ""
+        return f"{self.model}{where}: {'as it is' if self.is_program else self.workload.describe()}"
 
     def to_json(self) -> dict[str, Any]:
         peak = self.peak_bytes
@@ -157,11 +167,12 @@ class Study:
             fits=None if self.place.total_bytes is None else not failure,
             notes=self._notes(),
             out_of_memory=failure,
+            is_program=self.source.program is not None,
         )
 
     def _crowded(self) -> Trace | None:
         """The same step with all tokens at the same experts, where what it takes depends on that."""
-        if "routing" not in self.trace.notes:
+        if "routing" not in self.trace.notes or self.source.program is not None:
             return None
         return traced(Job(self.source, self.workload), self.capability, "crowded")
 
@@ -237,8 +248,12 @@ def _traced(job: Job, capability: tuple[int, int], routing: str = "balanced") ->
 
 def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balanced") -> Trace:
     """Whatever goes wrong in building or running the model is one clear error."""
+    source = job.source
     try:
         with quiet():
+            if source.program is not None:
+                job.notes["program"] = _PROGRAM
+                return trace_program(source.program, model=source.name, capability=capability, routing=routing)
             return trace(
                 job.build, steps=_STEPS[job.workload.task], target="cuda", model=job.source.name,
                 capability=capability, routing=routing,
@@ -250,6 +265,12 @@ def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balance
 
 
 def _failed(job: Job, error: BaseException) -> ModelError:
+    if job.source.program is not None:
+        return ModelError(
+            f"{job.source.name} was to be traced as python runs it, on tensors without values.",
+            f"It fails{place_in(error, job.source.file)}: {short(error)}",
+            "Correct the program, or its arguments, which go after --.",
+        )
     asked = f"A {job.workload.task} step of {job.source.name} was to be traced."
     if job.source.library == "python":
         return ModelError(

@@ -26,13 +26,15 @@ _MOST_LAYERS = 10_000  # deeper than any model: a mistake that would take hours 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model to be built. ``architecture`` is its class in ``library``; ``factory`` replaces both for user code."""
+    """A model to be built. ``architecture`` is its class in ``library``; ``factory`` replaces both for user code, and
+    ``program``, which trains or runs a model when it is called, all three."""
 
     name: str
     library: str  # "transformers", "diffusers" or "python"
     architecture: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     factory: Callable[[], Any] | None = None
+    program: Callable[[], Any] | None = None
     file: str = ""  # that the factory is in
 
 
@@ -58,7 +60,11 @@ def find_model(model: str | Path | Callable[[], Any]) -> Source:
     if colon and file.endswith(".py"):
         return _of_python(Path(file), attribute)
     if text.endswith(".py"):
-        raise UsageError(f"{text} was given as the model.", "It does not say which function.", f"Write {text}:build.")
+        raise UsageError(
+            f"{text} was given as the model.",
+            "It does not say which function.",
+            f"Write {text}:build; brim estimate also takes a program as it is.",
+        )
     path = Path(text)
     if path.is_dir():
         return _of_file(path / "config.json", path)
@@ -191,6 +197,8 @@ def _of_python(path: Path, attribute: str) -> Source:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look their module up
+    if (beside := str(path.resolve().parent)) not in sys.path:
+        sys.path.insert(0, beside)  # for what it imports, now and in the function
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

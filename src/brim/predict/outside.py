@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import safetensors.torch
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 
+from brim.predict import side_effects
+
 
 @contextmanager
 def outside_world() -> Iterator[None]:
-    """Data loaders load in this process, and nothing is written to files, for the duration of one trace."""
+    """For one trace, data loaders load in this process, and nothing is changed but temporary files."""
     base = dataloader._BaseDataLoaderIter
     with ExitStack() as stack:
+        stack.enter_context(side_effects.held_back())
         stack.enter_context(mock.patch.object(dataloader.DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(mock.patch.object(base, "_next_index", _really(base._next_index)))
-        stack.enter_context(mock.patch.object(torch, "save", _write_nothing))
+        stack.enter_context(mock.patch.object(torch, "save", _saved(torch.save, 1)))
+        stack.enter_context(mock.patch.object(safetensors.torch, "save_file", _saved(safetensors.torch.save_file, 1)))
         stack.enter_context(mock.patch.object(torch, "load", _loaded(torch.load)))
         # transformers would load weights in threads, where no trace is watching
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
@@ -60,8 +67,44 @@ def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _write_nothing(*args: Any, **kwargs: Any) -> None:
-    """A checkpoint of fake tensors has nothing in it."""
+def _saved(save: Callable[..., Any], file_at: int) -> Callable[..., Any]:
+    """A checkpoint of fake tensors has nothing in it. A file of its name is there, for programs that rename it.
+
+    Modules that are imported during the trace may keep this function: after it, all is saved.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        effects = side_effects.current()
+        if effects is None:
+            return save(*args, **kwargs)
+        file = args[file_at] if len(args) > file_at else kwargs.get("f", kwargs.get("filename"))
+        if isinstance(file, (str, os.PathLike)):
+            Path(effects.to_write(file, even_temporary=True)).touch()
+        return None
+
+    return call
+
+
+@contextmanager
+def models_save_nothing() -> Iterator[None]:
+    """``save_pretrained`` looks for tensors that share memory, which all fake ones seem to."""
+    with ExitStack() as stack:
+        for library, kind in (
+            ("transformers", "PreTrainedModel"),
+            ("peft", "PeftModel"),
+            ("diffusers", "ModelMixin"),
+        ):
+            found = getattr(sys.modules.get(library), kind, None)
+            if found is not None:
+                stack.enter_context(mock.patch.object(found, "save_pretrained", _saved_folder))
+        yield
+
+
+def _saved_folder(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """The folder with the configuration, and no weights."""
+    Path(save_directory).mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
+        model.config.save_pretrained(save_directory)
 
 
 def as_tensor_of_file(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.predict.compiled import as_written
 from brim.predict.dispatch import RecordingMode
-from brim.predict.outside import as_tensor_of_file, outside_world
+from brim.predict.outside import as_tensor_of_file, models_save_nothing, outside_world
 from brim.predict.unknown import UnknownNumber, mark_made_up, unknown_in, unknown_numbers
 from brim.predict.values import MADE_UP, give, known
 
@@ -90,7 +90,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch, "set_rng_state", _set_rng_state), \
          mock.patch.object(torch.random, "set_rng_state", _set_rng_state), \
          unknown_numbers(mode.recording.values), outside_world(), as_written(mode.recording.recorder), \
-         _transformers_sees_plain_tensors(), mode:  # fmt: skip
+         _transformers_sees_plain_tensors(), models_save_nothing(), mode:  # fmt: skip
         yield
 
 

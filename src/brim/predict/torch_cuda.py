@@ -43,6 +43,9 @@ def in_place(cuda: Mapping[str, Any]) -> Iterator[None]:
         accelerator = _accelerator(cuda)
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for module in (torch.cuda.random, torch.cuda.memory):  # where some programs look for the same
+            for name in cuda.keys() & set(module.__all__):
+                stack.enter_context(mock.patch.object(module, name, cuda[name]))
         for module in (torch.accelerator, getattr(torch.accelerator, "random", torch.accelerator)):
             for name in accelerator.keys() & vars(module).keys():  # PyTorch 2.11 has fewer of them than 2.14
                 stack.enter_context(mock.patch.object(module, name, accelerator[name]))

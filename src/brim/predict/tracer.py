@@ -6,6 +6,7 @@ allocations and frees is the one of a real run: it is decided by Python's and au
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,10 +15,12 @@ from typing import Any
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
 
 from brim.core import Category, Trace
 from brim.errors import UsageError
-from brim.predict import patches
+from brim.predict import patches, side_effects
 from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
@@ -58,18 +61,115 @@ def trace(
     whose result nothing bounds, and with ``strict`` for a step that needs a value that is not known (with the line).
     """
     _check(steps, target, routing, assume)
-    recorder, modules = Recorder(), ModuleTracker()
-    recorder.stream = _Streams()
-    mode = RecordingMode(
-        recorder, modules, Values(routing, strict=strict, assume=assume), rules_for(target, capability)
-    )
-    modules.on_cache = lambda cache: _mark_cache(mode, cache)
-    mode.after_backward = lambda: _mark_gradients(mode)
+    mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))
     with _generators_restored(), _watching(mode, target, capability):
         held = _run(mode, build, steps)
-        made = _written(mode, target, model or _name(modules, build))
+        made = _written(mode, target, model or _name(mode.modules, build))
         del held
     return made
+
+
+def trace_program(
+    run: Callable[[], Any],
+    *,
+    steps: int = 2,
+    model: str = "",
+    capability: tuple[int, int] = (8, 0),
+    routing: str = "balanced",
+    assume: float = 1.0,
+) -> Trace:
+    """Trace what ``run()`` does until its optimizer has stepped ``steps`` times, as it would run on CUDA.
+
+    ``run`` is a whole program and is ended there. Where it has several optimizers, the one that steps first is
+    counted, once more than asked: the others step after it. Where none steps, all of it is traced, as one step. What
+    it writes, starts and asks of the network is held back in all of its threads. Raises as ``trace`` does, and
+    whatever ``run`` raises before.
+    """
+    _check(steps, "cuda", routing, assume)
+    mode = _recording("cuda", capability, Values(routing, assume=assume))
+    with (
+        _generators_restored(),
+        _watching(mode, "cuda", capability),
+        side_effects.held_back(all_threads=True) as effects,
+    ):
+        ends = _ProgramSteps(mode, steps, lambda: _written(mode, "cuda", model))
+        with ends.watching():
+            try:
+                run()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # what goes wrong on its way out is of no interest
+                if ends.made is None and not (isinstance(error, SystemExit) and not error.code):
+                    raise
+        made = ends.made or ends.finish()
+    if not effects.written:
+        return made
+    text = (
+        f"{len(effects.written):,} files and folders that the program made, {effects.written[0]} first, were not kept"
+    )
+    return dataclasses.replace(made, notes={**made.notes, "files": text})
+
+
+class _EnoughError(BaseException):
+    """Ends a program: no ``except Exception`` of its own stops it."""
+
+
+class _ProgramSteps:
+    """Tells a program's steps apart by its optimizer. ``made`` is the trace once there have been enough."""
+
+    def __init__(self, mode: RecordingMode, steps: int, write: Callable[[], Trace]) -> None:
+        self.made: Trace | None = None
+        self._mode, self._write = mode, write
+        self._wanted, self._done = steps, 0
+        self._first: torch.optim.Optimizer | None = None
+        self._several = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = [
+            module_hooks.register_module_forward_pre_hook(self._called),
+            optimizer_hooks.register_optimizer_step_pre_hook(self._steps),
+            optimizer_hooks.register_optimizer_step_post_hook(self._stepped),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish(self) -> Trace:
+        """The program is over."""
+        self._begin()
+        _categorize(self._mode)
+        return self._write()
+
+    def _begin(self) -> None:
+        if not self._mode.recorder.step_starts:
+            _categorize(self._mode)
+            self._mode.recorder.begin_step()
+
+    def _called(self, module: torch.nn.Module, args: Any) -> None:
+        self._begin()
+
+    def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._begin()
+        if self._first is None:
+            self._first = optimizer
+        if optimizer is not self._first and not self._several:
+            self._several = True
+            self._wanted += 1
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is not self._first:
+            return
+        self._done += 1
+        _categorize(self._mode)
+        if self._done < self._wanted:
+            self._mode.recorder.begin_step()
+            return
+        if self.made is None:
+            self.made = self._write()
+        raise _EnoughError
 
 
 class _Streams:
@@ -86,6 +186,15 @@ class _Streams:
         if id(stream) not in self._numbers:
             self._known.append(stream)
         return self._numbers.setdefault(id(stream), len(self._numbers))
+
+
+def _recording(target: str, capability: tuple[int, int], values: Values) -> RecordingMode:
+    recorder, modules = Recorder(), ModuleTracker()
+    recorder.stream = _Streams()
+    mode = RecordingMode(recorder, modules, values, rules_for(target, capability))
+    modules.on_cache = lambda cache: _mark_cache(mode, cache)
+    mode.after_backward = lambda: _mark_gradients(mode)
+    return mode
 
 
 def _check(steps: int, target: str, routing: str, assume: float) -> None:

@@ -29,6 +29,12 @@ class UnknownNumber(float):
         made._values = values
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnknownNumber:
+        return self
+
+    def __reduce__(self) -> Any:
+        return float, (float.__float__(self),)  # in a file it is as good as any
+
     def _made(self, number: Any) -> Any:
         return UnknownNumber(number, self._values) if type(number) is float else number
 

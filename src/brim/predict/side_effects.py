@@ -1,0 +1,326 @@
+"""What a program does besides computing while it is only looked at: files, processes, connections.
+
+What it writes goes to a folder of the trace's own, where it also finds it again, and which is gone afterwards;
+temporary folders are written as ever. To remove or rename a file that was there before, to start a process or to
+reach another machine is refused. ``open`` and the functions of ``os`` are replaced; an audit hook (PEP 578) refuses
+those who got hold of the true ones before. Libraries that write without Python are seen by neither.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from brim.errors import UnsupportedError
+
+_TODO = "Leave it out of the step, or run the program itself: brim only looks at it."
+_MAKES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_PROCESSES = {
+    "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn", "os.fork", "os.forkpty", "os.startfile",
+    "pty.spawn",
+}  # fmt: skip
+_WITH_ADDRESS = {"socket.connect", "socket.sendto", "socket.sendmsg"}  # the last argument
+_CONNECTIONS = {*_WITH_ADDRESS, "socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"}
+# Audit event -> the arguments that are paths, each with the one that is the descriptor of its folder, or None.
+_CHANGES: dict[str, tuple[tuple[int, int | None], ...]] = {
+    "os.mkdir": ((0, 2),), "os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.rename": ((0, 2), (1, 3)),
+    "os.link": ((1, 3),), "os.symlink": ((1, 2),), "os.truncate": ((0, None),), "os.chmod": ((0, 2),),
+    "os.chown": ((0, 3),), "os.utime": ((0, 3),), "os.setxattr": ((0, None),), "os.removexattr": ((0, None),),
+    "shutil.rmtree": ((0, 1),),
+}  # fmt: skip
+_READING = ("stat", "lstat", "access", "readlink", "chdir")
+_CHANGING = ("remove", "unlink", "rmdir", "truncate", "chmod", "chown", "utime")
+_MOVING = ("rename", "replace")
+_LINKING = ("symlink", "link")
+_MAKING = ("mkdir", "mkfifo")
+_LISTING = ("listdir", "scandir")
+
+
+class SideEffectError(UnsupportedError, OSError):
+    """Something outside of the trace was to be changed or asked. An ``OSError``, as libraries that go on without a
+    network or a tool expect it."""
+
+    def __init__(self, asked: str, found: str, todo: str = "") -> None:
+        super().__init__(asked, found, todo)
+        self.errno = errno.EACCES
+
+
+class SideEffects:
+    """What stands in for the file system. ``written`` are the files and folders that the program has made."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+        self._root = ""
+        temporary = tempfile.gettempdir()
+        self._free = tuple(
+            {os.path.join(os.path.realpath(path), "") for path in (temporary, "/dev", "/proc")}  # noqa: PTH118
+            | {os.path.join(temporary, "")}  # noqa: PTH118
+        )
+
+    def end(self) -> None:
+        if self._root:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    # -- paths
+
+    def to_read(self, path: Any) -> Any:
+        """Where ``path`` is: beside, if the program has written it."""
+        if not self._root or path is None or isinstance(path, int):
+            return path
+        beside = self._beside(path)
+        return beside if _is_there(beside) else path
+
+    def to_write(self, path: Any, *, even_temporary: bool = False) -> str:
+        """Where ``path`` is to be written. Its folder must be there, as for any file."""
+        full = _full(path)
+        if self.is_free(full) and not even_temporary:
+            return full
+        if not self._root:
+            self._root = tempfile.mkdtemp(prefix="brim-traced-")
+        beside = self._beside(full)
+        if not _is_there(beside):
+            folder = os.path.dirname(full)  # noqa: PTH120
+            if _is_there(folder):
+                os.makedirs(os.path.dirname(beside), exist_ok=True)  # noqa: PTH103, PTH120
+            self.written.append(full)
+        return beside
+
+    def to_change(self, path: Any) -> Any:
+        """Where something that is there is to be changed, renamed or removed."""
+        found = self.to_read(path)
+        if found is not path or self.is_free(_full(path)):
+            return found
+        if not _is_there(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        raise self.refusal(path)
+
+    def refusal(self, path: Any) -> SideEffectError:
+        return SideEffectError(
+            f"{os.fsdecode(path)} was to be changed or removed by a program that is only looked at.",
+            "It was there before.",
+            _TODO,
+        )
+
+    def is_free(self, full: str) -> bool:
+        """Whether what is written there is written for real: temporary files, devices, Python's own bytecode."""
+        inside = full + os.sep
+        return inside.startswith(self._free) or f"{os.sep}__pycache__{os.sep}" in inside
+
+    def is_there(self, path: Any) -> bool:
+        return _is_there(path) or _is_there(self.to_read(path))
+
+    def _beside(self, path: Any) -> str:
+        drive, rest = os.path.splitdrive(_full(path))
+        if self._root and rest.startswith(os.path.join(self._root, "")):  # noqa: PTH118
+            return drive + rest
+        return os.path.join(self._root, drive.strip(":\\/"), rest.lstrip("\\/"))  # noqa: PTH118
+
+    # -- what stands in
+
+    def open(self, real: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, int):
+            return real(file, mode, *args, **kwargs)
+        return real(
+            self._opened(file, not set("wax+").isdisjoint(mode), "w" in mode, "x" in mode), mode, *args, **kwargs
+        )
+
+    def open_descriptor(self, real: Callable[..., Any], path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None:
+            path = self._opened(path, bool(flags & _MAKES), bool(flags & os.O_TRUNC), bool(flags & os.O_EXCL))
+        return real(path, flags, *args, **kwargs)
+
+    def _opened(self, path: Any, writes: bool, anew: bool, exclusive: bool) -> Any:
+        found = self.to_read(path)
+        if not writes or found is not path or self.is_free(_full(path)):
+            return found
+        there = _is_there(path)
+        if there and exclusive:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
+        beside = self.to_write(path)
+        if there and not anew:
+            shutil.copyfile(_full(path), beside)  # what was there is read, or added to
+        return beside
+
+    def read(self, real: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(path if kwargs.get("dir_fd") is not None else self.to_read(path), *args, **kwargs)
+
+    def change(self, real: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None and not isinstance(path, int):
+            path = self.to_change(path)
+        return real(path, *args, **kwargs)
+
+    def make(self, real: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None:
+            if self.is_there(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
+            path = self.to_write(path)
+        return real(path, *args, **kwargs)
+
+    def move(self, real: Callable[..., Any], source: Any, target: Any, **kwargs: Any) -> Any:
+        if all(kwargs.get(name) is None for name in ("src_dir_fd", "dst_dir_fd")):
+            source = self.to_change(source)
+            target = self.to_write(target, even_temporary=self.to_read(target) is not target)
+        return real(source, target, **kwargs)
+
+    def link(self, real: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(source, self.to_write(target), *args, **kwargs)
+
+    def names_in(self, real: Callable[..., Any], path: Any = ".") -> Any:
+        """Names, or entries, of both folders; those beside first."""
+        found = self.to_read(path)
+        if found is path or path is None or not _is_there(path):
+            return real(found)
+        if real is _REAL["listdir"]:
+            return list(dict.fromkeys([*real(found), *real(path)]))
+        with real(found) as written, real(path) as before:
+            return _Entries({entry.name: entry for entry in (*before, *written)})
+
+
+class _Entries:
+    """What ``os.scandir`` returns: an iterator that is also a context manager."""
+
+    def __init__(self, entries: dict[str, os.DirEntry[Any]]) -> None:
+        self._entries = iter(entries.values())
+
+    def __iter__(self) -> Iterator[os.DirEntry[Any]]:
+        return self._entries
+
+    def __next__(self) -> os.DirEntry[Any]:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._entries = iter(())
+
+
+_NAMES = (*_READING, *_CHANGING, *_MOVING, *_LINKING, *_MAKING, *_LISTING)
+_REAL: dict[str, Callable[..., Any]] = {name: getattr(os, name) for name in _NAMES if hasattr(os, name)}
+_OPEN, _OS_OPEN = builtins.open, os.open
+_watched: dict[int | None, SideEffects] = {}  # by thread; under None what holds for all of them
+
+
+def current() -> SideEffects | None:
+    """What stands in for the file system in this thread; None where everything is done for real."""
+    return _watched.get(None) or _watched.get(threading.get_ident()) if _watched else None
+
+
+@contextmanager
+def held_back(*, all_threads: bool = False) -> Iterator[SideEffects]:
+    """Nothing that this thread does, or any of the process, changes more than temporary files."""
+    _install()
+    key = None if all_threads else threading.get_ident()
+    before, effects, folder = _watched.get(key), SideEffects(), os.getcwd()  # noqa: PTH109
+    with ExitStack() as stack:
+        _replace(stack)
+        _watched[key] = effects
+        try:
+            yield effects
+        finally:
+            if before is None:
+                del _watched[key]
+            else:
+                _watched[key] = before
+            with suppress(OSError):  # where the program went to may be gone with what it wrote
+                _REAL["chdir"](folder)
+            effects.end()
+
+
+def _replace(stack: ExitStack) -> None:
+    ways: dict[Callable[..., Any], tuple[str, ...]] = {
+        SideEffects.read: _READING, SideEffects.change: _CHANGING, SideEffects.move: _MOVING,
+        SideEffects.link: _LINKING, SideEffects.make: _MAKING, SideEffects.names_in: _LISTING,
+    }  # fmt: skip
+    for way, names in ways.items():
+        for name in names:
+            if name in _REAL:
+                stack.enter_context(mock.patch.object(os, name, _standing_in(way, _REAL[name])))
+    stack.enter_context(mock.patch.object(os, "open", _standing_in(SideEffects.open_descriptor, _OS_OPEN)))
+    for module in (builtins, io):
+        stack.enter_context(mock.patch.object(module, "open", _standing_in(SideEffects.open, _OPEN)))
+
+
+def _standing_in(way: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        effects = current()
+        return real(*args, **kwargs) if effects is None else way(effects, real, *args, **kwargs)
+
+    return call
+
+
+@cache
+def _install() -> None:
+    """An audit hook stays to the end of the process."""
+    sys.addaudithook(_audit)
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if not _watched or (effects := current()) is None:
+        return
+    if event == "open":
+        path, _, flags = args
+        if isinstance(path, (str, bytes)) and isinstance(flags, int) and flags & _MAKES:
+            _check(effects, path, None)
+    elif event in _CHANGES:
+        for at, folder in _CHANGES[event]:
+            _check(effects, args[at], None if folder is None or folder >= len(args) else args[folder])
+    elif event in _PROCESSES:
+        said = " ".join([event, *map(_brief, args[:1])])
+        raise SideEffectError(
+            f"A process was to be started by a program that is only looked at ({said}).",
+            "It would do what it does for real.",
+            _TODO,
+        )
+    elif event in _CONNECTIONS and not _is_local(args):
+        asked = _brief(args[-1 if event in _WITH_ADDRESS else 0])
+        raise SideEffectError(
+            f"{asked} was to be asked by a program that is only looked at.",
+            "Nothing is sent, and nothing is fetched.",
+            "Download before what it needs, or leave it out of the step.",
+        )
+
+
+def _check(effects: SideEffects, path: Any, folder: Any) -> None:
+    if isinstance(path, int):
+        return  # what is open already
+    if isinstance(folder, int) and folder >= 0:
+        with suppress(OSError):  # Linux says where a descriptor leads
+            path = os.path.join(_REAL["readlink"](f"/proc/self/fd/{folder}"), os.fsdecode(path))  # noqa: PTH118
+    if not effects.is_free(_full(path)) and effects.to_read(path) is path:
+        raise effects.refusal(path)
+
+
+def _is_local(args: tuple[Any, ...]) -> bool:
+    """Whether a socket's address is a name on this machine (AF_UNIX), not a host and a port."""
+    return len(args) == 2 and isinstance(args[1], (str, bytes))
+
+
+def _brief(what: Any) -> str:
+    return f"{' '.join(map(_brief, what)) if isinstance(what, (list, tuple)) else what!s:.100}"
+
+
+def _full(path: Any) -> str:
+    return os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+
+
+def _is_there(path: Any) -> bool:
+    try:
+        _REAL["lstat"](path)
+    except (OSError, ValueError):
+        return False
+    return True
