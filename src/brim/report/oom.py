@@ -14,11 +14,13 @@ from brim.errors import FormatError
 from brim.report import oom_log
 from brim.report.oom_advice import Advice, advise
 from brim.report.oom_cause import Cause, find_cause
-from brim.report.oom_formats import FORMATS, PROCESS, Format, device_of, tensor_bytes, to_bytes
+from brim.report.oom_formats import FORMATS, PROCESS, SIZE, Format, device_of, tensor_bytes, to_bytes
 
 __all__ = ["Advice", "Cause", "OomMessage", "primary", "read_oom"]
 
 _LONGEST = 4_000  # characters that one message may take
+_LONGEST_TABLE = 16_000  # with XLA's table of what the program holds
+_XLA_BUFFER = re.compile(rf"\bBuffer ([0-9]{{1,3}}): *Size: {SIZE}")
 _SEVERAL_LINES = ("llama.cpp", "jax")  # one failure is told in several messages
 _MOST_DIGITS = 20  # longer numbers are no bytes of any machine, and passed over
 MOST_MESSAGES = 1_000  # of a log; what follows is left out
@@ -81,7 +83,8 @@ class _Reader:
         places = _places(text)
         for (start, form), (end, _) in pairwise([*places, (len(text), None)]):
             assert form is not None, "only the end of the text has none"
-            self.take(text[start : min(end, start + _LONGEST)], form, window.rank)
+            longest = _LONGEST_TABLE if form.family == "jax" else _LONGEST
+            self.take(text[start : min(end, start + longest)], form, window.rank)
 
     def take(self, text: str, form: Format, rank: str) -> None:
         mark = hash((text, form.family, rank, self.settings))
@@ -141,6 +144,9 @@ def _numbers(text: str, form: Format) -> dict[str, int]:
             numbers[name] = int(match[1])
     for match in PROCESS.finditer(text):
         numbers[f"process_{match[1]}"] = to_bytes(match[2], match[3])
+    if form.family == "jax":
+        for match in _XLA_BUFFER.finditer(text):
+            numbers[f"buffer_{match[1]}"] = to_bytes(match[2], match[3])
     found = tensor_bytes(text) if form.family == "tensorflow" else None
     if found is not None and found < 10**_MOST_DIGITS:
         numbers.setdefault("tried", found)

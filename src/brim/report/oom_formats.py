@@ -52,6 +52,29 @@ def _format(
     )
 
 
+# What XLA's buffer assignment has for the program (xla/service/buffer_assignment.cc, BufferAssignment::Stats).
+_XLA_BUFFERS = {
+    "parameters": r"\bparameter allocation: {}",
+    "constants": r"\bconstant allocation: {}",
+    "live_out": r"\bmaybe_live_out allocation: {}",
+    "temporary": r"\bpreallocated temp allocation: {}",
+    "temporary_fragmentation": r"\bpreallocated temp fragmentation: {}",
+    "program": r"\btotal allocation: {}",
+    "program_fragmentation": r"\btotal fragmentation: {}",
+    "in_use_chunks": r"Sum Total of in-use chunks: {}",
+}
+# What the BFC allocator says of itself (xla/tsl/framework/allocator.cc, AllocatorStats::DebugString).
+_BFC = {
+    "limit": r"\b(?:Limit:|memory_limit_:) {1,40}([0-9]{1,20})\b",
+    "allocated": r"\bInUse: {1,40}([0-9]{1,20})\b",
+    "allocated_peak": r"\bMaxInUse: {1,40}([0-9]{1,20})\b",
+    "largest": r"\bMaxAllocSize: {1,40}([0-9]{1,20})\b",
+    "reserved": r"\bReserved: {1,40}([0-9]{1,20})\b",
+    "reserved_peak": r"\bPeakReserved: {1,40}([0-9]{1,20})\b",
+    "largest_free": r"\bLargestFreeBlock: {1,40}([0-9]{1,20})\b",
+    "pool": r"\bTotal bytes in pool: {1,40}([0-9]{1,20})\b",
+    "available": r"\bavailable bytes: {1,40}([0-9]{1,20})\b",
+}
 _OLD = {
     "tried": r"Tried to allocate {}",
     "total": r"{} total capacity",
@@ -264,17 +287,36 @@ FORMATS = (
         r"RESOURCE_EXHAUSTED: [^\n]{0,80}?(?:[Oo]ut of memory|allocat)",
         ("RESOURCE_EXHAUSTED",),
         "gpu",
-        {"tried_rounded": r"(?:allocating|allocate(?: request for)?) {}", "tried": r"\(([0-9]+)(B)\) on device"},
-        {"tried": r"(?:allocate|allocating) ([0-9]+) bytes"},
+        {
+            "tried_rounded": r"(?:allocating|allocate(?: request for)?) {}",
+            "tried": r"\(([0-9]+)(B)\) on device",
+            **_XLA_BUFFERS,
+        },
+        {"tried": r"(?:allocate|allocating) ([0-9]+) bytes", **_BFC},
+    ),
+    _format(  # what jaxlib logs before it raises; TensorFlow's copy lies in external/local_xla
+        "jax",
+        r"external/xla/[\w/]{0,60}bfc_allocator\.cc:[0-9]+\] Allocator \(\w+\) ran out of memory",
+        ("bfc_allocator.cc",),
+        "gpu",
+        {"tried_rounded": r"trying to allocate {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
+        {"tried": r"rounded to ([0-9]{1,20})\)", **_BFC},
     ),
     _format(
         "jax",
         r"Failed to allocate request for [0-9.]+ ?[KMGT]i?B",
         ("Failed to allocate request",),
         "gpu",
-        {"tried_rounded": r"allocate request for {}", "tried": r"\(([0-9]+)(B)\) on device"},
+        {"tried_rounded": r"allocate request for {}", "tried": r"\(([0-9]+)(B)\) on device", **_XLA_BUFFERS},
+        _BFC,
     ),
-    _format("tensorflow", r"OOM when allocating tensor with shape ?\[", ("OOM when allocating",), "gpu"),
+    _format(
+        "tensorflow",
+        r"OOM when allocating tensor with shape ?\[",
+        ("OOM when allocating",),
+        "gpu",
+        plain=_BFC,
+    ),
     _format(
         "tensorflow",
         r"failed to allocate [^:]{0,60} from device: CUDA_ERROR_OUT_OF_MEMORY",

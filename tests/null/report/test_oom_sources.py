@@ -396,3 +396,89 @@ def test_a_message_from_the_sources_is_understood(name, wrapped):
     first = message.advice[0]
     assert first.helps
     assert ADVICE.get(cause, "") in first.text + first.paste
+
+
+XLA_TABLE = """jaxlib.xla_extension.XlaRuntimeError: \
+RESOURCE_EXHAUSTED: Out of memory while trying to allocate 29995136256 bytes.
+BufferAssignment OOM Debugging.
+BufferAssignment stats:
+             parameter allocation:    7.75GiB
+              constant allocation:         0B
+        maybe_live_out allocation:  301.25MiB
+     preallocated temp allocation:    3.75GiB
+  preallocated temp fragmentation:         0B (0.00%)
+                 total allocation:   11.75GiB
+              total fragmentation:     5.5KiB (0.00%)
+Peak buffers:
+\tBuffer 1:
+\t\tSize: 3.75GiB
+\t\tOperator: op_name="jit(main)/lm_head/convert_element_type" source_file="/home/u/dtypes.py" source_line=97
+\t\tXLA Label: convert
+\t\tShape: f32[250880,4096]
+\t\t==========================
+
+\tBuffer 2:
+\t\tSize: 384.0KiB
+\t\tEntry Parameter Subshape: f32[256,128,3]
+\t\t==========================
+"""
+BFC_TABLE = """2022-10-25 21:52:08.2194: W external/xla/xla/tsl/framework/bfc_allocator.cc:482] \
+Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.00GiB (rounded to 2147483648)requested by op
+2022-10-25 21:52:08.2194: I external/xla/xla/tsl/framework/bfc_allocator.cc:1101] Sum Total of in-use chunks: 10.50GiB
+2022-10-25 21:52:08.2194: I external/xla/xla/tsl/framework/bfc_allocator.cc:1103] Total bytes in pool: 11274289152 \
+memory_limit_: 12884901888 available bytes: 1610612736 curr_region_allocation_bytes_: 25769803776
+2022-10-25 21:52:08.2194: I external/xla/xla/tsl/framework/bfc_allocator.cc:1109] Stats:
+Limit:                     12884901888
+InUse:                     11274289151
+MaxInUse:                  11274289152
+NumAllocs:                          42
+MaxAllocSize:               2147483649
+Reserved:                            0
+PeakReserved:                        1
+LargestFreeBlock:                    7
+
+RESOURCE_EXHAUSTED: Failed to allocate request for 2.00GiB (2147483648B) on device ordinal 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (
+            XLA_TABLE,
+            {
+                "tried": 29995136256,
+                "tried_rounded": 29995136256,
+                "parameters": 31 * GIB // 4,
+                "constants": 0,
+                "live_out": 1205 * MIB // 4,
+                "temporary": 15 * GIB // 4,
+                "temporary_fragmentation": 0,
+                "program": 47 * GIB // 4,
+                "program_fragmentation": 5632,
+                "buffer_1": 15 * GIB // 4,
+                "buffer_2": 384 << 10,
+            },
+        ),
+        (
+            BFC_TABLE,
+            {
+                "tried": 2 * GIB,
+                "tried_rounded": 2 * GIB,
+                "in_use_chunks": 21 * GIB // 2,
+                "limit": 12884901888,
+                "allocated": 11274289151,
+                "allocated_peak": 11274289152,
+                "largest": 2147483649,
+                "reserved": 0,
+                "reserved_peak": 1,
+                "largest_free": 7,
+                "pool": 11274289152,
+                "available": 1610612736,
+            },
+        ),
+    ],
+)
+def test_every_size_of_a_jax_table_is_read(text, numbers):
+    (message,) = read_oom(text)
+    assert (message.family, dict(message.numbers_bytes)) == ("jax", numbers)
