@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from brim.cli import estimate_ranks
 from brim.cli.loading import MODELS, load
-from brim.cli.options import DESCRIBED_MODEL, Command, html_option, json_option, print_json, write_html
+from brim.cli.options import BUDGET, DESCRIBED_MODEL, Command, html_option, json_option, print_json, write_html
 from brim.cli.split_options import split_of, split_options
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -44,6 +44,12 @@ _OPTIONS: list[Callable[..., Any]] = [
         "[default: adamw]",
     ),
     click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
+    click.option("--lora-rank", type=int, help="With --method lora: rank of the adapters. [default: 8]"),
+    click.option(
+        "--lora-targets",
+        metavar="NAMES",
+        help="With --method lora: ends of modules' names, as in q_proj,v_proj, or all-linear. [default: PEFT's]",
+    ),
     click.option(
         "--checkpointing",
         help="none, selective, alternate (every other product is kept) or full. [default: none]",
@@ -57,6 +63,12 @@ _OPTIONS: list[Callable[..., Any]] = [
     ),
     click.option(
         "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
+    ),
+    click.option(
+        "--vram",
+        type=BUDGET,
+        help="Memory of a GPU that the catalog lacks: what fits is told, seconds are not. With --gpu, how much of it "
+        "is free: 20GiB or 90%.",
     ),
     click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".'),
     click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
@@ -101,6 +113,7 @@ def estimate(
     model: str,
     arguments: tuple[str, ...],
     gpu: str | None,
+    vram: int | str | None,
     alloc_conf: str,
     explain_formula: bool,
     html: Path | None,
@@ -116,12 +129,14 @@ def estimate(
     """
     if is_program(model):
         _of_program(model, arguments, options, explain_formula)
-        _report(model, arguments, options, gpu, alloc_conf, html, as_json)
+        _report(model, arguments, options, gpu, vram, alloc_conf, html, as_json)
         return
     if arguments:
         raise UsageError(f"{' '.join(arguments)} was given beside {model}.", "Only programs take arguments.")
     split = split_of(options)
     compiled = options.pop("compiled")
+    targets = options.pop("lora_targets")
+    options["lora_targets"] = None if targets is None else tuple(name.strip() for name in targets.split(","))
     if compiled and split is None:
         raise UsageError(
             "--compile was given without --gpus.", "Blocks are compiled in predictions of ranks.", "Give --gpus 1."
@@ -130,9 +145,9 @@ def estimate(
         options["compiled"] = bool(compiled)
         if explain_formula or html is not None:
             raise UsageError("--gpus was given with --explain-formula or --html.", "They are of one GPU.")
-        estimate_ranks.report(model, options, *split, gpu, alloc_conf, as_json)
+        estimate_ranks.report(model, options, *split, gpu, vram, alloc_conf, as_json)
     elif not explain_formula:
-        _report(model, (), options, gpu, alloc_conf, html, as_json)
+        _report(model, (), options, gpu, vram, alloc_conf, html, as_json)
     elif html is None:
         _explain(model, options, as_json)
     else:
@@ -178,6 +193,7 @@ def _report(
     arguments: tuple[str, ...],
     settings: dict[str, Any],
     gpu: str | None,
+    vram: int | str | None,
     alloc_conf: str,
     html: Path | None,
     as_json: bool,
@@ -192,7 +208,7 @@ def _report(
     from brim.estimation.models import Source, find_model
     from brim.estimation.simulation import place_of
 
-    place, hardware = place_of(gpu), hardware_of(gpu)
+    place, hardware = place_of(gpu, vram), hardware_of(gpu)
     if is_program(model):
         file, run = os.path.abspath(model), _program(model, arguments)  # noqa: PTH100  # as its tracebacks name it
         source = Source(name=Path(model).name, library="python", program=run, file=file)

@@ -19,19 +19,26 @@ _MOST_ROWS = 16
 
 
 def report(
-    model: str, settings: dict[str, Any], split: Split, engine: str, gpu: str | None, alloc_conf: str, as_json: bool
+    model: str,
+    settings: dict[str, Any],
+    split: Split,
+    engine: str,
+    gpu: str | None,
+    vram: int | str | None,
+    alloc_conf: str,
+    as_json: bool,
 ) -> None:
     """Estimate and print."""
     from rich.console import Console
 
-    for name in ("method", "new_tokens"):
+    for name in ("method", "new_tokens", "lora_rank", "lora_targets"):
         if settings.pop(name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} was given with --gpus.", "Full training is split, so far.")
     load("brim.estimation.ranks", MODELS)
     with Console(stderr=True).status("Working out one rank of each kind"):
         from brim.estimation.ranks import estimate_ranks
 
-        found = estimate_ranks(model, split, engine=engine, gpu=gpu, alloc_conf=alloc_conf, **settings)
+        found = estimate_ranks(model, split, engine=engine, gpu=gpu, vram=vram, alloc_conf=alloc_conf, **settings)
     if as_json:
         print_json(found.to_json())
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,23 +104,29 @@ def estimate(
     method: str | None = None,
     checkpointing: str | None = None,
     new_tokens: int | None = None,
+    lora_rank: int | None = None,
+    lora_targets: Sequence[str] | None = None,
     gpu: str | catalog.Gpu | Hardware | None = None,
+    vram: str | int | None = None,
     alloc_conf: str = "",
 ) -> Estimate:
     """What one step of ``task`` (``train`` or ``generate``) takes on ``gpu``, without running it.
 
-    ``model``: a name or hub id of the catalog, a config.json or its folder, ``file.py:function``, or a function. The
-    function returns a step to trace, or a model and its inputs as a pair. Left open: ``precision`` is the
+    ``model``: a name or hub id of the catalog, a config.json or its folder, ``file.py:function``, or a function.
+    The function returns a step to trace, or a model and its inputs as a pair. Left open: ``precision`` is the
     configuration's (both 16-bit types count as bf16), ``seq`` 4,096 or what the model was made for if that is less,
-    ``optimizer`` AdamW, ``new_tokens`` 128; ``lora`` is PEFT's default. Settings that mean nothing to the model
-    warn. Raises UsageError for an unknown name or value (naming the nearest), ModelError for a configuration that
-    no model can be built from, UnsupportedError for what brim cannot predict.
+    ``optimizer`` AdamW, ``new_tokens`` 128; ``lora`` is PEFT's default but for ``lora_rank`` and ``lora_targets``
+    (``["q_proj", "v_proj"]``, or ``["all-linear"]``). ``vram``: a card that the catalog lacks, by its memory alone,
+    or how much of ``gpu`` is free for it (``"90%"``). Settings that mean nothing to the model warn. Raises
+    UsageError for an unknown name or value (naming the nearest), ModelError for a configuration that no model can
+    be built from, UnsupportedError for what brim cannot predict.
     """
     workload = Workload(
         task=task, batch=batch, seq=seq, precision=precision, optimizer=optimizer, method=method,
-        checkpointing=checkpointing, new_tokens=new_tokens,
+        checkpointing=checkpointing, new_tokens=new_tokens, lora_rank=lora_rank,
+        lora_targets=None if lora_targets is None else tuple(lora_targets),
     )  # fmt: skip
-    return Study(find_model(model), workload, place_of(gpu), hardware_of(gpu), alloc_conf).estimate()
+    return Study(find_model(model), workload, place_of(gpu, vram), hardware_of(gpu), alloc_conf).estimate()
 
 
 class Study:
@@ -187,6 +193,7 @@ class Study:
     def _notes(self) -> tuple[str, ...]:
         told = {**self.job.notes, **self.trace.notes}
         notes = [f"{subject}: {text}" for subject, text in told.items()]
+        notes += self.place.notes
         notes.append(f"CUDA context of {self.place.context.bytes:,} B: {self.place.context.source}")
         return tuple(notes)
 
@@ -280,9 +287,11 @@ def _failed(job: Job, error: BaseException) -> ModelError:
 
 
 def hardware_of(gpu: str | catalog.Gpu | Hardware | None) -> Hardware | None:
+    """The GPU with its rates; None where seconds cannot be told, as the catalog has no rate of it."""
     if gpu is None or isinstance(gpu, Hardware):
         return gpu
-    return (catalog.gpu(gpu) if isinstance(gpu, str) else gpu).hardware()
+    card = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
+    return card.hardware() if card.flops_per_s and card.bytes_per_s else None
 
 
 def _check_bytes(made: Trace, source: Source) -> None:

@@ -122,6 +122,7 @@ def estimate_ranks(
     optimizer: str | None = None,
     checkpointing: str | None = None,
     gpu: str | catalog.Gpu | None = None,
+    vram: str | int | None = None,
     alloc_conf: str = "",
     fused_loss: bool = True,
     compiled: bool = False,
@@ -144,7 +145,7 @@ def estimate_ranks(
         task=task, batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
         checkpointing=checkpointing,
     )  # fmt: skip
-    place = place_of(gpu)
+    place = place_of(gpu, vram)
     job = _job(find_model(model), workload, split, place, fused_loss=fused_loss, compiled=compiled)
     stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
     return _assembled(job, engine, stages, place, alloc_conf, notes)
@@ -249,7 +250,7 @@ def _assembled(
         time=time,
         fits=None if place.total_bytes is None else most <= place.total_bytes,
         flops=flops * split.micro_batches * split.tp * split.cp * split.dp,
-        notes=(*notes, context, *told),
+        notes=(*notes, *place.notes, context, *told),
         not_modelled=tuple(sorted({name for facts in stages for name in facts.not_modelled})),
     )
 
@@ -274,6 +275,8 @@ def _time(stages: Sequence[StageFacts], split: Split, place: Place) -> tuple[Ste
     if place.name not in catalog.gpu_names():
         return None, ()
     gpu = catalog.gpu(place.name)
+    if not (gpu.flops_per_s and gpu.bytes_per_s):
+        return None, ()
     hardware, source = training_hardware(gpu)
     times: dict[int, StageTime] = {}
     for facts in stages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from brim.memory.allocator_config import MIN_BLOCK_BYTES, AllocatorConfig
 from brim.memory.blocks import Block
 from brim.memory.device_memory import DeviceMemory, SimulatedDevice
 from brim.memory.out_of_memory import OutOfMemory
+from brim.units import format_bytes, parse_bytes
 
 _SEGMENT_KINDS = {
     "segment_alloc": EventKind.SEGMENT_ALLOC,
@@ -55,14 +56,29 @@ def simulate(
     return _Run(trace, config, place, device).timeline
 
 
+_SIMULATED = ("nvidia", "amd")  # whose tensors PyTorch's CUDA caching allocator serves
+_OTHERS = (
+    "{}: tensors are as on a CUDA device; its own allocator and context are not simulated, and what a process may "
+    "have of its memory is less than all of it"
+)
+_BY_SIZE = (
+    "a GPU of which only the memory is known: no seconds are told, kernels are those of compute capability 8.0, and "
+    "all of the memory is taken to be free",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a CUDA step runs. ``total_bytes`` None: without end. ``context`` is what the process takes beside."""
+    """Where a CUDA step runs. ``total_bytes`` None: without end. ``context`` is what the process takes beside.
+
+    ``notes`` say what is assumed of it, and what it cannot tell.
+    """
 
     name: str
     total_bytes: int | None
     context: catalog.Context
     cublas_workspace_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def available_bytes(self) -> int | None:
@@ -70,8 +86,25 @@ class Place:
         return None if self.total_bytes is None else max(self.total_bytes - self.context.bytes, 0)
 
 
-def place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:
-    """The GPU by its name in the catalog, or as a Hardware (whose VRAM tier counts as what torch can hand out)."""
+def place_of(gpu: str | catalog.Gpu | Hardware | Place | None, vram: str | int | None = None) -> Place:
+    """The GPU by its name in the catalog, or as a Hardware (whose VRAM tier counts as what torch can hand out).
+
+    ``vram``: of a GPU that the catalog lacks its memory, which is all that is known of it then; with ``gpu``, how
+    much of its memory this process may take, context included.
+    """
+    if vram is not None and gpu is None:
+        total = parse_bytes(vram)
+        name = f"a GPU of {format_bytes(total)}"
+        return Place(name=name, total_bytes=total, context=catalog.general_context(), notes=_BY_SIZE)
+    place = _place_of(gpu)
+    if vram is None:
+        return place
+    assert place.total_bytes is not None, "a GPU has memory"
+    limit = parse_bytes(vram, place.total_bytes)
+    return replace(place, total_bytes=min(limit, place.total_bytes))
+
+
+def _place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:
     if gpu is None:
         return Place(name="", total_bytes=None, context=catalog.general_context())
     if isinstance(gpu, Place):
@@ -86,6 +119,7 @@ def place_of(gpu: str | catalog.Gpu | Hardware | Place | None) -> Place:
         total_bytes=card.capacity_bytes,
         context=card.context(),
         cublas_workspace_bytes=card.cublas_workspace_bytes,
+        notes=() if card.vendor in _SIMULATED else (_OTHERS.format(card.name),),
     )
 
 

@@ -59,7 +59,7 @@ class Job:
         model = self.module()
         self._quantize(model)
         if self.workload.method == "lora":
-            model = _with_lora(model, self.source)
+            model = _with_lora(model, self.source, self.workload)
         model = model.cuda()
         return self._step(model)
 
@@ -277,8 +277,9 @@ def _weights_dtype(workload: Workload) -> torch.dtype:
     return torch.bfloat16 if workload.precision in ("bf16", *SCHEMES) else torch.float32
 
 
-def _with_lora(model: nn.Module, source: Source) -> nn.Module:
-    """PEFT's defaults: rank 8 in the layers that it names for this kind of model, else in every linear layer."""
+def _with_lora(model: nn.Module, source: Source, workload: Workload) -> nn.Module:
+    """PEFT's defaults where nothing else was given: rank 8 in the layers that it names for this kind of model, else
+    in every linear layer."""
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
@@ -287,7 +288,11 @@ def _with_lora(model: nn.Module, source: Source) -> nn.Module:
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
     elif source.config.get("model_type") not in KNOWN:
         targets = "all-linear"
+    given = workload.lora_targets
+    if given is not None:
+        targets = given[0] if given == ("all-linear",) else list(given)
     config = LoraConfig(target_modules=targets)
+    config.r = workload.lora_rank or config.r
     config._register_custom_module(lora_layers())
     try:
         return get_peft_model(model, config)

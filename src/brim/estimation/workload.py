@@ -38,7 +38,8 @@ class Workload:
     ``seq`` counts tokens of a sequence (of the prompt, when generating), ``new_tokens`` what is generated after it.
     Precisions: ``fp32`` and ``bf16`` are weights and arithmetic in that type; ``bf16-mixed`` and ``fp16-mixed`` are
     float32 weights under autocast (with a gradient scaler for fp16); ``fp8``, ``int8`` and ``int4`` are bf16 with
-    linear layers in that type, as ``quantization`` says.
+    linear layers in that type, as ``quantization`` says. ``lora_rank`` and ``lora_targets`` (ends of modules' names,
+    or ``("all-linear",)``) are of method lora; PEFT's defaults where they are not given.
     """
 
     task: str = "train"
@@ -49,19 +50,32 @@ class Workload:
     method: str | None = None
     checkpointing: str | None = None
     new_tokens: int | None = None
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise _unknown(name, value, choices)
-        for name in ("batch", "seq", "new_tokens"):
+        for name in ("batch", "seq", "new_tokens", "lora_rank"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST):
                 raise UsageError(f"{name}={value!r} was given.", f"It must be a whole number, 1 to {_LARGEST:,}.")
         self._check_task()
 
     def _check_task(self) -> None:
+        adapters = [name for name in ("lora_rank", "lora_targets") if getattr(self, name) is not None]
+        if adapters and self.method != "lora":
+            raise UsageError(
+                f"{' and '.join(adapters)} was given without method lora.", "There are no adapters then.",
+                "Give --method lora, or leave it out.",
+            )  # fmt: skip
+        if self.lora_targets is not None and not (self.lora_targets and all(self.lora_targets)):
+            raise UsageError(
+                f"lora_targets={self.lora_targets!r} was given.",
+                todo="Name modules, as in q_proj,v_proj, or all-linear.",
+            )
         if self.task == "train" and self.new_tokens is not None:
             raise UsageError("new_tokens was given for training.", todo="It goes with the task generate.")
         given = [name for name in _TRAINING_ONLY if getattr(self, name) is not None]
@@ -105,6 +119,8 @@ class Workload:
         parts += [f"{self.new_tokens:,} new tokens"] if self.new_tokens else []
         optimizer = _FULL_NAMES.get(self.optimizer or "", self.optimizer)
         parts += [value for value in (self.precision, optimizer, self.method) if value]
+        parts += [f"rank {self.lora_rank:,}"] if self.lora_rank else []
+        parts += [f"in {', '.join(self.lora_targets)}"] if self.lora_targets else []
         parts += [f"checkpointing {self.checkpointing}"] if self.checkpointing not in (None, "none") else []
         return ", ".join(parts)
 

@@ -272,7 +272,7 @@ def _card(request: Request) -> catalog.Gpu:
     fitting = [card for card in cards if card.capacity_bytes >= wanted * 0.97 and card.pcie_bytes_per_s]
     if not fitting:
         raise UsageError(f"{format_bytes(wanted)} of VRAM were given.", "No GPU of the catalog has as much.")
-    return min(fitting, key=lambda card: (card.capacity_bytes, card.name))
+    return min(fitting, key=lambda card: (card.capacity_bytes, "Laptop" in card.name, card.name))
 
 
 def _imagined(request: Request, card: catalog.Gpu) -> Machine:

@@ -44,6 +44,16 @@ def test_the_report_tells_what_where_how_it_grows_and_what_fits(model, capsys):
         assert told in text
 
 
+def test_adapters_and_an_unknown_card_by_options(model, capsys):
+    adapters = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj, v_proj"]
+    assert main(["estimate", model, "--seq", "32", *adapters, "--vram", "12GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "on a GPU of 12 GiB" in text and "lora, rank 4, in q_proj, v_proj" in text
+    assert "only the memory is known" in text and "by roofline" not in text
+    assert main(["estimate", model, "--seq", "32", "--lora-rank", "4"]) == 2
+    assert "--method lora" in capsys.readouterr().err
+
+
 def test_formulas_are_explained_as_sums(model, capsys):
     assert main(["estimate", model, "--task", "train", "--seq", "32", "--explain-formula"]) == 0
     text = capsys.readouterr().out

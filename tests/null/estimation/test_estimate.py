@@ -100,6 +100,50 @@ def test_checkpointing_keeps_less_the_more_is_computed_again(folder):
     assert peaks[0].flops < peaks[2].flops
 
 
+def test_the_rank_and_the_targets_of_adapters_are_counted(folder):
+    options = {"seq": 16, "method": "lora"}
+    eight, sixteen = (brim.estimate(folder("llama"), lora_rank=rank, **options) for rank in (8, 16))
+    default = brim.estimate(folder("llama"), **options)
+    assert eight.at_peak_bytes == default.at_peak_bytes
+    added = sixteen.at_peak_bytes["parameters"] - eight.at_peak_bytes["parameters"]
+    full = brim.estimate(folder("llama"), seq=16).at_peak_bytes["parameters"]
+    assert added == eight.at_peak_bytes["parameters"] - full
+    wider = brim.estimate(folder("llama"), lora_targets=["all-linear"], **options)
+    assert wider.at_peak_bytes["parameters"] > eight.at_peak_bytes["parameters"]
+    one = brim.estimate(folder("llama"), lora_targets=["q_proj"], **options)
+    assert full < one.at_peak_bytes["parameters"] < eight.at_peak_bytes["parameters"]
+    assert "lora, rank 16" in sixteen.workload.describe() and "in q_proj" in one.workload.describe()
+
+
+def test_adapters_that_cannot_be_are_refused(folder):
+    with pytest.raises(UsageError, match="without method lora"):
+        brim.estimate(folder("llama"), lora_rank=8)
+    with pytest.raises(UsageError, match="lora_rank=0"):
+        brim.estimate(folder("llama"), method="lora", lora_rank=0)
+    with pytest.raises(UsageError, match="Name modules"):
+        brim.estimate(folder("llama"), method="lora", lora_targets=[])
+    with pytest.raises(UnsupportedError, match="PEFT cannot add it"):
+        brim.estimate(folder("llama"), method="lora", lora_targets=["no_such"], seq=16)
+
+
+def test_an_unknown_card_is_its_memory_alone(folder):
+    found = brim.estimate(folder("llama"), seq=16, vram="12GiB")
+    assert (found.fits, found.step_s, found.gpu) == (True, None, "a GPU of 12 GiB")
+    assert "only the memory is known" in " ".join(found.notes)
+    assert brim.estimate(folder("llama"), seq=16, vram="401MiB").fits is False
+    with pytest.raises(UsageError, match="of how much"):
+        brim.estimate(folder("llama"), seq=16, vram="80%")
+    named = brim.estimate(folder("llama"), seq=16, gpu="RTX 4090", vram="1.6%")
+    assert named.fits is False and named.step_s is not None
+
+
+def test_a_card_without_rates_has_no_seconds_and_says_what_is_not_simulated(folder):
+    found = brim.estimate(folder("llama"), seq=16, gpu="Apple M3 Max 64GB")
+    assert found.fits and found.step_s is None
+    assert "are not simulated" in " ".join(found.notes)
+    assert brim.estimate(folder("llama"), seq=16, gpu="Ascend 910B").step_s is None
+
+
 def test_lora_has_gradients_and_state_for_adapters_only(folder):
     full, lora = (brim.estimate(folder("llama"), seq=16, method=method) for method in ("full", "lora"))
     adapters = 2 * 8 * ((64 + 64) + (64 + 32)) * 4  # two layers, rank 8, q_proj and v_proj, float32
