@@ -93,13 +93,13 @@ def _clear_last_error(device: torch.device) -> None:
 
 
 class StreamPoint:
-    """A point in a CUDA stream. Waiting makes the current stream wait, not the host."""
+    """A point in a stream of ``device``. Waiting makes the device's current stream wait, not the host."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event, self._device = event, device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
     @property
     def done(self) -> bool:
@@ -109,14 +109,15 @@ class StreamPoint:
 class _IssuedLater:
     """A copy that a thread hands to the stream once its data has come from disk."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.ticket: Ticket | None = None
         self.event = torch.cuda.Event()
 
     def wait(self) -> None:
         assert self.ticket is not None
         self.ticket.wait()  # until the copy is in the stream
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
 
     def synchronize(self) -> None:
         assert self.ticket is not None
@@ -148,13 +149,17 @@ class CudaEngine:
         self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
     ) -> Waitable:
         lane, stream = self._back if way[1] == RAM else self._there
-        later = _IssuedLater()
+        later = _IssuedLater(self.device)
         # Not an event yet: a stream cannot wait for it, and the caller should not.
         if any(_is_pending_on_host(condition) for condition in after):
             later.ticket = lane.submit(lambda: self._enqueue(source, target, label, after, way, stream, later.event))
             return later
-        self._enqueue(source, target, label, after, way, stream, later.event)
-        return StreamPoint(later.event)
+        error = lane.outcome(lambda: self._enqueue(source, target, label, after, way, stream, later.event))
+        if error is None:
+            return StreamPoint(later.event, self.device)
+        later.ticket = Ticket()
+        later.ticket.finish(error)
+        return later
 
     def _enqueue(
         self,
@@ -187,7 +192,7 @@ class CudaEngine:
     def mark(self) -> StreamPoint:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
-        return StreamPoint(event)
+        return StreamPoint(event, self.device)
 
     def finish(self, condition: Waitable) -> None:
         _HostWait(condition).wait()

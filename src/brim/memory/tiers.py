@@ -46,6 +46,11 @@ class Memory:
         self._disk_bytes: int | None = None
         self.staging: Staging | None = None
 
+    def is_compute(self, device: torch.device) -> bool:
+        """Whether ``device`` is where kernels work. A traced device has no number, and there is one of it."""
+        same = None in (device.index, self.device.index) or device.index == self.device.index
+        return device.type == self.device.type and same
+
     @property
     def ram(self) -> Pool:
         return self.host or self.compute

@@ -145,7 +145,7 @@ class _Lane:
                 self._start()
                 self._jobs.put((job, ticket))
                 return ticket
-        ticket.finish(self._outcome(job))
+        ticket.finish(self.outcome(job))
         return ticket
 
     def _start(self) -> None:
@@ -183,12 +183,13 @@ class _Lane:
             return False
         job, ticket = entry
         del entry
-        error = self._outcome(job)
+        error = self.outcome(job)
         del job  # who waits may count on the memory that it held
         ticket.finish(error)
         return True
 
-    def _outcome(self, job: Callable[[], None]) -> BrimError | None:
+    def outcome(self, job: Callable[[], None]) -> BrimError | None:
+        """Do ``job`` at once. Returns what it failed with."""
         if self.stopped.is_set():
             return _closed()
         try:

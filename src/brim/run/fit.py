@@ -11,7 +11,7 @@ from torch import nn
 
 from brim.errors import UsageError
 from brim.run.fitted import Fitted
-from brim.run.fitting import Device, budgets, forward_need, machine, make_plan, put_in_force
+from brim.run.fitting import Device, budgets, forward_need, held_vram_bytes, machine, make_plan, on, put_in_force
 from brim.run.training_fit import fit_training
 from brim.techniques.dry_run import as_arguments
 from brim.techniques.weight_streaming import Weights, WeightStreaming
@@ -26,7 +26,7 @@ def fit(
     *,
     vram: str | int | None = None,
     ram: str | int | None = None,
-    device: Device = "auto",
+    device: Device | str = "auto",
     example: _Example | None = None,
     activations: str | int | None = None,
 ) -> WeightStreaming: ...
@@ -39,7 +39,7 @@ def fit(
     *,
     vram: str | int | None = None,
     ram: str | int | None = None,
-    device: Device = "auto",
+    device: Device | str = "auto",
     example: _Example | None = None,
     activations: str | int | None = None,
     plan: str | Path | None = None,
@@ -52,7 +52,7 @@ def fit(
     *,
     vram: str | int | None = None,
     ram: str | int | None = None,
-    device: Device = "auto",
+    device: Device | str = "auto",
     example: _Example | None = None,
     activations: str | int | None = None,
     plan: str | Path | None = None,
@@ -62,7 +62,8 @@ def fit(
     Without ``optimizer`` for inference; with it, training steps fit too, gradients and the optimizer's states
     included, and a training loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``.
 
-    A budget that is not given is what is free less a tenth.
+    A budget that is not given is what is free, and what the model holds of it already, less a tenth. ``device`` is
+    "auto", "cuda", "cpu", "emulated" or one GPU of several ("cuda:1"); a model that is on a GPU stays on that one.
     On a machine without CUDA the compute tier is RAM, and what does not fit rests in a scratch file (``BRIM_SCRATCH``
     or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is what the
     model is called with: a tensor, a tuple of positional inputs, or a dictionary of named ones; a step's activations
@@ -78,12 +79,15 @@ def fit(
         raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
     inputs = None if example is None else as_arguments(example)
-    hardware = machine(device)
-    budget = budgets(hardware, vram, ram, device)
-    if optimizer is not None:
-        return fit_training(model, optimizer, hardware, budget, device, inputs, activations, plan)
-    if plan is not None:
-        raise UsageError(f"brim.fit was given the plan {plan}.", "Plans are for training.", "Give the optimizer too.")
-    need = forward_need(model, budget, hardware, inputs, activations)
-    partition, made = make_plan(model, hardware, budget, need, Weights(), task="forward")
-    return put_in_force(model, partition, made, hardware, Weights(), device)
+    with on(device, model) as kind:
+        hardware = machine(kind)
+        budget = budgets(hardware, vram, ram, kind, held_vram_bytes=held_vram_bytes(model, optimizer))
+        if optimizer is not None:
+            return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)
+        if plan is not None:
+            raise UsageError(
+                f"brim.fit was given the plan {plan}.", "Plans are for training.", "Give the optimizer too."
+            )
+        need = forward_need(model, budget, hardware, inputs, activations)
+        partition, made = make_plan(model, hardware, budget, need, Weights(), task="forward")
+        return put_in_force(model, partition, made, hardware, Weights(), kind)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from brim.units import format_bytes, parse_bytes
 __all__ = ["Device", "Need", "budgets", "emulated_hardware", "forward_need", "machine", "make_job", "make_memory"]
 __all__ += ["make_plan", "partitions", "predict", "put_in_force"]
 
-Device = Literal["auto", "cuda", "cpu", "emulated"]
+Device = Literal["auto", "cuda", "cpu", "emulated"]  # or one of several: "cuda:1"
 _FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
 
 
@@ -42,6 +43,38 @@ def forward_need(
     else:
         step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
     return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
+
+
+@contextlib.contextmanager
+def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
+    """Within, the CUDA device that ``device`` names (``"cuda:1"``), or else that ``model`` lies on, is the current
+    one: what is measured, planned and allocated is so there. Gives the device without its number.
+
+    Raises UsageError for a name that means no device, and for a model on several of them.
+    """
+    kind, _, number = device.partition(":")
+    index = int(number) if number.isdecimal() else None
+    if kind not in get_args(Device) or (number and (kind != "cuda" or index is None)):
+        raise UsageError(
+            f"Device {device!r} was asked for.", f"Devices are {', '.join(get_args(Device))} and cuda:NUMBER."
+        )
+    if index is None and kind in ("auto", "cuda") and model is not None:
+        found = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+        if len(found) > 1:
+            raise UsageError(
+                f"{type(model).__name__} was to be fitted.",
+                f"It lies on several devices: {', '.join(f'cuda:{one}' for one in sorted(found))}.",
+                "Move it to one of them, or to the CPU, before.",
+            )
+        index = next(iter(found), None)
+    if index is None:
+        yield cast(Device, kind)
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        raise UsageError(f"Device {device!r} was asked for.", f"torch sees {count} CUDA devices.")
+    with torch.cuda.device(index):
+        yield cast(Device, kind)
 
 
 def machine(device: Device) -> Hardware:
@@ -69,10 +102,16 @@ def emulated_hardware(measured: Hardware) -> Hardware:
 
 
 def budgets(
-    hardware: Hardware, vram: str | int | None, ram: str | int | None, device: str = "auto"
+    hardware: Hardware,
+    vram: str | int | None,
+    ram: str | int | None,
+    device: str = "auto",
+    *,
+    held_vram_bytes: int = 0,
 ) -> dict[str, int]:
     """The budget of every tier that compute or weights use: as given, else what is free less a tenth.
 
+    ``held_vram_bytes`` are the model's already, so a budget of what is free, which is for all of it, has them too.
     ``"80%"`` is of all that the tier has, whoever holds some of it: the same budget at every start.
     Where RAM is the compute tier, ``vram`` is its budget too: the smaller of the two holds.
     """
@@ -83,7 +122,7 @@ def budgets(
         budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
     else:
         on = VRAM if device != "emulated" else RAM
-        free = {RAM: free_bytes(RAM), VRAM: free_bytes(on)}
+        free = {RAM: free_bytes(RAM), VRAM: free_bytes(on) + held_vram_bytes}
         budget = {
             tier: int(free[tier] * _FREE_SHARE)
             if value is None
@@ -98,6 +137,15 @@ def budgets(
                 "Give what it has or less.",
             )
     return budget
+
+
+def held_vram_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """What a model, its gradients and its optimizer's states hold of VRAM now."""
+    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    if optimizer is not None:
+        held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    on_device = [tensor.untyped_storage() for tensor in held if tensor.device.type == "cuda"]
+    return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
 
 
 def put_in_force(

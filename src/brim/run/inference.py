@@ -18,7 +18,7 @@ from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import checksum
 from brim.run.drives import reading_from
 from brim.run.file_tensor import FileTensor
-from brim.run.fitting import Device, Need, budgets, machine, make_plan, put_in_force
+from brim.run.fitting import Device, Need, budgets, machine, make_plan, on, put_in_force
 from brim.run.models import OpenedModel, open_model
 from brim.run.quantized import open_quantized
 from brim.run.step_memory import Inputs, watch_inference
@@ -36,7 +36,7 @@ def load(
     *,
     vram: str | int | None = None,
     ram: str | int | None = None,
-    device: Device = "auto",
+    device: Device | str = "auto",
     inputs: Inputs | None = None,
     dtype: torch.dtype | None = None,
     quantization: str | Quantization | None = None,
@@ -45,8 +45,9 @@ def load(
     """Load a Hugging Face folder, a ``.gguf`` file or a hub id for inference, holding no more than the budget.
 
     ``vram`` and ``ram`` are amounts such as ``"8GiB"``; what is free less a tenth where they are not given. The RAM
-    budget is for the growth of the process from this call on, whatever it is for. ``inputs`` says how large a step
-    to make room for; without it, room is made for up to 1,024 tokens, fewer where the budget is small.
+    budget is for the growth of the process from this call on, whatever it is for. ``device`` is "auto", "cuda",
+    "cpu", "emulated" or one GPU of several ("cuda:1"). ``inputs`` says how large a step to make room for; without it,
+    room is made for up to 1,024 tokens, fewer where the budget is small.
     ``quantization`` (``"int8"``, ``"int4"``, ``"fp8"``) keeps linear layers in fewer bits: less to hold and to move,
     and another output; the first time, they are quantized into the user's cache folder.
 
@@ -61,15 +62,16 @@ def load(
             f"brim.load was given inputs of the type {type(inputs).__name__}.",
             "They say how large a step is: brim.run.step_memory.Inputs(batch=..., prompt=..., total=...).",
         )
-    hardware = reading_from(machine(device), Path(model))  # a first measurement takes RAM of its own for a moment
-    start_bytes = resident_bytes()
-    budget = budgets(hardware, vram, ram, device)
-    with torch.inference_mode(False):  # what is made in that mode could never be changed outside of it
+    # What is made in inference mode could never be changed outside of it.
+    with on(device) as kind, torch.inference_mode(False):
+        hardware = reading_from(machine(kind), Path(model))  # a first measurement takes RAM of its own for a moment
+        start_bytes = resident_bytes()
+        budget = budgets(hardware, vram, ram, kind)
         if quantization is None:
             opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
         else:
             opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
-        return load_opened(opened, hardware, budget, inputs, start_bytes, device)
+        return load_opened(opened, hardware, budget, inputs, start_bytes, kind)
 
 
 def load_opened(

@@ -12,6 +12,7 @@ import torch
 
 from brim.errors import ModelError, UnsupportedError
 from brim.memory.checkpoint_writing import Layout
+from brim.techniques.updates import place_counters
 
 
 def rng_state() -> dict[str, Any]:
@@ -110,6 +111,7 @@ def restore_optimizer(
             raise _another(f"It has a state {key} of {owner}, a parameter that is not trained now.")
         device = "cpu" if name in beside else parameter.device
         optimizer.state[parameter][key] = value.to(device)
+    place_counters(optimizer)  # it may have been stepped in RAM when it was saved
 
 
 def restore_settings(

@@ -164,6 +164,10 @@ class Gradients:
         self._forget_changes(index, number)
         self._generations[index, number] = self.generation(index, number) + 1
 
+    def device(self, index: int, number: int) -> torch.device:
+        """Where a gradient is for whoever uses it: with its parameter."""
+        return self._blocks[index].parameters[number].device
+
     def generation(self, index: int, number: int) -> int:
         """Of the gradient that is away: it changes when another takes its place."""
         return self._generations.get((index, number), 0)
@@ -185,8 +189,7 @@ class Gradients:
         what = f"The gradient of {block.names[number]}"
         keeper = _Keeper(weakref.ref(self), index, number, self.generation(index, number), what)
         return away(
-            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=keeper.zero,
-            keeper=keeper if parameter.device.type == "cpu" else None,
+            field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=keeper.zero, keeper=keeper
         )  # fmt: skip
 
     def value(self, index: int, number: int) -> torch.Tensor:
@@ -258,13 +261,14 @@ class _Keeper:
         self._gradients.zero(self._index, self._number)
 
     def value(self) -> torch.Tensor:
-        return self._gradients.value(self._index, self._number)
+        value = self._gradients.value(self._index, self._number)
+        return value.to(self._gradients.device(self._index, self._number))
 
     def scale(self, factor: torch.Tensor) -> None:
         self._gradients.scale(self._index, self._number, factor.to("cpu", copy=True))
 
     def replace(self, value: torch.Tensor) -> None:
-        self._gradients.replace(self._index, self._number, value)
+        self._gradients.replace(self._index, self._number, value.to("cpu"))
 
 
 class Arrivals:

@@ -62,9 +62,12 @@ class Guards:
         ``on_host``: the modules (by ``id``) that the CPU computes.
         """
         for module in self._handle.model.modules():
-            device = torch.device("cpu") if id(module) in on_host else self._handle.memory.device
+            memory, stays = self._handle.memory, id(module) in on_host
+            device = torch.device("cpu") if stays else memory.device
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type != device.type:
+                if buffer is None:
+                    continue
+                if buffer.device.type != "cpu" if stays else not memory.is_compute(buffer.device):
                     self._moved_buffers.append((module, name, buffer))
                     module._buffers[name] = buffer.to(device)
 

@@ -33,7 +33,7 @@ from brim.techniques.optimizer_places import KEEP, Choices, Places, Streaming, c
 from brim.techniques.optimizer_states import StateBlock, state_blocks
 from brim.techniques.optimizer_trial import Trial, raw_step
 from brim.techniques.optimizer_whole import WholeState
-from brim.techniques.updates import Recomputation, narrowed, root_task, stepping
+from brim.techniques.updates import Recomputation, narrowed, place_counters, root_task, stepping
 
 NAME = "optimizer_offload"
 BLOCK_BYTES = 16 << 20
@@ -378,6 +378,7 @@ class OptimizerOffload:
             return
         self._beside.give_up()
         self._places.restore()
+        place_counters(self.optimizer)
         self._removed = True
         if self._streaming is not None:
             self._streaming.is_updated_by(self.optimizer, [])

@@ -166,7 +166,8 @@ class Placement:
         """Tensors that are in the module already: they stay where they are, or are copied to VRAM."""
         memory, parameters = self._memory, [self._parameters[name] for name in names]
         layout = packed_layout([self._in_module(name) for name in names])
-        if memory.host is None or all(p.device.type == memory.device.type == "cuda" for p in parameters):
+        on_device = memory.device.type == "cuda" and all(memory.is_compute(p.device) for p in parameters)
+        if memory.host is None or on_device:
             self.buffers.append(memory.compute.account(layout.bytes, label))
             return
         buffer = memory.compute.allocate(layout.bytes, label)

@@ -187,5 +187,6 @@ class Ring:
         if slot.holds == block:
             return
         after = [slot.idle, slot.saved, Settled(slot.ready)]
-        slot.holds, slot.saved = block, Done()
+        slot.holds = None  # until the load is under way: what fails before that has brought nothing
         slot.ready = self._homes[block].load(slot.buffer, self._names[block], after)
+        slot.holds, slot.saved = block, Done()

@@ -34,11 +34,26 @@ def narrowed(
         for group in groups:
             group["params"] = [wanted[id(p)] for p in group["params"] if id(p) in wanted]
         optimizer.param_groups = [group for group in groups if group["params"]]
+        place_counters(optimizer)
         yield
     finally:
         optimizer.param_groups = groups
         for group, params in zip(groups, whole, strict=True):
             group["params"] = params
+
+
+def place_counters(optimizer: Optimizer) -> None:
+    """Bring the step counters to where the optimizer's kernels look for them: fused and capturable ones beside the
+    parameter, which may be in RAM now and on a GPU later. It is the rule of ``Optimizer.load_state_dict``.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("capturable")):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in list(state.items()):
+                if type(value) is torch.Tensor and value.dim() == 0 and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)
 
 
 def stepping(

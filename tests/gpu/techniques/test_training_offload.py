@@ -134,6 +134,62 @@ def test_clipping_is_the_devices_own(memory: Memory) -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("gradients", [RAM, DISK])
+def test_pytorch_s_own_tools_work_on_gradients_that_are_away(gradients: str, memory: Memory) -> None:
+    net, twin = Net().to(DEVICE), Net().to(DEVICE)
+    optimizer, plain = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, twin))
+    handle = optimizer_offload.apply(net, optimizer, memory, states=RAM, gradients=gradients, block_bytes=4 * MIB)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    for model, chosen in ((net, optimizer), (twin, plain)):
+        scaler.scale(model(batch(0))).backward()
+        scaler.unscale_(chosen)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if model is net:
+            found, read = norm, [p.grad + 0 for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+        chosen.step()
+        scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    torch.testing.assert_close(found, norm)
+    for got, parameter in zip(read, twin.parameters(), strict=True):
+        assert got.device == parameter.device
+        torch.testing.assert_close(got, 2 * parameter.grad, rtol=1e-4, atol=1e-8)
+    handle.remove()
+    assert_close(net, twin)
+
+
+@pytest.mark.parametrize("states", [RAM, DISK])
+def test_fused_counters_are_where_the_kernels_are(states: str, memory: Memory) -> None:
+    """Steps in memory, steps away, what was saved there put back, and steps in memory again."""
+
+    def small() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).to(DEVICE)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(2):
+            x = torch.ones(4, 64, device=DEVICE) * step
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net, twin = small(), small()
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True) for m in (net, twin))
+    steps(net, optimizer)
+    handle = optimizer_offload.apply(net, optimizer, memory, states=states, block_bytes=32 << 10)
+    steps(net, optimizer)
+    for name, tensor in [(name, tensor.clone()) for name, tensor in handle.iter_state()]:
+        handle.load_state(name, tensor)
+    steps(net, optimizer)
+    handle.remove()
+    for parameter, state in optimizer.state.items():
+        assert {value.device for value in state.values()} == {parameter.device}
+    steps(net, optimizer)
+    for _ in range(4):
+        steps(twin, plain)
+    assert_close(net, twin)
+
+
 def backward_of(net: nn.Module, stream: torch.cuda.Stream | None) -> list[torch.Tensor]:
     """Gradients of three steps, on ``stream``."""
     made = []
