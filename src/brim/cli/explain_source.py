@@ -123,7 +123,7 @@ def _open(path: Path) -> BinaryIO:
 
 def _waiting_open(path: Path) -> int:
     """A pipe with a name that nobody writes to would be waited for without end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not path.resolve().is_fifo():
         return descriptor  # a shell's own, by its number: whoever writes is there
     if not select.select([descriptor], [], [], _FIRST_BYTES_WITHIN_S)[0]:

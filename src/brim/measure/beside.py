@@ -127,7 +127,7 @@ class _Mover:
                 count = move(descriptor, [self._ring[at : at + RUN_CHUNK_BYTES]], offset)
                 self._bytes, at = self._bytes + count, (at + RUN_CHUNK_BYTES) % RING_BYTES
                 offset = (offset + count) % (self._file.size_bytes - RUN_CHUNK_BYTES + 1) // MIB * MIB
-                if not self._file.direct and self._way == READ:
+                if not self._file.direct and self._way == READ and hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._failure = f"{error}."

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from brim.errors import TransferError
+from brim.memory import system
 from brim.memory.checkpoint_files import Extent
 from brim.memory.layout import ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, round_up
@@ -96,7 +97,7 @@ class DirectReader:
             if got == 0:
                 raise _failed(run, f"The file ends {format_bytes(length - done)} too early.")
             if not handle.direct:
-                os.posix_fadvise(handle.fd, offset + done, got, os.POSIX_FADV_DONTNEED)
+                system.forget_cached(handle.fd, offset + done, got)
             done += got
             # A short direct read stops at the file's end; the next request must start on a page again.
             if done < length and handle.direct and done % PAGE_BYTES:
@@ -127,8 +128,8 @@ def write_pages(files: OpenFiles, source: torch.Tensor, extent: Extent, stopped:
                 "Give a folder with more room, or a larger memory budget.",
             ) from error
         if not handle.direct:
-            os.fdatasync(handle.fd)  # dirty pages could not be dropped
-            os.posix_fadvise(handle.fd, extent.offset + done, put, os.POSIX_FADV_DONTNEED)
+            system.flush(handle.fd)  # dirty pages could not be dropped
+            system.forget_cached(handle.fd, extent.offset + done, put)
         done += put
 
 
@@ -170,7 +171,7 @@ class OpenFiles:
             old = self._handles.get(path)
             if old is not None and old.direct:
                 self._stale.append(old.fd)  # another thread may be reading through it
-                again = os.open(old.reopen, old.mode | os.O_CLOEXEC)
+                again = os.open(old.reopen, old.mode)
                 self._handles[path] = _Handle(again, False, old.reopen, old.mode)
             return self._handles[path]
 
@@ -186,10 +187,10 @@ class OpenFiles:
         try:
             if _O_DIRECT:
                 try:
-                    return _Handle(os.open(path, mode | os.O_CLOEXEC | _O_DIRECT), True, path, mode)
+                    return _Handle(os.open(path, mode | _O_DIRECT), True, path, mode)
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-            return _Handle(os.open(path, mode | os.O_CLOEXEC), False, path, mode)
+            return _Handle(os.open(path, mode), False, path, mode)
         except OSError as error:
             raise TransferError(f"{path} was to be opened.", f"{error.strerror}.") from error

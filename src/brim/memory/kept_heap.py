@@ -7,6 +7,7 @@ keep it, and only when the resident set comes near what was promised the holes a
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import BinaryIO
 from brim.memory import heap
 
 _STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = mmap.PAGESIZE
 _INTERVAL_S = 0.002  # a machine that writes 10 GB/s into fresh pages comes 20 MB further in that time
 _FUTILE_S = 0.05
 _MANY, _MANY_S = 50, 1.0  # so many times within so long, giving holes back costs more than not keeping them

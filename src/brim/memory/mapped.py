@@ -30,7 +30,7 @@ class MappedFile:
     @classmethod
     def open(cls, path: str) -> MappedFile:
         try:
-            return cls(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            return cls(path, os.open(path, os.O_RDONLY))
         except OSError as error:
             raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
 
@@ -94,7 +94,7 @@ def written(views: Sequence[torch.Tensor]) -> list[bool]:
     the kernel does not tell (not Linux), the answer is no.
     """
     try:
-        pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY)
     except OSError:
         return [False] * len(views)
     try:
@@ -133,7 +133,7 @@ def present_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.device.type == "cpu"}
     try:
-        pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY)
     except OSError:
         return sum(storage.nbytes() for storage in storages.values())
     try:
@@ -158,7 +158,7 @@ def forget(tensors: Sequence[torch.Tensor]) -> None:
     those of a tensor that was written to. Linux only (madvise(2), MADV_DONTNEED); elsewhere nothing happens.
     """
     try:
-        pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        pages = os.open("/proc/self/pagemap", os.O_RDONLY)
     except OSError:
         return
     try:

@@ -13,6 +13,7 @@ import torch
 
 from brim.core.hardware import DISK
 from brim.errors import BudgetError, TransferError
+from brim.memory import system
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.direct_io import OpenFiles
 from brim.memory.layout import PACKED_ALIGNMENT_BYTES
@@ -124,9 +125,9 @@ class Scratch(PlannedScratch):
             for source, tensor in zip(sources, tensors, strict=True):
                 flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 self._write(flat, source.extents[0].offset)
-            os.fdatasync(self._fd)  # dirty pages could not be dropped
+            system.flush(self._fd)  # dirty pages could not be dropped
         for source in sources:
-            os.posix_fadvise(self._fd, source.extents[0].offset, source.bytes, os.POSIX_FADV_DONTNEED)
+            system.forget_cached(self._fd, source.extents[0].offset, source.bytes)
 
     def _write(self, flat: torch.Tensor, offset: int) -> None:
         view, done = memoryview(flat.numpy().data), 0

@@ -9,6 +9,7 @@ import torch
 
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
+from brim.memory import system
 from brim.memory.direct_io import OpenFiles
 from brim.memory.mapped import MappedFile
 from brim.memory.pool import Buffer, HostSource, Pool, TorchSource
@@ -37,6 +38,8 @@ class Memory:
         fake: bool = False,
     ) -> None:
         self.compute, self.host, self.recorder, self.device, self.fake = compute, host, recorder, device, fake
+        if not fake:
+            system.require()
         self.files = OpenFiles()
         engine = NullEngine if fake else ThreadEngine
         self.engine: Engine = engine(recorder, self.files, self._bounce)

@@ -204,7 +204,8 @@ class _Lane:
 
 
 _lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()  # what the end of the process has to wait for
-os.register_at_fork(after_in_child=_lanes.clear)  # a child has none of the threads
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_lanes.clear)  # a child has none of the threads
 
 
 @atexit.register

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 
 from brim.errors import BrimError, ModelError, TransferError
+from brim.memory import system
 from brim.memory.checkpoint_files import TensorSource, read_safetensors_header
 from brim.memory.checkpoint_writing import CODES, Layout
 from brim.memory.checksums import Checksum
@@ -191,7 +192,7 @@ class _Reader:
 
     def __enter__(self) -> Self:
         try:
-            self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(self._path, os.O_RDONLY)
         except OSError as error:
             raise self._failed(f"{error.strerror}.") from error
         return self
@@ -227,7 +228,7 @@ class _Reader:
             if got == 0:
                 raise self._failed(f"It ends {len(view) - done} bytes too early.")
             done += got
-        os.posix_fadvise(self._fd, offset, done, os.POSIX_FADV_DONTNEED)
+        system.forget_cached(self._fd, offset, done)
 
     def _failed(self, found: str) -> TransferError:
         return TransferError(f"{self._path} was to be read.", found, "Check the disk.")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import brim
+from brim.memory import system
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checkpoint_writing import CODES, sync_path
 from brim.memory.checksums import Checksum
@@ -38,7 +39,7 @@ from brim.run.checkpoint_reading import verify
 
 _SYNC_BYTES = 64 << 20  # what may wait in the page cache until it is brought to the disk
 _COPY_BYTES = 1 << 20
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ def _write(fd: int, content: memoryview, offset: int) -> None:
 
 def _sync(fd: int) -> None:
     os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    system.forget_cached(fd)
 
 
 def _read_pieces(path: Path) -> Iterator[bytes]:

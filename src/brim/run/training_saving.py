@@ -188,7 +188,7 @@ def _identity(folder: Path) -> str:
         digest.update(f"{name} {source.dtype} {list(source.shape)}".encode())
         extent = source.extents[0]
         middle = extent.bytes // 2
-        fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(extent.path, os.O_RDONLY)
         try:
             digest.update(os.pread(fd, min(_SAMPLE_BYTES, extent.bytes - middle), extent.offset + middle))
         finally:

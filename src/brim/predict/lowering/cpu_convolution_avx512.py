@@ -30,7 +30,7 @@ _USUAL_CACHE_BYTES = {1: 32 * 1024, 2: 512 * 1024}
 
 def _cache_bytes(level: int) -> int:
     name = {1: "SC_LEVEL1_DCACHE_SIZE", 2: "SC_LEVEL2_CACHE_SIZE"}[level]
-    known = os.sysconf(name) if name in os.sysconf_names else 0
+    known = os.sysconf(name) if name in getattr(os, "sysconf_names", ()) else 0
     return known if known > 0 else _USUAL_CACHE_BYTES[level]
 
 

@@ -166,5 +166,5 @@ def _within(low: int, high: int, value: int) -> int:
 
 def _cache_bytes() -> int:
     """A core's second-level cache, as the operating system tells it."""
-    known = os.sysconf("SC_LEVEL2_CACHE_SIZE") if "SC_LEVEL2_CACHE_SIZE" in os.sysconf_names else 0
+    known = os.sysconf("SC_LEVEL2_CACHE_SIZE") if "SC_LEVEL2_CACHE_SIZE" in getattr(os, "sysconf_names", ()) else 0
     return known if known > 0 else _USUAL_CACHE_BYTES
