@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from brim.core import Timeline
+from brim.core.hardware import RAM
 from brim.errors import UnsupportedError
 from brim.memory import system
 from brim.memory.pool import HostSource, Pool
@@ -28,8 +30,10 @@ def test_commands_that_predict_and_explain_work_without_posix(tmp_path: Path) ->
 
 def test_a_runtime_says_what_the_system_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "preadv")
+    recorder = Recorder(Timeline("run", measured=True))
+    pool = Pool(RAM, 1 << 20, HostSource(), recorder)
     with pytest.raises(UnsupportedError, match=r"no preadv\(2\) in Python"):
-        Memory(compute=Pool("ram", 1 << 20, HostSource(), Recorder()), host=None, recorder=Recorder())
+        Memory(compute=pool, host=None, recorder=recorder)
 
 
 def test_macos_flushes_and_forgets_as_far_as_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
