@@ -22,9 +22,10 @@ _LIBRARY = re.compile(
 )
 OPENED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
-# Out-parameters of size queries, which callers read: pattern, their positions among the arguments, bytes of each. The
-# answer is 0: how much cuSOLVER and cuSPARSE would take is not known. All other arguments are integers or pointers.
-_SIZES = tuple(
+# Out-parameters that callers read: pattern, their positions among the arguments, bytes of each. They become 0: no
+# workspace (how much cuSOLVER and cuSPARSE would take is not known), no error in a factorisation. All other arguments
+# of these functions are integers or pointers.
+_OUT_PARAMETERS = tuple(
     (re.compile(pattern), positions, width)
     for pattern, positions, width in (
         (r"cusolverDn[SDCZ](potrf|geqrf|getrf)_bufferSize", (5,), 4),
@@ -50,9 +51,34 @@ _SIZES = tuple(
         (r"cusparse[SDCZ]csrgeam2_bufferSizeExt", (19,), 8),
         (r"cusparse[SDCZ]bsrsv2_bufferSize", (11,), 4),
         (r"cusparse[SDCZ]bsrsm2_bufferSize", (13,), 4),
+        (r"cublas[SDCZ]geqrfBatched", (6,), 4),
+        (r"cublas[SDCZ](getrs|gels)Batched", (9,), 4),
+        (r"cusolverDn[SDCZ](potrf|getrf)", (7,), 4),
+        (r"cusolverDn[SDCZ]geqrf", (8,), 4),
+        (r"cusolverDn[SDCZ](getrs|syevd|heevd)", (9,), 4),
+        (r"cusolverDn[SDCZ]gesvdj", (14,), 4),
+        (r"cusolverDn[SDCZ]gesvd", (15,), 4),
+        (r"cusolverDnXpotrf", (12,), 4),
+        (r"cusolverDnXgeqrf", (14,), 4),
+        (r"cusolverDnXsyevd", (15,), 4),
+        (r"cusolverDnXgeev", (21,), 4),
     )
 )
-_ARGUMENTS = 20
+_ARGUMENTS = 22
+
+
+# The same of what works on many matrices: pattern, position of the array of their ints, position of their number.
+_OUT_ARRAYS = tuple(
+    (re.compile(pattern), array, number)
+    for pattern, array, number in (
+        (r"cublas[SDCZ]getrfBatched", 5, 6),
+        (r"cusolverDn[SDCZ]potrfBatched", 5, 6),
+        (r"cusolverDn[SDCZ](syevj|heevj)Batched", 9, 11),
+        (r"cusolverDn[SDCZ]gesvdjBatched", 13, 15),
+        (r"cusolverDn[SDCZ]gesvdaStridedBatched", 18, 20),
+        (r"cusolverDnXsyevBatched", 15, 16),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +139,13 @@ def second_names(wanted: Wanted, defined: Collection[str]) -> Iterator[tuple[str
 
 def _stub(name: str) -> str:
     head = f'static Counter counter = {{"{name}", 0, 0}}; count(&counter);'
-    for pattern, positions, width in _SIZES:
-        if pattern.fullmatch(name):
-            parameters = ", ".join(f"uintptr_t a{i}" for i in range(_ARGUMENTS))
-            clear = " ".join(f"memset((void *)a{i}, 0, {width});" for i in positions)
-            unused = " ".join(f"(void)a{i};" for i in range(_ARGUMENTS) if i not in positions)
-            return f"API int {name}({parameters}) {{ {head} {clear} {unused} return 0; }}"
+    parameters = ", ".join(f"uintptr_t a{i} UNUSED" for i in range(_ARGUMENTS))
+    cleared = [
+        *(f"if (a{at}) memset((void *)a{at}, 0, {width});"
+          for pattern, positions, width in _OUT_PARAMETERS if pattern.fullmatch(name) for at in positions),
+        *(f"if (a{array}) memset((void *)a{array}, 0, 4 * (size_t)(int)a{number});"
+          for pattern, array, number in _OUT_ARRAYS if pattern.fullmatch(name)),
+    ]  # fmt: skip
+    if cleared:
+        return f"API int {name}({parameters}) {{ {head} {' '.join(cleared)} return 0; }}"
     return f"API int {name}(void) {{ {head} return 0; }}"
