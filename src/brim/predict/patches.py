@@ -185,6 +185,8 @@ def _rng_state() -> torch.Tensor:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         state = torch._C.default_generator.get_state()
     made = torch.empty(state.shape, dtype=state.dtype)
+    if not isinstance(made, FakeTensor):  # a compiler keeps the state while it captures, outside the trace
+        return state
     give(made, state)
     return made
 
