@@ -36,6 +36,8 @@ from brim.predict.shapes import Answer, result_of
 
 _add = torch.ops.aten.add.Tensor
 _device_of = torch.ops.prim.device.default
+# Below autograd these are made of others, on every device.
+_IN_PARTS = {torch.ops.aten._euclidean_dist.default, torch.ops.aten.binary_cross_entropy_with_logits.default}
 _META = torch.device("meta")
 
 
@@ -103,6 +105,9 @@ class RecordingMode(TorchDispatchMode):
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func in _IN_PARTS and not any(isinstance(mode, type(self)) for mode in _get_current_dispatch_mode_stack()):
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         func = inplace.as_plain(func, args)
         self._notice_backward()
         known = self.values.read(func, args, kwargs)
@@ -376,6 +381,8 @@ def on_host() -> Iterator[None]:
 @cache
 def _decomposes(func: torch._ops.OpOverload) -> bool:
     """Without autograd (inference mode) composite operations arrive whole; PyTorch runs their parts."""
+    if func in FAKES:
+        return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeImplicitAutograd") and not has_kernel(func.name(), "CPU")
 

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from brim.predict import packed
 from brim.predict.compiled import as_written
 from brim.predict.dispatch import RecordingMode
 from brim.predict.outside import as_tensor_of_file, models_save_nothing, outside_world
@@ -28,6 +29,7 @@ _FINITE = {
     torch.isinf: False, torch.Tensor.isinf: False,
 }  # fmt: skip
 
+_LINEAR = torch.nn.functional.linear
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of C
 
@@ -43,9 +45,15 @@ class ValueMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READS and isinstance(args[0], FakeTensor):
             return self._read(func, *args, **kwargs)
-        if func is torch.nn.functional.linear:
+        if func is _LINEAR:
             with self.recording.linear():
                 return func(*args, **kwargs)
+        if func is torch._pack_padded_sequence:
+            data, sizes = packed.pack(*args, **kwargs)
+            return data, self._on_host(sizes)
+        if func is torch._pad_packed_sequence:
+            padded, lengths = packed.pad(args[0], packed.sizes_of(args[1]), *args[2:], **kwargs)
+            return padded, self._on_host(lengths)
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
         if func == _SET_DATA:  # other values now: those of the new data, if they are known
@@ -59,6 +67,10 @@ class ValueMode(TorchFunctionMode):
         if (unknown := unknown_in(func, args, kwargs)) is not None:
             return mark_made_up(unknown, args, func(*args, **kwargs))
         return func(*args, **kwargs)
+
+    def _on_host(self, numbers: list[int]) -> torch.Tensor:
+        with self.recording.factories(False):
+            return torch.tensor(numbers)
 
     def _read(self, func: Any, tensor: FakeTensor, *args: Any, **kwargs: Any) -> Any:
         values = self.recording.values
@@ -83,6 +95,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
     with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
          mock.patch.object(torch.utils, "swap_tensors", _set_data), \
          mock.patch.object(torch.UntypedStorage, "resize_", _resizing(mode)), \
+         mock.patch.object(torch.nn.functional, "linear", _linear(mode)), \
          mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
@@ -116,6 +129,16 @@ def _resizing(mode: ValueMode) -> Callable[..., Any]:
         return made
 
     return resize_
+
+
+def _linear(mode: ValueMode) -> Callable[..., torch.Tensor]:
+    """Functions of torch.nn.functional that call it do so with the mode off."""
+
+    def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with mode.recording.linear():
+            return _LINEAR(*args, **kwargs)
+
+    return linear
 
 
 def _reentering(mode: ValueMode) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 
 from brim.predict.dispatch import RecordingMode
-from brim.predict.lowering import cuda_attention, cuda_recurrent
+from brim.predict.lowering import cuda_attention, cuda_norms, cuda_recurrent
 from brim.predict.patches import ValueMode
 from brim.predict.torch_cuda import in_place, torch_cuda
 
@@ -53,6 +53,8 @@ class PretendCuda(ValueMode):
             _is_cpu.__get__: lambda tensor: not self.on_device(tensor),
             torch.nn.functional.scaled_dot_product_attention: self.attention,
             torch.dropout: self._dropout,
+            torch.rms_norm: self.rms_norm,
+            torch.nn.functional.rms_norm: self.rms_norm,
             torch.nn.functional.dropout: self.dropout,
             **{kind: functools.partial(cuda_recurrent.layer, kind) for kind in cuda_recurrent.KINDS},
         }
@@ -130,6 +132,10 @@ class PretendCuda(ValueMode):
         with self.recording.factories(self._any_on_device((query,))):
             return cuda_attention.attention(query, key, value, capability=self.capability, **options)
 
+    def rms_norm(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.recording.factories(self._any_on_device((input,))):
+            return cuda_norms.rms_norm(input, *args, **kwargs)
+
     def _dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         """CUDA fuses dropout and keeps a boolean mask (aten/src/ATen/native/Dropout.cpp)."""
         if train and 0 < p < 1 and input.numel() > 0:
@@ -185,6 +191,7 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         # Functions of torch.nn.functional that call one another do so with the mode off.
         stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", mode.attention))
         stack.enter_context(mock.patch.object(functional, "dropout", mode.dropout))
+        stack.enter_context(mock.patch.object(functional, "rms_norm", mode.rms_norm))
         token = _pretended.set(mode.capability)
         stack.callback(_pretended.reset, token)
         yield

@@ -207,3 +207,57 @@ def test_checkpointing_works_with_the_pretended_gpu():
         for save in (False, True)
     ]
     assert peaks[1] < peaks[0]
+
+
+def test_a_root_mean_square_norm_keeps_one_number_a_row():
+    def step() -> None:
+        norm = nn.RMSNorm(1024, device="cuda", dtype=torch.bfloat16)
+        norm(torch.ones(64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+
+    made = on_cuda(step)
+    names = [op.name for op in made.ops]
+    forward = names.index("aten._fused_rms_norm.default")
+    taken = [s.bytes for s in made.storages if made.ops[forward].at < s.born < made.ops[forward + 1].at]
+    assert taken == [64 * 1024 * 2, 64 * 4]
+    assert "aten._fused_rms_norm_backward.default" in names
+    assert not any("rsqrt" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "taken"),
+    [
+        ((1024, 4096), (0,), [4096 * 4 * 16 * 128, 128]),  # 16 blocks of threads for each of 4,096 sums
+        ((8, 128, 4096), (0, 1), [4096 * 4 * 16 * 128, 128]),
+        ((1024, 256), (0,), [256 * 4 * 16 * 128, 8]),
+        ((512, 4096), (0,), []),
+        ((4096, 1024), (1,), []),
+    ],
+)
+def test_a_sum_of_many_rows_takes_the_parts_of_several_blocks(shape, dims, taken):
+    """As PyTorch's CUDA build asks its allocator for them on an H100 (132 multiprocessors)."""
+    made = on_cuda(lambda: torch.ones(shape, device="cuda").sum(dims), capability=(9, 0))
+    assert [s.bytes for s in made.storages][2:] == taken
+
+
+def test_packed_sequences_are_as_long_as_they_are_said_to_be():
+    seen = []
+
+    def step() -> None:
+        lstm = nn.LSTM(8, 16, batch_first=True, bidirectional=True).cuda()
+        source, lengths = torch.ones(3, 7, 8, device="cuda", requires_grad=True), torch.tensor([7, 4, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(source, lengths, batch_first=True)
+        padded, back = nn.utils.rnn.pad_packed_sequence(lstm(packed)[0], batch_first=True)
+        padded.sum().backward()
+        seen.append((tuple(packed.data.shape), tuple(padded.shape), back.tolist(), tuple(source.grad.shape)))
+
+    on_cuda(step)
+    assert seen == [((13, 8), (3, 7, 32), [7, 4, 2], (3, 7, 8))]
+
+
+def test_autocast_casts_the_last_argument_first_and_leaves_a_float16_softmax_to_its_kernel():
+    def step() -> None:
+        layer, source = nn.Linear(32, 64).cuda(), torch.ones(4, 32, device="cuda")
+        with torch.autocast("cuda", dtype=torch.float16):
+            F.log_softmax(layer(source), -1)
+
+    assert sizes(on_cuda(step))[-5:] == [64 * 2, 64 * 32 * 2, 4 * 32 * 2, 4 * 64 * 2, 4 * 64 * 4]

@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 
 LOWER_PRECISION = (
-    "conv1d", "conv2d", "conv2d.padding", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
-    "conv_transpose3d.input", "convolution", "conv1d.padding", "conv3d.padding", "prelu", "addmm", "addmv", "addr",
+    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input", "convolution", "_convolution", "prelu", "addmm", "addmv", "addr",
     "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
     "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
     "rnn_relu_cell", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
@@ -25,18 +25,19 @@ LOWER_PRECISION = (
 FP32 = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
     "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-    "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss",
-    "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
-    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div",
+    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+    "multilabel_margin_loss", "soft_margin_loss",
     "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
     "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
-    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "fft_fft", "fft_ifft", "fft_rfft",
-    "fft_irfft",
+    "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
 )  # fmt: skip
 FP32_OUT = ("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList",
-            "linalg_vector_norm", "linalg_matrix_norm")  # fmt: skip
+            "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord")  # fmt: skip
 WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
-          "scatter_add", "cat", "stack")  # fmt: skip
+          "scatter_add")  # fmt: skip
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def cuda_lists() -> Iterator[None]:
 
 
 def _install(library: torch.library.Library, cache: _Cache) -> None:
-    for names, make in ((LOWER_PRECISION, cache.lower), (FP32, _to_fp32), (FP32_OUT, _to_fp32), (WIDEST, _widest)):
+    for names, make in ((LOWER_PRECISION, cache.lower), (FP32, _to_fp32), (FP32_OUT, _with_dtype), (WIDEST, _widest)):
         for name in names:
             op = _overload(name)
             library.impl(op, make(op), "AutocastCPU", allow_override=True)
@@ -85,8 +86,8 @@ def _eligible(value: object) -> bool:
 def _each(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value) if _eligible(value) else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_each(item, change) for item in value)
+    if isinstance(value, (tuple, list)):  # from the last to the first, as the C++ compiler evaluates arguments
+        return type(value)(reversed([_each(item, change) for item in reversed(value)]))
     return value
 
 
@@ -103,8 +104,8 @@ class _Cache:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
             with torch._C._ExcludeDispatchKeyGuard(key):
-                changed = _each(list(args), self._cast)
-                return op(*changed, **{name: _each(value, self._cast) for name, value in kwargs.items()})
+                named = {name: _each(value, self._cast) for name, value in reversed(kwargs.items())}
+                return op(*_each(list(args), self._cast), **named)
 
         return kernel
 
@@ -133,12 +134,34 @@ def _to_fp32(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
         with torch._C._ExcludeDispatchKeyGuard(key):
-            if kwargs.get("dtype") is not None:
-                return op(*args, **kwargs)
             changed = _each(list(args), lambda t: t.float())
             return op(*changed, **{name: _each(value, lambda t: t.float()) for name, value in kwargs.items()})
 
     return kernel
+
+
+def _with_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """``fp32_set_opt_dtype``: the result is float32, and nothing is cast for that beforehand."""
+    halves = _FROM_HALF.get(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            chosen = kwargs.get("dtype") or next((arg for arg in args if isinstance(arg, torch.dtype)), None)
+            if chosen is not None or not _eligible(args[0]):
+                return op(*args, **kwargs)
+            if halves is not None and args[0].dtype == torch.float16:
+                return halves(args[0], args[1] if len(args) > 1 else kwargs["dim"], True)
+            return op(*args, **(kwargs | {"dtype": torch.float32}))
+
+    return kernel
+
+
+# Of float16 these write float32 at once on CUDA (SoftMax.cpp); of bfloat16 they take a copy in float32.
+_FROM_HALF = {
+    torch.ops.aten.softmax.int: torch.ops.aten._softmax.default,
+    torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax.default,
+}
 
 
 def _widest(op: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CHANNELS = 8  # of half precision that Tensor Cores read at once
 
 
@@ -34,7 +35,8 @@ def _backward(kernel: Kernel) -> None:
     """Convolution.cpp, cudnn/ConvShared.cpp: a gradient that is not dense is copied first."""
     y, x, w = kernel.arg("grad_output"), kernel.arg("input"), kernel.arg("weight")
     _note_engine(kernel, x, w)
-    if not y.is_contiguous() and not _channels_last(y, w):
+    last = _channels_last(x, w)
+    if not y.is_contiguous(memory_format=_LAST[y.dim()] if last else torch.contiguous_format):
         kernel.temp(nbytes(y))
     gradients = range(sum(kernel.arg("output_mask")[:2]))  # of the input, then of the weight
     if _native_depthwise(kernel, x, w):  # cuda/DepthwiseConv2d.cu: the weight's is first
@@ -73,7 +75,7 @@ def _native_depthwise(kernel: Kernel, x: torch.Tensor, w: torch.Tensor) -> bool:
 
 def _channels_last(*operands: torch.Tensor) -> bool:
     """ConvUtils.h, ``cudnn_conv_suggest_memory_format``: either operand's layout decides."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(operands[0].dim())
+    layout = _LAST.get(operands[0].dim())
     return layout is not None and any(
         t.is_contiguous(memory_format=layout) and not t.is_contiguous() for t in operands
     )

@@ -9,7 +9,7 @@ from math import ceil, prod
 
 import torch
 
-from brim.predict.lowering import cuda_convolution, cuda_recurrent, cuda_sorting
+from brim.predict.lowering import cuda_convolution, cuda_norms, cuda_recurrent, cuda_reductions, cuda_sorting
 from brim.predict.lowering.cpu_kernels import ctc_backward
 from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, nbytes
 
@@ -170,6 +170,68 @@ def _flash_backward(kernel: Kernel) -> None:
     kernel.temp(batch * padded_rows * heads * padded_size * 4)
 
 
+def _cudnn_attention(kernel: Kernel) -> None:
+    """transformers/cuda/attention.cu, cudnn/MHA.cpp: seed and offset come first."""
+    for index in (2, 3, 0, 1):
+        kernel.emit(index)
+
+
+def _cudnn_attention_backward(kernel: Kernel) -> None:
+    """cudnn-frontend's scaled_dot_product_flash_attention: the query's gradient and row sums in float32."""
+    kernel.emit()
+    batch, heads, rows, size = kernel.arg("query").shape
+    kernel.temp(batch * heads * rows * (size + 1) * 4)
+
+
+def _binary_cross_entropy(kernel: Kernel) -> None:
+    """cuda/Loss.cu: the losses' own storage takes their sum."""
+    if kernel.arg("reduction"):
+        kernel.emit(0, bytes=nbytes(kernel.arg("self")))
+        kernel.temp(kernel.arg("self").element_size())
+
+
+def _layer_norm_backward(kernel: Kernel) -> None:
+    """cuda/layer_norm_kernel.cu reads a gradient and an input that are contiguous."""
+    for name in ("grad_out", "input"):
+        if not kernel.arg(name).is_contiguous():
+            kernel.temp(nbytes(kernel.arg(name)))
+    kernel.emit()
+
+
+def _index(kernel: Kernel) -> None:
+    """TensorAdvancedIndexing.cpp: several indices that lie differently once they are broadcast are all made dense."""
+    _broadcast_indices(kernel)
+    kernel.emit()
+
+
+def _broadcast_indices(kernel: Kernel) -> None:
+    indices = [index for index in kernel.arg("indices") if index is not None and index.dtype.itemsize > 1]
+    if len(indices) < 2:
+        return
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    strides = [_broadcast_stride(index, shape) for index in indices]
+    if len(set(strides)) == 1:
+        return
+    dense = torch._prims_common.make_contiguous_strides_for(shape)
+    for index, stride in zip(indices, strides, strict=True):
+        if any(own != wanted and size > 1 for own, wanted, size in zip(stride, dense, shape, strict=True)):
+            kernel.temp(prod(shape) * index.element_size())
+
+
+def _broadcast_stride(index: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
+    missing = len(shape) - index.dim()
+    own = zip(index.shape, index.stride(), shape[missing:], strict=True)
+    return (*(0 for _ in range(missing)), *(0 if size == 1 != wanted else step for size, step, wanted in own))
+
+
+def _efficient_forward(kernel: Kernel) -> None:
+    """transformers/cuda/attention.cu: without dropout there is no seed and no offset."""
+    if not kernel.arg("dropout_p"):
+        for output in kernel.result[2:]:
+            kernel.drop(output)
+    kernel.emit()
+
+
 def _efficient_backward(kernel: Kernel) -> None:
     """transformers/cuda/attention_backward.cu: row sums; in half precision the query's gradient in float32."""
     query = kernel.arg("query")
@@ -182,6 +244,7 @@ def _efficient_backward(kernel: Kernel) -> None:
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_convolution.RULES,
+    **cuda_norms.RULES,
     **cuda_recurrent.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
@@ -192,7 +255,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.smooth_l1_loss.default: _structured_loss,
     _aten.huber_loss.default: _elementwise_loss,
     _aten.soft_margin_loss.default: _elementwise_loss,
-    _aten.binary_cross_entropy.default: _elementwise_loss,
+    _aten.binary_cross_entropy.default: _binary_cross_entropy,
     _aten._softmax.default: _contiguous_after("self"),
     _aten._log_softmax.default: _contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
@@ -201,9 +264,14 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._ctc_loss_backward.Tensor: ctc_backward,
     _aten.logsumexp.default: _logsumexp,
     _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.index.Tensor: _index,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
     _aten.index_put_.default: _index_put,
     _aten.index_put.default: _index_put,
     _aten._index_put_impl_.default: _index_put,
+    _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
+    _aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
@@ -212,4 +280,5 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
 def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
     """The rules for one trace; cuBLAS's workspaces are remembered from operation to operation."""
     workspaces = Workspaces(capability)
-    return {**RULES, **dict.fromkeys(_GEMM, workspaces.rule)}
+    reductions = dict.fromkeys(cuda_reductions.OPERATIONS, cuda_reductions.rule_of(capability))
+    return {**RULES, **reductions, **dict.fromkeys(_GEMM, workspaces.rule)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from brim.predict import packed
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten
@@ -22,10 +23,15 @@ _KEPT = {0: 1, 1: 1, 2: 4 + 2, 3: 3 + 1}
 
 
 def layer(kind: Any, source: torch.Tensor, *args: Any) -> Any:
-    """``torch.lstm`` and its kin on a padded batch; one of packed sequences runs as it is written."""
-    if not isinstance(args[2], bool) or not torch.backends.cudnn.enabled:  # packed: a list of weights is there
+    """``torch.lstm`` and its kin on a padded batch or on packed sequences."""
+    if not torch.backends.cudnn.enabled:
         return kind(source, *args)
-    state, weights, _, layers, dropout, train, bidirectional, batch_first = args
+    sizes: list[int] = []
+    if isinstance(args[2], bool):
+        state, weights, _, layers, dropout, train, bidirectional, batch_first = args
+    else:  # packed: how many sequences have each step comes first
+        batch_sizes, state, weights, _, layers, dropout, train, bidirectional = args
+        sizes, batch_first = packed.sizes_of(batch_sizes), False
     first, cell = state if kind is torch.lstm else (state, None)
     source, first, cell, weights = _autocast(source, first, cell, weights)
     per_layer = len(weights) // (layers * (2 if bidirectional else 1))
@@ -34,7 +40,7 @@ def layer(kind: Any, source: torch.Tensor, *args: Any) -> Any:
     # cuDNN has steps outermost: the layer's result is a view of that where the batch comes first.
     output, last, last_cell, _, _ = _aten._cudnn_rnn(
         source.transpose(0, 1) if batch_first else source, weights, per_layer, weights[0].detach(), first, cell,
-        _MODES[kind], hidden, projected, layers, False, dropout, train, bidirectional, [], None,
+        _MODES[kind], hidden, projected, layers, False, dropout, train, bidirectional, sizes, None,
     )  # fmt: skip
     output = output.transpose(0, 1) if batch_first else output
     return (output, last, last_cell) if kind is torch.lstm else (output, last)
@@ -77,7 +83,8 @@ def _forward(kernel: Kernel) -> None:
 def _reserve_bytes(kernel: Kernel) -> int:
     source = kernel.arg("input")
     units = kernel.arg("hidden_size") * kernel.arg("num_layers") * (2 if kernel.arg("bidirectional") else 1)
-    return int(source.size(0) * source.size(1) * units * _KEPT[kernel.arg("mode")] * source.element_size())
+    rows = source.size(0) if kernel.arg("batch_sizes") else source.size(0) * source.size(1)
+    return int(rows * units * _KEPT[kernel.arg("mode")] * source.element_size())
 
 
 def _backward(kernel: Kernel) -> None:

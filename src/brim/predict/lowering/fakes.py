@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brim.predict.lowering import cuda_recurrent
+from brim.predict.lowering import cuda_norms, cuda_recurrent
 from brim.predict.lowering.kernel import dense_or_channels_last
 from brim.predict.values import known
 
@@ -109,6 +109,8 @@ FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._fused_sgd_.tensor_lr: _fused,
     _aten._fused_adagrad_.default: _fused,
     _aten._fused_adagrad_.tensor_lr: _fused,
+    _aten._fused_rms_norm.default: cuda_norms.fake_forward,
+    _aten._fused_rms_norm_backward.default: cuda_norms.fake_backward,
     _aten.histc.default: _histc,
     _aten._grouped_mm.default: _grouped_mm,
     _aten.native_batch_norm.default: _batch_norm,

@@ -1,0 +1,88 @@
+"""Root mean square norms as CUDA runs them: one kernel that keeps one number per row.
+
+Follows ``rms_norm_symint`` of aten/src/ATen/native/layer_norm.cpp and cuda/layer_norm_kernel.cu. PyTorch has that
+kernel for CUDA alone; a fake tensor on the CPU would show the parts that it is made of elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from brim.predict.lowering.kernel import Kernel, Rule, is_channels_last, nbytes
+
+_aten = torch.ops.aten
+
+
+def rms_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """``torch.rms_norm`` of a tensor on the device."""
+    if torch.is_autocast_enabled("cpu") and input.dtype != torch.float64:
+        input, weight = input.float(), None if weight is None else weight.float()
+    mixed = weight is not None and weight.dtype != input.dtype
+    if mixed or input.is_complex() or is_channels_last(input):
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    needs = torch.is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad))
+    if not needs:
+        return _fused(input, list(normalized_shape), weight, eps)[0]
+    return _Fused.apply(input, weight, list(normalized_shape), eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _fused(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel itself: autograd would take the CPU's parts in its place."""
+    with torch._C._AutoDispatchBelowAutograd():
+        made: tuple[torch.Tensor, torch.Tensor] = _aten._fused_rms_norm(*args)
+        return made
+
+
+class _Fused(torch.autograd.Function):
+    """What derivatives.yaml says of ``_fused_rms_norm``."""
+
+    @staticmethod
+    def forward(
+        context: Any, input: torch.Tensor, weight: torch.Tensor | None, shape: list[int], eps: float | None
+    ) -> torch.Tensor:
+        result, root = _fused(input, shape, weight, eps)
+        context.save_for_backward(input, root, weight)
+        context.shape = shape
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        input, root, weight = context.saved_tensors
+        wanted = list(context.needs_input_grad[:2])
+        first, second = _aten._fused_rms_norm_backward(gradient, input, context.shape, root, weight, wanted)
+        return first, second, None, None
+
+
+def fake_forward(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = (*input.shape[: input.dim() - len(normalized_shape)], *(1 for _ in normalized_shape))
+    exact = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return torch.empty(input.shape, dtype=input.dtype), torch.empty(rows, dtype=exact)
+
+
+def fake_backward(
+    gradient: torch.Tensor, input: torch.Tensor, normalized_shape: list[int], root: torch.Tensor,
+    weight: torch.Tensor | None, wanted: list[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    first = torch.empty(input.shape, dtype=input.dtype) if wanted[0] else None
+    return first, torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] and weight is not None else None
+
+
+def _contiguous(kernel: Kernel) -> None:
+    for name in ("grad_out", "input"):
+        if any(argument.name == name for argument in kernel.func._schema.arguments):
+            tensor = kernel.arg(name)
+            if not tensor.is_contiguous():
+                kernel.temp(nbytes(tensor))
+    kernel.emit()
+
+
+RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten._fused_rms_norm.default: _contiguous,
+    _aten._fused_rms_norm_backward.default: _contiguous,
+}

@@ -1,0 +1,138 @@
+"""What reductions take on CUDA besides their outputs (aten/src/ATen/native/cuda/Reduce.cuh).
+
+Where few outputs have many inputs each, several blocks of threads work on one output. They leave their parts in
+global memory, with a counter for each output block. How many blocks that are follows from the GPU's multiprocessors.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from brim.predict.lowering.kernel import Kernel, Rule
+
+_aten = torch.ops.aten
+_MOST_THREADS, _WARP, _VECTOR = 512, 32, 4
+_LEAST_VALUES, _MOST_VALUES = 16, 256  # per thread
+# Multiprocessors of the largest common card of each capability, and threads that one of them holds.
+_MULTIPROCESSORS = {(7, 0): (80, 2048), (7, 5): (40, 1024), (8, 0): (108, 2048), (8, 6): (84, 1536),
+                    (8, 9): (142, 1536), (9, 0): (132, 2048), (10, 0): (148, 2048), (12, 0): (170, 1536)}  # fmt: skip
+
+
+def global_bytes(
+    shape: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, ...], itemsize: int, part_bytes: int,
+    capability: tuple[int, int],
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes of the parts and of the counters that ``setReduceConfig`` asks for; (0, 0) where one block does."""
+    # As TensorIterator has it: dimensions that are reduced before the others, each from the smallest stride up, and
+    # joined where they lie side by side.
+    reduced = _joined(shape, stride, [d for d in range(len(shape)) if d in dims])
+    kept = _joined(shape, stride, [d for d in range(len(shape)) if d not in dims])
+    inputs, outputs = prod(size for size, _ in reduced), prod(size for size, _ in kept)
+    if not reduced or not inputs or not outputs:
+        return 0, 0
+    fastest = not kept or reduced[0][1] < kept[0][1]
+    first, second = (inputs, outputs) if fastest else (outputs, inputs)
+    vector = 1
+    if fastest and reduced[0][1] == 1 and first > 128 and len(reduced) + len(kept) == 1:
+        first //= _VECTOR
+    elif not fastest and kept[0][1] == 1:
+        vector = _output_vector(kept, reduced)
+        first //= vector
+    most = _MOST_THREADS // vector
+    width, height = min(_power(first, most), _WARP), 0
+    height = min(_power(second, most), most // width)
+    width = min(_power(first, most), most // height)
+    step_input, step_output = (width, 1) if fastest else (1, width)
+    across_warps = -(-inputs // step_input) >= min(height * _LEAST_VALUES, _MOST_VALUES)
+    if not across_warps:
+        return 0, 0
+    step_input *= height
+    grid = -(-(outputs // vector) // step_output)
+    values = -(-inputs // step_input)
+    count, threads = _MULTIPROCESSORS.get(capability, (108, 2048))
+    target = count * (threads // (width * height))
+    if values < _MOST_VALUES or grid > target:
+        return 0, 0
+    blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    if blocks <= 1:
+        return 0, 0
+    size = part_bytes * outputs * blocks
+    return (size if fastest else size * width * vector), 4 * grid
+
+
+def _joined(shape: tuple[int, ...], stride: tuple[int, ...], dims: list[int]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for size, step in sorted(((shape[d], stride[d]) for d in dims if shape[d] != 1), key=lambda one: one[1]):
+        if found and found[-1][0] * found[-1][1] == step:
+            found[-1] = (found[-1][0] * size, found[-1][1])
+        else:
+            found.append((size, step))
+    return found
+
+
+def _output_vector(kept: list[tuple[int, int]], reduced: list[tuple[int, int]]) -> int:
+    vector = _VECTOR
+    for number in (kept[0][0], *(step for _, step in (*reduced, *kept[1:]))):
+        while number % vector:
+            vector //= 2
+    return vector
+
+
+def _power(number: int, most: int) -> int:
+    """The largest power of two up to both."""
+    return most if number >= most else 1 << (max(number, 1).bit_length() - 1)
+
+
+def _part_bytes(kernel: Kernel, dtype: torch.dtype) -> int:
+    packet = kernel.func.overloadpacket
+    if packet in (_aten.argmax, _aten.argmin):
+        return 16  # the value and its position
+    if packet in (_aten.max, _aten.min) and len(kernel.outputs) > 1:
+        return 16
+    if packet in (_aten.var, _aten.std, _aten.var_mean, _aten.std_mean):
+        return 16  # mean, squares, and two counts
+    exact = dtype.is_floating_point and packet not in (_aten.amax, _aten.amin)
+    return max(dtype.itemsize, 4) if exact else dtype.itemsize
+
+
+def rule_of(capability: tuple[int, int]) -> Rule:
+    def reduce(kernel: Kernel) -> None:
+        kernel.emit()
+        source = kernel.args[0]
+        dims = _dimensions(kernel, source.dim())
+        wanted = kernel.kwargs.get("dtype")
+        dtype = wanted or source.dtype
+        if kernel.func.overloadpacket is _aten.sum and not source.dtype.is_floating_point:
+            dtype = wanted or torch.int64
+        parts, counters = global_bytes(
+            tuple(source.shape), tuple(source.stride()), dims, source.element_size(), _part_bytes(kernel, dtype),
+            capability,
+        )  # fmt: skip
+        if parts:
+            held = kernel.temp(parts)
+            kernel.free(kernel.temp(counters))
+            kernel.free(held)
+
+    return reduce
+
+
+def _dimensions(kernel: Kernel, count: int) -> tuple[int, ...]:
+    for argument in kernel.func._schema.arguments:
+        if argument.name == "dim":
+            value = kernel.arg("dim")
+            if value is None or value == []:
+                break
+            dims = [value] if isinstance(value, int) else value
+            return tuple(d % max(count, 1) for d in dims)
+    return tuple(range(count))
+
+
+OPERATIONS = (
+    _aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim, _aten.amax.default,
+    _aten.amin.default, _aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.prod.default,
+    _aten.argmax.default, _aten.argmin.default, _aten.prod.dim_int, _aten.any.default, _aten.any.dim,
+    _aten.all.default, _aten.all.dim, _aten.linalg_vector_norm.default, _aten.var.correction, _aten.std.correction,
+    _aten.var_mean.correction,
+)  # fmt: skip
