@@ -99,6 +99,19 @@ def test_the_peak_is_that_of_the_json(opened: Open, gpt2: tuple[Path, dict[str, 
     assert f"{document['peak_bytes']['allocated']:,} bytes" in page.page_source
 
 
+def test_a_verdict_the_process_and_the_part_of_the_step_are_told(
+    opened: Open, gpt2: tuple[Path, dict[str, Any]]
+) -> None:
+    path, document = gpt2
+    page = opened(path)
+    assert page.find_element(By.CSS_SELECTOR, ".verdict").text.startswith("Fits with ")
+    assert f"{document['peak_bytes']['process']:,} bytes" in page.page_source
+    title = page.find_element(By.TAG_NAME, "h1")
+    assert title.rect["height"] < 1.5 * float(title.value_of_css_property("font-size")[:-2]), "it has one line"
+    chart(page).send_keys(Keys.END)
+    assert "(optimizer)" in page.find_element(By.CSS_SELECTOR, ".moment").text
+
+
 def test_the_address_map_adds_up_to_what_is_reserved(opened: Open, gpt2: tuple[Path, dict[str, Any]]) -> None:
     page = opened(gpt2[0])
     segments = figures(page, "segments()")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from brim.cli import estimate_ranks
+from brim.cli import estimate_ranks, verdict
 from brim.cli.loading import MODELS, load
 from brim.cli.options import BUDGET, DESCRIBED_MODEL, Command, html_option, json_option, print_json, write_html
 from brim.cli.split_options import split_of, split_options
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from brim.estimation.growth import Growth
 
 _MOST_MODULES = 12
+_PROCESS = "with {} of CUDA context, as nvidia-smi counts"
 
 
 _OPTIONS: list[Callable[..., Any]] = [
@@ -222,38 +223,41 @@ def _report(
         status.update("Solving for other sizes")
         growth = None if as_json else study.growth()
     if html is not None:
-        _write_html(html, study, found)
+        _write_html(html, study, found, growth)
     if growth is None:
         print_json(found.to_json())
     else:
-        _print(found, growth)
+        _print(found, growth, study.place.total_bytes)
 
 
-def _write_html(path: Path, study: Study, found: Estimate) -> None:
+def _write_html(path: Path, study: Study, found: Estimate, growth: Growth | None) -> None:
     """What memory does on this GPU; of a step that does not fit, also what it would do without end."""
     import dataclasses
 
-    from brim.estimation.simulation import simulate
+    from brim.estimation.simulation import phases, simulate
     from brim.report.html import Table, View
 
     here = simulate(study.trace, study.place, study.alloc_conf)
-    views = [View(timeline=here)]
+    views = [View(timeline=here, phases=phases(study.trace, here))]
     if found.fits is False:
         endless = dataclasses.replace(study.place, total_bytes=None)
         rest = simulate(study.trace, endless, study.alloc_conf)
-        views.append(View(timeline=rest, title=f"{found.model} (predicted, if memory had no end)"))
+        title = f"{found.model} (predicted, if memory had no end)"
+        views.append(View(timeline=rest, title=title, phases=phases(study.trace, rest)))
     peak = found.peak_bytes
     rows = [
         ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),
         ("reserved", peak.reserved, "what the allocator holds for them"),
-        ("process", peak.process, "and the CUDA context, as nvidia-smi counts"),
+        ("process", peak.process, _PROCESS.format(format_bytes(found.context_bytes))),
         *((f"+ {margin.name}", margin.bytes, margin.why) for margin in found.margins),
         ("safe upper bound", found.upper_bound_bytes, ""),
     ]
     table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
-    failed = [f"It does not fit. {found.out_of_memory}"] if found.fits is False else []
+    failed = [found.out_of_memory] if found.fits is False else []
     told = Table(title="What was assumed", columns=("note",), rows=tuple((note,) for note in found.notes))
-    write_html(path, views, title=found.describe(), tables=[table, told], notes=failed)
+    sentence = verdict.of_estimate(found, study.place.total_bytes, growth.largest_batch if growth else None)
+    title, settings = found.title, found.settings
+    write_html(path, views, title=title, verdict=sentence, tables=[table, told], notes=[settings, *failed])
 
 
 def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
@@ -280,13 +284,14 @@ def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
         console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}", markup=False)
 
 
-def _print(found: Estimate, growth: Growth) -> None:
+def _print(found: Estimate, growth: Growth, total_bytes: int | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    console.print(verdict.of_estimate(found, total_bytes, growth.largest_batch), markup=False, style="bold")
     console.print(found.describe(), markup=False)
     if found.fits is False:
-        console.print(f"It does not fit. {found.out_of_memory}", markup=False)
+        console.print(found.out_of_memory, markup=False)
     for table in (_peaks(found), _categories(found), _modules(found), *_growth(growth)):
         console.print(table)
     _last_lines(console, found, growth)
@@ -299,7 +304,7 @@ def _peaks(found: Estimate) -> Table:
         "allocated", format_bytes(peak.allocated), "tensors, as torch.cuda.max_memory_allocated counts them"
     )
     table.add_row("reserved", format_bytes(peak.reserved), "what the allocator holds for them")
-    table.add_row("process", format_bytes(peak.process), "and the CUDA context, as nvidia-smi counts")
+    table.add_row("process", format_bytes(peak.process), _PROCESS.format(format_bytes(found.context_bytes)))
     for margin in found.margins:
         table.add_row(f"  + {margin.name}", format_bytes(margin.bytes), margin.why)
     table.add_row("safe upper bound", format_bytes(found.upper_bound_bytes), "")

@@ -108,4 +108,6 @@ def _write_html(path: Path, found: Explained) -> None:
 
     views = [View(timeline=timeline, title=title) for title, timeline in found.views]
     tables = [Table(title=title, columns=columns, rows=rows) for title, columns, rows in found.tables]
-    write_html(path, views, title=found.title, tables=tables, notes=found.notes)
+    first, *rest = [*found.notes, ""]
+    notes = [note for note in rest if note]
+    write_html(path, views, title=found.title, verdict=first, tables=tables, notes=notes)

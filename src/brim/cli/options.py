@@ -187,6 +187,7 @@ def write_html(
     views: Sequence[View],
     *,
     title: str,
+    verdict: str = "",
     tables: Sequence[Table] = (),
     notes: Sequence[str] = (),
     one_axis: bool = False,
@@ -194,5 +195,5 @@ def write_html(
     """Write the report and say so on stderr."""
     from brim.report.html import write
 
-    size = write(path, views, title=title, tables=tables, notes=notes, one_axis=one_axis)
+    size = write(path, views, title=title, verdict=verdict, tables=tables, notes=notes, one_axis=one_axis)
     click.echo(f"report: {path} ({format_bytes(size)})", err=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from brim.cli import verdict
 from brim.cli.loading import load
 from brim.cli.options import (
     BUDGET,
@@ -233,6 +234,7 @@ def _print(answer: Answer, output: Path | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     request, machine = answer.request, answer.machine
     budget = ", ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in machine.budget_bytes.items())
+    console.print(verdict.of_plans(answer), markup=False, style="bold")
     console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}", markup=False)
     if answer.proposals:
         _print_plans(console, answer)
@@ -295,10 +297,7 @@ def _saved(effect: Effect) -> str:
 
 
 def _print_nearest(console: Console, answer: Answer) -> None:
-    console.print(f"Nothing fits. {answer.refusal}", markup=False)
-    if answer.needs_bytes:
-        needs = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in answer.needs_bytes.items())
-        console.print(f"It takes {needs}.", markup=False)
+    console.print(answer.refusal, markup=False)
     if not answer.nearest:
         console.print("No small change that would do was found.")
         return

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brim.cli import verdict
 from brim.cli.options import write_html
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ def write_page(path: Path, answer: Answer) -> None:
         tables.append(Table(title="What was assumed", columns=("of the machine",), rows=told))
     tables = [table for table in tables if table.rows]
     views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
-    notes = [] if answer.proposals else [f"Nothing fits. {answer.refusal}"]
+    notes = [] if answer.proposals else [answer.refusal]
     title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
-    write_html(path, views, title=title, tables=tables, notes=notes)
+    write_html(path, views, title=title, verdict=verdict.of_plans(answer), tables=tables, notes=notes)
 
 
 def _plans(answer: Answer, tiers: Sequence[str]) -> Any:

@@ -74,10 +74,22 @@ class Estimate:
     out_of_memory: str = ""  # the operation that does not fit, and PyTorch's message
     is_program: bool = False  # which decides itself what ``workload`` tells of others
 
+    @property
+    def title(self) -> str:
+        return f"{self.model} on {self.gpu}" if self.gpu else self.model
+
+    @property
+    def settings(self) -> str:
+        return "as it is" if self.is_program else self.workload.describe()
+
     def describe(self) -> str:
         """What was asked, in one line."""
-        where = f" on {self.gpu}" if self.gpu else ""
-        return f"{self.model}{where}: {'as it is' if self.is_program else self.workload.describe()}"
+        return f"{self.title}: {self.settings}"
+
+    @property
+    def context_bytes(self) -> int:
+        """What the process holds beside the allocator."""
+        return self.at_peak_bytes["context"]
 
     def to_json(self) -> dict[str, Any]:
         peak = self.peak_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from brim import catalog
 from brim.core import Category, EventKind, Hardware, Op, Storage, Timeline, Trace
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import CONTEXT_BYTES
-from brim.core.trace import EMPTY_CACHE
+from brim.core.trace import EMPTY_CACHE, Phase
 from brim.errors import UsageError
 from brim.memory.allocator import CachingAllocator
 from brim.memory.allocator_config import MIN_BLOCK_BYTES, AllocatorConfig
@@ -56,6 +57,7 @@ def simulate(
     return _Run(trace, config, place, device).timeline
 
 
+_ORDER = {Phase.FORWARD: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}  # in a step
 _SIMULATED = ("nvidia", "amd")  # whose tensors PyTorch's CUDA caching allocator serves
 _OTHERS = (
     "{}: tensors are as on a CUDA device; its own allocator and context are not simulated, and what a process may "
@@ -274,6 +276,27 @@ def _added_up(trace: Trace) -> Timeline:
             stack=storage.module,
         )
     return timeline
+
+
+def phases(trace: Trace, timeline: Timeline) -> tuple[tuple[str, int], ...]:
+    """Where each part of each step begins in a simulated ``timeline``: its name, and the number of its first event.
+
+    What is allocated tells; what checkpointing computes again is part of the backward pass. Building is not named.
+    """
+    born, ops = {storage.id: storage.born for storage in trace.storages}, trace.ops
+    begins = [op.at for op in ops]
+    found: list[tuple[str, int]] = []
+    last: tuple[int, Phase] | None = None
+    kinds, storages = timeline.column("kind"), timeline.column("storage")
+    for event, (kind, storage) in enumerate(zip(kinds, storages, strict=True)):
+        at = bisect_right(begins, born.get(storage, -1)) - 1 if kind == EventKind.ALLOC else -1
+        if at < 0 or ops[at].step < 0 or (ops[at].step, ops[at].phase) == last or ops[at].phase not in _ORDER:
+            continue
+        if last is not None and ops[at].step == last[0] and _ORDER[ops[at].phase] < _ORDER[last[1]]:
+            continue
+        last = (ops[at].step, ops[at].phase)
+        found.append((ops[at].phase.value, event))
+    return tuple(found)
 
 
 def lives(trace: Trace) -> Iterator[tuple[Storage, bool, Op | None]]:

@@ -34,12 +34,14 @@ _LEAST_EVENTS = 1_000  # less detail than that around a peak is no use
 class View:
     """One timeline with its title ("before"; "" is what the timeline calls itself).
 
-    Of ``plan`` the promise and the budget are drawn as lines and the decisions are listed.
+    Of ``plan`` the promise and the budget are drawn as lines and the decisions are listed. ``phases`` name stretches
+    of the run above its picture: each its name and the number of its first event, in order.
     """
 
     timeline: Timeline
     title: str = ""
     plan: Plan | None = None
+    phases: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ def write(
     views: Sequence[View],
     *,
     title: str,
+    verdict: str = "",
     tables: Sequence[Table] = (),
     notes: Sequence[str] = (),
     one_axis: bool = False,
@@ -71,9 +74,12 @@ def write(
 
     ``views`` stand below each other on one scale of bytes: predicted and measured, before and after, several devices.
     ``one_axis``: their times count from one moment, so they are drawn, zoomed and moved together.
-    ``notes`` are paragraphs on top. Texts may be of any origin. Raises UsageError if the file cannot be written.
+    ``verdict`` is the sentence that it begins with, ``notes`` are paragraphs below that. Texts may be of any
+    origin. Raises UsageError if the file cannot be written.
     """
-    document = page(views, title=title, tables=tables, notes=notes, one_axis=one_axis).encode()
+    document = page(
+        views, title=title, verdict=verdict, tables=tables, notes=notes, one_axis=one_axis
+    ).encode()  # fmt: skip
     try:
         with replacing(path) as made:
             made.write_bytes(document)
@@ -86,6 +92,7 @@ def page(
     views: Sequence[View],
     *,
     title: str,
+    verdict: str = "",
     tables: Sequence[Table] = (),
     notes: Sequence[str] = (),
     one_axis: bool = False,
@@ -94,6 +101,7 @@ def page(
     listed = [*(table for view in views for table in _view_tables(view, several=len(views) > 1)), *tables]
     rest = {
         "title": plain(title),
+        "verdict": plain(verdict),
         "notes": [plain(note) for note in notes],
         "tables": _tables_data(listed),
         "one_axis": one_axis,
@@ -103,7 +111,9 @@ def page(
     for _ in range(max(large - 1, 0).bit_length()):  # several would not fit, and trying takes as long as writing
         detail = detail.less()
     while True:
-        data = script_json(rest | {"views": [view_data(v.timeline, _title(v), v.plan, detail) for v in views]})
+        data = script_json(
+            rest | {"views": [view_data(v.timeline, _title(v), v.plan, detail, v.phases) for v in views]}
+        )
         document = _document(plain(title), data)
         if len(document.encode()) <= MOST_BYTES or detail.exact_events < _LEAST_EVENTS:
             return document

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from brim.core import EventKind, Plan, Timeline
+from brim.core.hardware import VRAM
+from brim.core.timeline import CONTEXT_BYTES
 from brim.report.held import Held, Numbers, durations_ns, frames_of, held, module_of, tiers_of, times_ns
 from brim.report.lanes import lanes
 from brim.report.moments import moments, ranked
@@ -44,7 +47,9 @@ class Detail:
         )
 
 
-def view_data(timeline: Timeline, title: str, plan: Plan | None, detail: Detail) -> dict[str, Any]:
+def view_data(
+    timeline: Timeline, title: str, plan: Plan | None, detail: Detail, phases: Sequence[tuple[str, int]] = ()
+) -> dict[str, Any]:
     """Everything that the page shows of one timeline."""
     times = times_ns(timeline)
     ends = [0] if times is None else times + durations_ns(timeline)
@@ -54,6 +59,10 @@ def view_data(timeline: Timeline, title: str, plan: Plan | None, detail: Detail)
         "axis": "event" if times is None else "time",
         "events": len(timeline),
         "end_ns": int(np.max(ends)),
+        "phases": [
+            {"name": plain(name), "event": event, "time_ns": 0 if times is None else int(times[event])}
+            for name, event in phases
+        ],
         "panels": [_panel(timeline, tier, plan, detail) for tier in tiers_of(timeline)],
         "lanes": [
             {"name": plain(lane.name), "kind": lane.kind, "label": texts(lane.label)}
@@ -88,6 +97,7 @@ def _panel(timeline: Timeline, tier: str, plan: Plan | None, detail: Detail) -> 
             "reserved_bytes": int(reserved[peak]),
         },
         "reserved_peak_bytes": int(max(reserved.max(), 0)),
+        "context_bytes": int(timeline.facts.get(CONTEXT_BYTES, 0)) if tier == VRAM else 0,
         "lines": _lines(timeline, tier, plan),
         "levels": _levels(found, kept, reserved),
         "exact": _exact(found, first, last, rank),

@@ -129,7 +129,7 @@ def test_a_size_that_cannot_be_traced_does_not_take_the_report_along(tmp_path, c
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 10**12}))
     assert main(["estimate", str(tmp_path), "--seq", "1024", "--gpu", "H200"]) == 0
     text = capsys.readouterr().out
-    assert "It does not fit" in text
+    assert text.startswith("Does not fit: it takes ") and "CUDA out of memory" in text
     assert "largest batch that fits: 0" in text or "other batches are not solved" in text
 
 

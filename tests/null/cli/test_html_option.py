@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_shown_until_it_fails_and_without_end(
     here, endless = (view["panels"][0] for view in page["views"])
     assert len(here["ooms"]) == 1 and endless["ooms"] == []
     assert here["peak"]["allocated_bytes"] < endless["peak"]["allocated_bytes"] == document["peak_bytes"]["allocated"]
-    assert page["notes"][0].startswith("It does not fit.")
+    assert page["verdict"].startswith("Does not fit: it takes ")
 
 
 def check_both_runs(document: Any, page: Any) -> None:

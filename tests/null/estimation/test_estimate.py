@@ -7,7 +7,7 @@ from brim.core import Category
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation.estimate import Study
 from brim.estimation.models import find_model
-from brim.estimation.simulation import place_of
+from brim.estimation.simulation import phases, place_of, simulate
 from brim.estimation.workload import OPTIMIZERS, Workload
 
 CATEGORIES = {
@@ -124,6 +124,18 @@ def test_adapters_that_cannot_be_are_refused(folder):
         brim.estimate(folder("llama"), method="lora", lora_targets=[])
     with pytest.raises(UnsupportedError, match="PEFT cannot add it"):
         brim.estimate(folder("llama"), method="lora", lora_targets=["no_such"], seq=16)
+
+
+def test_the_parts_of_a_step_begin_where_their_tensors_are_made(folder):
+    study = Study(find_model(folder("llama")), Workload(seq=16), place_of("RTX 3060"), None, "")
+    timeline = simulate(study.trace, study.place)
+    found = phases(study.trace, timeline)
+    assert [name for name, _ in found] == ["forward", "backward", "optimizer"] * 2
+    begins = [event for _, event in found]
+    assert begins == sorted(begins) and 0 < begins[0] < begins[-1] < len(timeline)
+    states = [s.id for s in study.trace.storages if s.category is Category.OPTIMIZER_STATE]
+    first = next(at for at, one in enumerate(timeline.column("storage")) if one in set(states))
+    assert begins[2] <= first < begins[3]
 
 
 def test_an_unknown_card_is_its_memory_alone(folder):

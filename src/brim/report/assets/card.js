@@ -83,6 +83,10 @@ class Card {
       const idle = panel.peak.reserved_bytes - panel.peak.allocated_bytes;
       tile("reserved, not allocated", idle, "at the peak");
     }
+    if (panel.context_bytes > 0) {
+      const inside = Math.max(panel.reserved_peak_bytes, panel.peak.allocated_bytes);
+      tile("process", inside + panel.context_bytes, `with ${formatBytes(panel.context_bytes)} of CUDA context`);
+    }
     const notes = { promised: "by the plan", budget: "not to be passed", device: "capacity" };
     for (const line of panel.lines) tile(line.name, line.bytes, notes[line.name]);
     return list;

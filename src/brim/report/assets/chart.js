@@ -42,7 +42,7 @@ class Chart {
     Object.assign(this, { panel, range, most, tooltip, onPick });
     this.height = 300;
     this.bottom = 30;
-    this.top = 26;
+    this.top = panel.view.phases.length ? 44 : 26;
     this.picked = panel.peak.x;
     this.canvas = element("canvas", {
       class: "chart",
@@ -65,6 +65,7 @@ class Chart {
     this.width = width;
     this.scale = this.most * 1.06;
     drawGrid(this);
+    drawPhases(this);
     context.save();
     context.beginPath();
     context.rect(LEFT, 0, width - LEFT - RIGHT, this.height - this.bottom);
@@ -182,7 +183,8 @@ function showMoment(chart, event, pixel) {
 
 function momentText(panel, event, time_s) {
   const at = time_s === null ? "" : `${formatSeconds(time_s)}, `;
-  return `${at}event ${formatCount(event)}`;
+  const phase = panel.view.phases.findLast((one) => one.event <= event);
+  return `${at}event ${formatCount(event)}${phase ? ` (${phase.name})` : ""}`;
 }
 
 function chartKeys(chart) {

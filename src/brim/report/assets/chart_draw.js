@@ -162,6 +162,32 @@ function drawLines(chart) {
   }
 }
 
+// Which part of a step it is, named above the picture; a line where each begins. What is too narrow has no name.
+function drawPhases(chart) {
+  const { context, width, height, range, panel } = chart;
+  const { phases } = panel.view;
+  const [top, floor, right] = [17, height - chart.bottom, width - RIGHT];
+  phases.forEach((phase, index) => {
+    const at = (one) => Math.min(Math.max(range.toPixel(panel.timed ? one.time_ns : one.event, width), LEFT), right);
+    const [from, to] = [at(phase), index + 1 < phases.length ? at(phases[index + 1]) : right];
+    if (to - from < 1) return;
+    context.fillStyle = css(index % 2 ? "page" : "grid");
+    context.fillRect(from, top, to - from, 16);
+    if (from > LEFT) {
+      context.strokeStyle = css("grid");
+      context.lineWidth = 1;
+      context.beginPath();
+      context.moveTo(Math.round(from) + 0.5, top);
+      context.lineTo(Math.round(from) + 0.5, floor);
+      context.stroke();
+    }
+    if (context.measureText(phase.name).width + 8 > to - from) return;
+    context.textAlign = "center";
+    context.fillStyle = css("soft");
+    context.fillText(phase.name, (from + to) / 2, top + 8);
+  });
+}
+
 function drawMarks(chart) {
   const { context, width, height, range, panel } = chart;
   const floor = height - chart.bottom;

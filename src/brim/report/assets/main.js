@@ -129,7 +129,8 @@ async function main() {
     "Tab to a picture, arrows to pick, + and − to zoom, shift and arrows to move, Home, End, Enter for the peak, " +
     "Escape for all.";
   root.replaceChildren(
-    element("header", {}, element("h1", { text: data.title }), themeButton(redraw)),
+    element("header", {}, element("h1", { text: data.title, title: data.title }), themeButton(redraw)),
+    ...(data.verdict ? [element("p", { class: "verdict", text: data.verdict })] : []),
     ...data.notes.map((note) => element("p", { class: "lead", text: note })),
     ...(data.views.length ? [element("p", { class: "help", text: help })] : []),
   );
@@ -145,7 +146,7 @@ async function main() {
   const lanes = data.views.flatMap((view) =>
     view.lanes.map((lane) => ({ name: lane.name, busy_s: laneBusy(lane) / 1e9 })),
   );
-  window.brim = { title: data.title, lanes, tables: data.tables, panels: cards.map((card) => card.figures()) };
+  window.brim = { title: data.title, verdict: data.verdict, lanes, tables: data.tables, panels: cards.map((card) => card.figures()) };
   document.documentElement.dataset.ready = "yes";
 }
 
