@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types layers unit slow clean
+.PHONY: demo test lint types layers unit slow rehearsal rehearsal-ready clean
 
 # setuptools-style editable install; redone when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -32,11 +32,21 @@ layers: $(VENV)/.ready
 # kept also where the environment says not to: tests start some hundred processes, and each would compile brim anew.
 # Each worker begins with one half of the tests, so that what the tests of a file share is made by one of them.
 unit: $(VENV)/.ready
-	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not rehearsal'
 
 # Too long to run before every change: plans of whole models, golden cases among them, and properties with new examples.
 slow: $(VENV)/.ready
 	PYTHONDONTWRITEBYTECODE= HYPOTHESIS_PROFILE=default $(BIN)/pytest -n 2 -m 'slow or hypothesis'
 
+# PyTorch's CUDA build on a GPU that is not there: fetched and built under .rehearsal (0.8 GB), which stays. What tests of
+# GPUs compute is computed on the CPU; those that measure seconds have nothing to measure.
+ON_GPU ?= tests/gpu
+rehearsal-ready: $(VENV)/.ready
+	$(BIN)/python tests/rehearsal/on_the_device.py --prepare
+
+rehearsal: rehearsal-ready
+	$(BIN)/pytest -m rehearsal tests/rehearsal
+	$(BIN)/python tests/rehearsal/on_the_device.py -m pytest -m 'gpu and not seconds and not slow' $(ON_GPU)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .rehearsal .mypy_cache .ruff_cache .pytest_cache

@@ -49,6 +49,12 @@ class OnDevice:
         return json.loads(done.stdout.splitlines()[-1])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "on_device" in getattr(item, "fixturenames", ()):
+            item.add_marker("rehearsal")
+
+
 @pytest.fixture(scope="session")
 def on_device() -> OnDevice:
     """Skips where there is no CUDA build of PyTorch: `make rehearsal` fetches one, BRIM_REHEARSAL_PYTHON names

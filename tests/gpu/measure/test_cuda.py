@@ -39,6 +39,7 @@ def test_a_link_is_not_faster_when_the_other_way_is_busy(hardware, way):
     assert 0 < link.latency_s < 1e-3
 
 
+@pytest.mark.seconds
 def test_smaller_dtypes_multiply_faster(hardware):
     rates = hardware.flops_per_s
     assert rates["float32"] > 1e11

@@ -16,6 +16,7 @@ from brim.units import GIB
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA")]
 
 
+@pytest.mark.seconds
 def test_spans_are_as_long_as_the_kernels_take_and_in_order() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = nn.Sequential(*(nn.Linear(8192, 8192, device=device) for _ in range(3)))

@@ -1,0 +1,40 @@
+"""Run Python on the rehearsal device, every operator computed; fetches PyTorch's CUDA build where there is none.
+
+python tests/rehearsal/on_the_device.py [--card H100] [--gpus 2] [--order late] -m pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from brim.errors import BrimError
+from brim.rehearsal import force
+from brim.rehearsal.environment import prepare
+from brim.rehearsal.settings import DeviceSettings
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--card", default="H100")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--order", default="at_once")
+    parser.add_argument("--prepare", action="store_true", help="fetch and build, and run nothing")
+    options, arguments = parser.parse_known_args()
+    try:
+        python = prepare(confirm=lambda what: not print(what), folder=CHECKOUT / ".rehearsal")
+        settings = DeviceSettings.of(options.card, gpus=options.gpus, order=options.order)
+        variables = python.variables(settings)
+    except BrimError as error:
+        sys.exit(f"Error: {error}")
+    variables |= force.environment("all", variables) | {"OMP_NUM_THREADS": "1"}
+    if not options.prepare:
+        os.execve(python.python, [str(python.python), *arguments], variables)
+
+
+if __name__ == "__main__":
+    main()
