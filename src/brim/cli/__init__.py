@@ -64,7 +64,15 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+_COMPLETION = """\b
+Completion of commands, options, files and models, in the file that your shell begins with:
+  bash (~/.bashrc)                     eval "$(_BRIM_COMPLETE=bash_source brim)"
+  zsh (~/.zshrc)                       eval "$(_BRIM_COMPLETE=zsh_source brim)"
+  fish (~/.config/fish/config.fish)    _BRIM_COMPLETE=fish_source brim | source
+"""
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="brim", message="%(prog)s %(version)s")
 def brim() -> None:
     """Run, fit and explain PyTorch models in less memory than they need."""

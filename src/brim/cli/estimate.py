@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from brim.cli import estimate_ranks, verdict
 from brim.cli.loading import MODELS, load
-from brim.cli.options import BUDGET, DESCRIBED_MODEL, Command, html_option, json_option, print_json, write_html
+from brim.cli.options import BUDGET, DESCRIBED_MODEL, GPU, Command, html_option, json_option, print_json, write_html
 from brim.cli.split_options import split_of, split_options
 from brim.errors import UsageError
 from brim.units import format_bytes, format_seconds
@@ -63,7 +63,9 @@ _OPTIONS: list[Callable[..., Any]] = [
         help="With --gpus: each block by torch.compile, with checkpointing inside.",
     ),
     click.option(
-        "--gpu", help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.'
+        "--gpu",
+        type=GPU,
+        help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.',
     ),
     click.option(
         "--vram",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from brim.core.replacing import identities
 from brim.errors import UsageError
@@ -56,6 +57,9 @@ class _Model(click.ParamType):  # type: ignore[type-arg]
         local(value)
         return str(value)
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return paths(ctx, param, incomplete)
+
 
 class _DescribedModel(_Model):
     """The same where a configuration will do, or a name of the catalog."""
@@ -70,6 +74,34 @@ class _DescribedModel(_Model):
         elif not path.exists() and ".py" not in value:
             find_model(value)
         return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from brim import catalog
+
+        known = [CompletionItem(name) for name in catalog.model_names() if name.startswith(incomplete.lower())]
+        return known or paths(ctx, param, incomplete)
+
+
+class _Gpu(click.ParamType):  # type: ignore[type-arg]
+    """The name of a GPU, which the command itself looks up."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Short names, in one word as shells take them."""
+        from brim import catalog
+
+        cards = map(catalog.gpu, catalog.gpu_names())
+        short = sorted({alias for card in cards for alias in card.aliases if " " not in alias})
+        return [CompletionItem(alias) for alias in short if alias.startswith(incomplete.lower())]
+
+
+def paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Completed by the shell, as names of files and folders."""
+    return [CompletionItem(incomplete, type="file")]
 
 
 # Kinds of files that brim writes, each with what such a file begins with.
@@ -148,7 +180,7 @@ class Finite(click.FloatRange):
         return number
 
 
-MODEL, DESCRIBED_MODEL = _Model(), _DescribedModel()
+MODEL, DESCRIBED_MODEL, GPU = _Model(), _DescribedModel(), _Gpu()
 _ANY = 1  # a whole to try a share on
 VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
 RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"

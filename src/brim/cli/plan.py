@@ -16,6 +16,7 @@ from brim.cli.loading import load
 from brim.cli.options import (
     BUDGET,
     DESCRIBED_MODEL,
+    GPU,
     JSON,
     SVG,
     Command,
@@ -39,7 +40,7 @@ INFEASIBLE = 3  # the exit code where nothing fits
 _COUNT = click.IntRange(min=1)
 _OPTIONS = [
     click.option("--task", type=click.Choice(["generate", "train"]), default="generate", show_default=True),
-    click.option("--gpu", help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
+    click.option("--gpu", type=GPU, help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
     click.option(
         "--vram", type=BUDGET, help="Budget of the GPU: 8GiB, or 80% of it.  [default: all of it that is free]"
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from brim.cli.options import BUDGET, HTML, JSON, RAM_HELP, VRAM_HELP, Command, OutputFile
+from brim.cli.options import BUDGET, HTML, JSON, RAM_HELP, VRAM_HELP, Command, OutputFile, paths
 
 
 class _Command(Command):
@@ -47,7 +47,7 @@ class _Command(Command):
 @click.option("--managed", is_flag=True, help="In unified mode: managed memory instead of page-locked RAM.")
 @click.option("--insist", is_flag=True, help="Managed memory beyond what the device has free. It can hang a driver.")
 @click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGS]...")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=paths, metavar="[SCRIPT] [ARGS]...")
 def run(
     vram: int | str | None,
     ram: int | str | None,
