@@ -40,9 +40,9 @@ def free_bytes(tier: str, *, directory: Path | None = None, proc: Path = _PROC) 
     """Bytes of a tier that nobody uses at this moment.
 
     RAM: MemAvailable, or what is left below a cgroup's limit where that is less (page cache counts as free: the
-    kernel drops it before anything fails). VRAM: what the driver says is free on the current CUDA device, plus what
-    PyTorch holds reserved but unused. Disk: of ``directory``, or the current one. Raises UsageError for any other
-    name, UnsupportedError for VRAM without CUDA.
+    kernel drops it before anything fails). VRAM: what the driver says is free on the current CUDA device, up to the
+    memory fraction that the program has set, plus what PyTorch holds reserved but unused. Disk: of ``directory``, or
+    the current one. Raises UsageError for any other name, UnsupportedError for VRAM without CUDA.
     """
     if tier == RAM:
         return min([int(psutil.virtual_memory().available), *(room for _, room in _cgroup_limits(proc))])
@@ -74,8 +74,26 @@ def _vram_free_bytes() -> int:
 
     if not torch.cuda.is_available():
         raise UnsupportedError("The free bytes of VRAM were asked.", "torch sees no CUDA device here.")
-    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return int(torch.cuda.mem_get_info()[0]) + unused
+    free, total = (int(count) for count in torch.cuda.mem_get_info())
+    if not counts_memory():
+        return free
+    reserved = torch.cuda.memory_reserved()
+    allowed = int(total * memory_fraction()) - reserved
+    return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated()
+
+
+def counts_memory() -> bool:
+    """Whether PyTorch's own allocator serves CUDA tensors: another (RMM's) has neither statistics nor a limit."""
+    import torch
+
+    return torch.cuda.memory.get_allocator_backend() != "pluggable"
+
+
+def memory_fraction() -> float:
+    """How much of the current CUDA device the program lets PyTorch's allocator have; 1 where it has another one."""
+    import torch
+
+    return float(torch.cuda.get_per_process_memory_fraction()) if counts_memory() else 1.0
 
 
 def _cgroup_limits(proc: Path) -> Iterator[tuple[int, int]]:

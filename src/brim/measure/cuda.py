@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import statistics
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from brim.core.hardware import RAM, VRAM, Link
 from brim.errors import TransferError
 from brim.measure.bandwidth import dtype_name, matrix_rate, median_s
+from brim.measure.capacity import free_bytes
 from brim.units import KIB, MIB
 
 _COPY_BYTES = 128 * MIB
@@ -24,8 +26,9 @@ _SIMT, _TENSOR_CORES = "ieee", "tf32"
 
 def cuda_links() -> tuple[Link, Link]:
     """RAM -> VRAM and VRAM -> RAM through pinned memory: alone, and with the other way busy."""
-    with registered(_COPY_BYTES) as sent, registered(_COPY_BYTES) as received:
-        there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    size_bytes = max(MIB, min(_COPY_BYTES, free_bytes(VRAM) // 8))
+    with registered(size_bytes) as sent, registered(size_bytes) as received:
+        there = torch.empty_like(sent, device="cuda")
         back = torch.ones_like(there)
 
         def up() -> None:
@@ -35,9 +38,9 @@ def cuda_links() -> tuple[Link, Link]:
             received.copy_(back, non_blocking=True)
 
         alone = [
-            _COPY_BYTES / median_s(way, rounds=_ROUNDS, synchronize=torch.cuda.synchronize) for way in (up, down)
+            there.nbytes / median_s(way, rounds=_ROUNDS, synchronize=torch.cuda.synchronize) for way in (up, down)
         ]
-        both = [_duplex_rates(up, down) for _ in range(_ROUNDS)]
+        both = [_duplex_rates(up, down, there.nbytes) for _ in range(_ROUNDS)]
         latency_s = median_s(
             lambda: there[: 4 * KIB].copy_(sent[: 4 * KIB], non_blocking=True),
             rounds=50,
@@ -52,7 +55,7 @@ def cuda_links() -> tuple[Link, Link]:
             duplex_bytes_per_s=statistics.median(rates[index] for rates in both),
             latency_s=latency_s,
             single_bytes_per_s=alone[index],
-            chunk_bytes=_COPY_BYTES,
+            chunk_bytes=size_bytes,
         )
         for index, (source, target) in enumerate(ways)
     )
@@ -62,7 +65,7 @@ def cuda_links() -> tuple[Link, Link]:
 def vram_read_rate() -> float:
     """Bytes per second that one kernel reads: a bfloat16 matrix-vector product or a float32 maximum."""
     columns = 8192
-    size_bytes = min(_READ_BYTES, torch.cuda.mem_get_info()[0] // 8)
+    size_bytes = min(_READ_BYTES, free_bytes(VRAM) // 8)
     weight = torch.ones(size_bytes // (2 * columns), columns, dtype=torch.bfloat16, device="cuda")
     vector = torch.ones(1, columns, dtype=torch.bfloat16, device="cuda")
     numbers = weight.view(torch.float32)
@@ -78,7 +81,8 @@ def cuda_matrix_rates() -> dict[str, float]:
             rates[name] = _rate(_product(torch.float32))
     for dtype in (torch.bfloat16, torch.float16):
         rates[dtype_name(dtype)] = _rate(_product(dtype))
-    if torch.cuda.get_device_capability() >= (8, 9):
+    # ROCm gives its own architectures' numbers as a capability, and multiplies float8 under another contract.
+    if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
         rates[dtype_name(torch.float8_e4m3fn)] = _rate(_float8_product)
     return rates
 
@@ -105,7 +109,7 @@ def registered(size_bytes: int) -> Iterator[torch.Tensor]:
         runtime.cudaHostUnregister(tensor.data_ptr())
 
 
-def _duplex_rates(up: Callable[[], None], down: Callable[[], None]) -> tuple[float, float]:
+def _duplex_rates(up: Callable[[], None], down: Callable[[], None], size_bytes: int) -> tuple[float, float]:
     """Bytes per second of each way while both are busy: only copies that end before the faster way has finished."""
     streams = [torch.cuda.Stream() for _ in range(2)]
     begin = _timing_event()
@@ -124,7 +128,7 @@ def _duplex_rates(up: Callable[[], None], down: Callable[[], None]) -> tuple[flo
     seconds = [[begin.elapsed_time(mark) / 1e3 for mark in marks] for marks in ends]
     both_busy_s = min(times[-1] for times in seconds)
     counted = [[time for time in times if time <= both_busy_s] or times[:1] for times in seconds]
-    up_rate, down_rate = (len(times) * _COPY_BYTES / times[-1] for times in counted)
+    up_rate, down_rate = (len(times) * size_bytes / times[-1] for times in counted)
     return up_rate, down_rate
 
 
@@ -158,4 +162,5 @@ def _float8_product(size: int) -> Callable[[], object]:
 
 
 def _rate(product: Callable[[int], Callable[[], object]]) -> float:
-    return matrix_rate(product, target_s=0.02, largest=16384, synchronize=torch.cuda.synchronize)
+    largest = 1 << (math.isqrt(free_bytes(VRAM) // 24).bit_length() - 1)  # of two float32 factors and a product
+    return matrix_rate(product, target_s=0.02, largest=min(16384, largest), synchronize=torch.cuda.synchronize)

@@ -89,6 +89,13 @@ class Memory:
         assert self._scratch is None
         self._disk_folder, self._disk_bytes = folder, limit_bytes
 
+    def give_back(self) -> None:
+        """Let the device have what PyTorch keeps of it for nothing: what a model had there before it was fitted."""
+        if self.device.type == "cuda" and not self.fake:
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
         self.engine.close()

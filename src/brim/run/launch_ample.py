@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brim.core.hardware import RAM, VRAM
-from brim.measure.capacity import amount_bytes, free_bytes, ram_capacity_bytes, resident_bytes
+from brim.measure.capacity import amount_bytes, free_bytes, memory_fraction, ram_capacity_bytes, resident_bytes
 from brim.measure.monitor import KernelMeter
 from brim.run import launch_bound
 from brim.run.example_shapes import as_shapes
@@ -153,7 +153,7 @@ def _limit(settings: Settings) -> tuple[int, str]:
     capacity = {RAM: ram_capacity_bytes()}
     if on_gpu:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        capacity[VRAM] = int(total * torch.cuda.get_per_process_memory_fraction())
+        capacity[VRAM] = int(total * memory_fraction())
     if any(count > capacity.get(name, capacity[RAM]) for name, count in given.items()):
         return 0, tier
     if settings.device == "cuda" and not on_gpu:

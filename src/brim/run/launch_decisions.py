@@ -15,7 +15,7 @@ from torch import nn
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BrimError, BudgetError, UnsupportedError
-from brim.measure.capacity import resident_bytes
+from brim.measure.capacity import memory_fraction, resident_bytes
 from brim.memory import heap
 from brim.run.example_shapes import as_shapes
 from brim.run.fitting import Device, Need, budgets, forward_need, machine, make_plan, put_in_force
@@ -116,7 +116,7 @@ class Decisions:
     def _respect_the_program(self) -> None:
         """Its own limit on PyTorch's allocator holds too; with an allocator of its own, promises are of tensors."""
         total = self.hardware.tier(VRAM).capacity_bytes if self.hardware is not None else 0
-        self._budget = within_fraction(self._budget, torch.cuda.get_per_process_memory_fraction(), total)
+        self._budget = within_fraction(self._budget, memory_fraction(), total)
         if torch.cuda.memory.get_allocator_backend() != "native":
             self._note("the program has an allocator of its own: what it reserves beside tensors is not foreseen")
 

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from brim.errors import BrimError, BudgetError, FormatError
 from brim.run.launch_copies import has_other_hooks
 
-_TEXTS = ("out of memory", "can't allocate memory", "bad_alloc")  # the last: RMM's, under unified memory
+# Of PyTorch's allocators, of RMM's (under unified memory), and of libraries that allocate by themselves.
+_TEXTS = ("out of memory", "can't allocate memory", "bad_alloc", "_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from dataclasses import replace
@@ -49,7 +50,7 @@ class Launched:
 
     def begin(self) -> None:
         """PyTorch has just been imported. Raises UnsupportedError for unified mode without CUDA or RMM."""
-        if self.settings.device == "cpu" and not torch.cuda.is_available():
+        if self.settings.device == "cpu" and not _sees_cuda():
             from brim.run.launch_device import PretendedDevice
 
             self._device = PretendedDevice()
@@ -61,7 +62,7 @@ class Launched:
             self.refusal = error
             raise
         if self.settings.mode in ("auto", "stream"):
-            if self.settings.device != "cpu" and self.settings.vram is not None and torch.cuda.is_available():
+            if self.settings.device != "cpu" and self.settings.vram is not None and _sees_cuda():
                 self._defer(amount_bytes(self.settings.vram, VRAM))
             self._watcher.begin()
 
@@ -153,3 +154,18 @@ def _small_bytes(settings: Settings) -> int:
     amounts = ((settings.vram, RAM if settings.device == "cpu" else VRAM), (settings.ram, RAM))
     given = [amount_bytes(amount, tier) for amount, tier in amounts if amount is not None]
     return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in given)]))
+
+
+def _sees_cuda() -> bool:
+    """Whether there is a CUDA device, without setting CUDA up: a program may still choose ``CUDA_VISIBLE_DEVICES``
+    and fork children that use CUDA. NVIDIA's management library tells; where it is missing, CUDA itself has to."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # PyTorch's own setting, read at each call
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -185,12 +185,16 @@ class WeightStreaming:
             self._host = HostCompute(self, partition)
         placement.keep_loose(partition)
         self._list_blocks(partition)
+        leaving = [block for block in partition.blocks if choices[block.name] != RESIDENT]
+        crowding = [block for block in leaving if self._crowds(block)]
+        for block in crowding:  # or the compute tier would hold them beside the residents for a moment
+            self._stream(block, choices[block.name])
         for block in partition.blocks:
             if choices[block.name] == RESIDENT:
                 placement.keep(block)
         placement.all_kept()
-        for block in partition.blocks:
-            if choices[block.name] != RESIDENT:
+        for block in leaving:
+            if block not in crowding:
                 self._stream(block, choices[block.name])
         if layers:
             self._experts = CachedExperts(self)
@@ -206,6 +210,7 @@ class WeightStreaming:
         if staging is not None:
             staging.attach([s.home for s in self._streamed if isinstance(s.home, DiskHome)])
         self._guards.install([trigger for s in self._streamed for trigger in s.block.triggers])
+        self.memory.give_back()
 
     def _list_blocks(self, partition: Partition) -> None:
         groups = [(block.name, block.tensors) for block in partition.blocks]
@@ -216,6 +221,12 @@ class WeightStreaming:
         """Whether the block ever comes to the compute tier: also to be updated there."""
         trained = self._recall is not None and any(self._parameters[name].requires_grad for name in block.tensors)
         return bool(loads_for(block)) or trained
+
+    def _crowds(self, block: Block) -> bool:
+        """Whether the module has the block in VRAM, which it is to leave."""
+        memory = self.memory
+        values = [self._parameters[name] for name in block.tensors]
+        return memory.device.type == "cuda" and not memory.fake and any(memory.is_compute(p.device) for p in values)
 
     def _stream(self, block: Block, choice: str) -> None:
         parameters, home = [self._parameters[name] for name in block.tensors], self._placement.home(block, choice)
