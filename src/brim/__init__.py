@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from brim.measure.probe import probe as probe
     from brim.measure.watch import watch as watch
     from brim.predict.tracer import trace as trace
+    from brim.rehearsal.rehearse import rehearse as rehearse
     from brim.run.fit import fit as fit
     from brim.run.inference import load as load
     from brim.run.plan import plan as plan
@@ -24,12 +25,13 @@ _EXPORTS = {
     "load": "brim.run.inference",
     "plan": "brim.run.plan",
     "probe": "brim.measure.probe",
+    "rehearse": "brim.rehearsal.rehearse",
     "simulate": "brim.estimation.simulation",
     "trace": "brim.predict.tracer",
     "watch": "brim.measure.watch",
 }
 
-__all__ = ["__version__", "estimate", "fit", "load", "plan", "probe", "simulate", "trace", "watch"]
+__all__ = ["__version__", "estimate", "fit", "load", "plan", "probe", "rehearse", "simulate", "trace", "watch"]
 
 
 def __getattr__(name: str) -> Any:

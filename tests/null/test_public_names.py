@@ -9,7 +9,18 @@ import brim
 
 
 def test_the_exported_names_are_pinned():
-    assert brim.__all__ == ["__version__", "estimate", "fit", "load", "plan", "probe", "simulate", "trace", "watch"]
+    assert brim.__all__ == [
+        "__version__",
+        "estimate",
+        "fit",
+        "load",
+        "plan",
+        "probe",
+        "rehearse",
+        "simulate",
+        "trace",
+        "watch",
+    ]
 
 
 def test_every_exported_name_is_there():

@@ -31,6 +31,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
     "plan": ("brim.cli.plan:plan", "Find the fastest ways to train or run a model that fit a machine."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
+    "rehearse": (
+        "brim.cli.rehearse:rehearse",
+        "Run a program unchanged on GPUs that are not there: does it fit, what takes the memory, what would help.",
+    ),
     "run": ("brim.cli.run:run", "Run a program unchanged inside a memory budget."),
     "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
 }

@@ -10,7 +10,7 @@ import click
 from brim.cli.options import BUDGET, HTML, JSON, RAM_HELP, VRAM_HELP, Command, OutputFile, paths
 
 
-class _Command(Command):
+class ProgramCommand(Command):
     """Options end with the script's name, or with ``-m MODULE``, as they do for python."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -26,7 +26,7 @@ class _Command(Command):
         return super().parse_args(ctx, args)
 
 
-@click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
+@click.command(cls=ProgramCommand, context_settings={"allow_interspersed_args": False})
 @click.option("--vram", type=BUDGET, help=VRAM_HELP)
 @click.option("--ram", type=BUDGET, help=RAM_HELP)
 @click.option(

@@ -25,7 +25,7 @@ STARTUP = Path(__file__).with_name("startup")
 # What makes, shapes or describes tensors and runs no kernel, or only looks.
 _NO_KERNEL = frozenset(
     """empty empty_strided empty_permuted as_strided view view_as_complex view_as_real _reshape_alias unfold
-    resize_ set_ record_stream is_pinned _pin_memory _efficientzerotensor _fused_sdp_choice
+    resize_ set_ record_stream is_pinned _pin_memory _efficientzerotensor
     _cudnn_init_dropout_state _cudnn_rnn_flatten_weight _nested_view_from_buffer is_set_to _assert_async
     _debug_has_internal_overlap _use_cudnn_ctc_loss _use_miopen_ctc_loss _nested_from_padded
     _nested_tensor_from_mask _local_scalar_dense_backward _resize_output_""".split()  # noqa: SIM905
@@ -89,6 +89,12 @@ class InForce:
     def not_computed(self) -> list[str]:
         """Operators that the CPU had no kernel for."""
         return sorted(self._native.brim_values_failed().decode().split())
+
+    @property
+    def attention(self) -> dict[str, int]:
+        """Which kernels ``scaled_dot_product_attention`` took (flash, efficient, cudnn, math), and how often."""
+        lines = self._native.brim_values_attention().decode().splitlines()
+        return {name: int(times) for name, times in map(str.split, lines)}
 
     def _join_device(self) -> None:
         """Of a device that works behind the program's back, what a stream is ordered after is waited for."""

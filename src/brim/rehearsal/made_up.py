@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-PLAUSIBLE = 1.0
+PLAUSIBLE = 1.0  # what values.cpp fills floats with
 
 _ONE_OF = frozenset(
     """argmax argmin multinomial max min median mode kthvalue cummax cummin nanmedian""".split()  # noqa: SIM905
@@ -41,16 +41,14 @@ def fill(
     number: float | None,
     results: Sequence[torch.Tensor],
 ) -> None:
-    """Put plausible numbers into small results of an operator that nothing computed. All tensors are on the host.
+    """Put plausible whole numbers and booleans into results that nothing computed. All tensors are on the host.
 
     ``name``: the operator's; ``inputs``: its first two tensors; ``whole``: its whole numbers, dimensions among them;
     ``number``: its last number.
     """
     with torch._C.DisableTorchFunction():
         for result in results:
-            if result.is_floating_point() or result.is_complex():
-                result.fill_(PLAUSIBLE)
-            elif name not in _UNREAD:
+            if name not in _UNREAD:
                 _fill_whole(name.rstrip("_"), inputs, whole, number, result)
 
 

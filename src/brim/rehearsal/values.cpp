@@ -24,6 +24,7 @@
 
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -38,7 +39,7 @@ using Stack = torch::jit::Stack;
 
 constexpr int64_t LIMIT_BYTES = 32 << 20;   // of whole numbers in one tensor
 constexpr int64_t LIMIT_FLOATS = 1 << 16;   // elements
-constexpr int64_t FILLED_FLOATS = 4096;     // elements of a result that are filled in where nothing computed them
+constexpr double PLAUSIBLE = 1.0;           // what small floats are filled with where nothing computed them
 constexpr int64_t NOTED = 1 << 16;          // elements: larger copies to the host are offloading, not reading
 
 bool all_computed = false;
@@ -51,7 +52,10 @@ std::unordered_set<const void*> made_up;
 std::mutex failed_lock;
 std::unordered_set<std::string> failed;  // operators that the CPU could not compute
 
-enum class Special { none, item, equal, copy, unscale, sized };
+enum class Special { none, item, equal, copy, unscale, sized, choice };
+
+std::mutex calls_lock;
+std::unordered_map<std::string, uint64_t> attention;  // what scaled_dot_product_attention chose, and how often
 
 struct Operator {
   std::string name;                // of the packet: "add_"
@@ -265,7 +269,7 @@ void mend(const Tensor& t) {  // make floats finite that follow from what nothin
   if (!t.is_floating_point() || t.numel() == 0) return;
   Plain plain;
   Tensor there = over(t);
-  there.copy_(at::nan_to_num(there, 1.0, 1.0, 1.0));
+  there.copy_(at::nan_to_num(there, PLAUSIBLE, PLAUSIBLE, PLAUSIBLE));
 }
 void fail(const Operator& op) {
   std::lock_guard<std::mutex> hold(failed_lock);
@@ -278,6 +282,7 @@ class Kernel : public c10::OperatorKernel {
       : op_(std::move(op)), original_(handle.getComputedKernelForDispatchKey(DispatchKey::CUDA)) {}
 
   void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+    if (op_.special == Special::choice) return choice(keys, stack);
     size_t begin = stack->size() - handle.schema().arguments().size();
     if (all_computed) compute(handle, keys, stack, begin);
     else choose(handle, keys, stack, begin);
@@ -370,7 +375,7 @@ class Kernel : public c10::OperatorKernel {
         }
       return;
     }
-    if (computed && small) fail(op_);
+    if (computed && small && depth == 0) fail(op_);
     for (auto* list : {&made, &written}) for (const Tensor& t : *list) settle(t, true);
     if (op_.has_out) made.insert(made.end(), written.begin(), written.end());
     fill(inputs, made);
@@ -381,7 +386,7 @@ class Kernel : public c10::OperatorKernel {
     try {
       computed.emplace(op_, handle, stack, begin, drawn);
     } catch (const std::exception&) {
-      fail(op_);  // the CPU has no kernel for it, or not for this type
+      if (depth == 0) fail(op_);  // the CPU has no kernel for it, or not for this type
     }
   }
 
@@ -389,8 +394,13 @@ class Kernel : public c10::OperatorKernel {
   void fill(const std::vector<IValue>& inputs, const std::vector<Tensor>& results) {
     c10::List<Tensor> wanted, given;
     for (const Tensor& t : results) {
-      bool floats = t.is_floating_point() || t.is_complex();
-      if (t.is_cuda() && t.numel() && (floats ? t.numel() <= FILLED_FLOATS : is_small(t))) wanted.push_back(over(t));
+      if (!t.is_cuda() || !t.numel() || !is_small(t)) continue;
+      if (t.is_floating_point() || t.is_complex()) {
+        Plain plain;
+        over(t).fill_(PLAUSIBLE);
+      } else {
+        wanted.push_back(over(t));
+      }
     }
     if (wanted.empty()) return;
     c10::List<int64_t> whole;
@@ -403,6 +413,15 @@ class Kernel : public c10::OperatorKernel {
     }
     call_python("brim_rehearsal::make_up", {IValue(op_.name), IValue(given), IValue(whole),
                 number ? IValue(*number) : IValue(), IValue(wanted)});
+  }
+
+  // Which kernels attention takes: at::SDPBackend in ATen/native/transformers/sdp_utils_cpp.h.
+  void choice(DispatchKeySet keys, Stack* stack) {
+    static const char* names[] = {"math", "flash", "efficient", "cudnn", "overrideable"};
+    run(keys, stack);
+    int64_t chosen = stack->back().toInt();
+    std::lock_guard<std::mutex> hold(calls_lock);
+    attention[chosen >= 0 && chosen < 5 ? names[chosen] : "none"]++;
   }
 
   void item(DispatchKeySet keys, Stack* stack, size_t begin) {
@@ -525,6 +544,7 @@ Operator described(const OperatorHandle& handle, bool random) {
   if (op.name == "equal") op.special = Special::equal;
   if (op.name == "copy_") op.special = Special::copy;
   if (op.name == "_amp_foreach_non_finite_check_and_unscale_") op.special = Special::unscale;
+  if (op.name == "_fused_sdp_choice") op.special = Special::choice;
   if (SIZED.count(op.name)) op.special = Special::sized;
   return op;
 }
@@ -571,6 +591,13 @@ __attribute__((visibility("default"))) const char* brim_values_failed() {
   std::lock_guard<std::mutex> hold(failed_lock);
   told.clear();
   for (const auto& one : failed) told += one + "\n";
+  return told.c_str();
+}
+// What scaled_dot_product_attention chose: lines of a name and how often.
+__attribute__((visibility("default"))) const char* brim_values_attention() {
+  std::lock_guard<std::mutex> hold(calls_lock);
+  told.clear();
+  for (const auto& one : attention) told += one.first + " " + std::to_string(one.second) + "\n";
   return told.c_str();
 }
 // A storage that something else than an operator of aten wrote: what it holds was not computed.

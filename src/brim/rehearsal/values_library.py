@@ -22,6 +22,7 @@ def load(site_packages: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(built(site_packages)))
     library.brim_values_replace.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int]
     library.brim_values_error.restype = library.brim_values_failed.restype = ctypes.c_char_p
+    library.brim_values_attention.restype = ctypes.c_char_p
     library.brim_values_seed.restype = ctypes.c_ulonglong
     library.brim_values_written.argtypes = [ctypes.c_void_p]
     library.brim_values_device.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

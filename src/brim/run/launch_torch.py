@@ -35,9 +35,13 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.insert(0, self)  # it may be put on the path later
             return spec
         loader, then = spec.loader, self._then
+        others = vars(loader).get("exec_module")  # of another one that waits for it
 
         def exec_module(module: types.ModuleType) -> None:
-            del vars(loader)["exec_module"]
+            if others is None:
+                del vars(loader)["exec_module"]
+            else:
+                vars(loader)["exec_module"] = others
             loader.exec_module(module)
             then()
 

@@ -1,0 +1,100 @@
+"""``from_pretrained`` of a transformers model that is not on this machine: made from its configuration, untrained.
+
+A configuration that is not here either is the catalog's (``brim.catalog.presets``), for the hub ids that it knows.
+Weights are allocated and not filled: their values are not computed with.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from brim.catalog import presets
+from brim.errors import UsageError
+
+_OF_THE_HUB = frozenset(  # what get_config_dict itself uses up
+    """cache_dir force_download proxies token local_files_only revision trust_remote_code subfolder _from_pipeline
+    _from_auto _commit_hash gguf_file""".split()  # noqa: SIM905
+)
+_CONFIGURATION, _MODELS = "transformers.configuration_utils", "transformers.modeling_utils"
+
+
+def allow() -> None:
+    """Let transformers, once it is imported, make models that are missing."""
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Changes two modules as soon as they are imported; finds nothing itself."""
+
+    def __init__(self) -> None:
+        self._left = {_CONFIGURATION: _let_configurations_be_known, _MODELS: _let_models_be_made}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        change = self._left.pop(fullname, None)
+        if change is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader = spec.loader
+
+            def exec_module(module: types.ModuleType) -> None:
+                del vars(loader)["exec_module"]
+                loader.exec_module(module)
+                change(module)
+
+            vars(loader)["exec_module"] = exec_module
+        return spec
+
+
+def _let_configurations_be_known(module: types.ModuleType) -> None:
+    original = module.PreTrainedConfig.get_config_dict.__func__
+
+    def get_config_dict(cls: Any, name: Any, /, **named: Any) -> Any:
+        try:
+            return original(cls, name, **named)
+        except OSError:
+            try:
+                found = presets.model(str(name))
+            except UsageError:
+                raise  # with the hub's own error as its context
+            return dict(found.config), {key: value for key, value in named.items() if key not in _OF_THE_HUB}
+
+    module.PreTrainedConfig.get_config_dict = classmethod(get_config_dict)
+
+
+def _let_models_be_made(module: types.ModuleType) -> None:
+    original = module.PreTrainedModel.from_pretrained.__func__
+
+    def from_pretrained(cls: Any, name: Any, /, *arguments: Any, **named: Any) -> Any:
+        try:
+            return original(cls, name, *arguments, **named)
+        except OSError:
+            return _made(cls, name, named)
+
+    module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+def _made(cls: Any, name: Any, named: dict[str, Any]) -> Any:
+    import torch
+
+    config = named.get("config")
+    if config is None:
+        config = cls.config_class.from_pretrained(name)
+    dtype = named.get("dtype", named.get("torch_dtype"))
+    if dtype in (None, "auto"):
+        dtype = getattr(config, "dtype", None) or torch.float32
+    place = named.get("device_map")
+    device = torch.device("cuda" if place == "auto" else place) if isinstance(place, (str, int)) else None
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=dtype)
+    model.to_empty(device=device or "cpu")
+    model.tie_weights()
+    return model.eval()

@@ -1,0 +1,298 @@
+"""Rehearsals: a program run unchanged on GPUs that are not there, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from brim.errors import UsageError
+from brim.rehearsal import force, values_library
+from brim.rehearsal.environment import Environment
+from brim.rehearsal.settings import DeviceSettings
+from brim.rehearsal.watched import Run
+
+COPY_LIMIT_BYTES = 32 << 20  # larger copies to a device are left out: what they bring is not computed with
+GPUS_PER_NODE = 8  # of a job that torchrun would start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to rehearse: a file, or with ``is_module`` a dotted name, with its own arguments, on ``gpus`` cards.
+
+    ``ranks``: run these ranks of a job of ``gpus`` ranks, one process each, and no other; empty: one process that
+    sees ``gpus`` cards. ``steps``: end after so many optimizer steps; None: when memory grows no more.
+    ``memory_bytes`` takes the place of the card's.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    gpu: str
+    gpus: int = 1
+    ranks: tuple[int, ...] = ()
+    steps: int | None = None
+    random_weights: bool = False
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        asked = f"A rehearsal of {self.target} was asked for."
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(asked, f"steps is {self.steps}.", "At least one step is needed.")
+        for rank in self.ranks:
+            if not 0 <= rank < self.gpus:
+                raise UsageError(asked, f"There is no rank {rank}.", f"Ranks are 0 to {self.gpus - 1}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePeak:
+    """The most that one device held: by tensors, by the allocator for them, by the process with its context."""
+
+    device: int
+    allocated_bytes: int
+    reserved_bytes: int
+    process_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """How one process of a rehearsal went.
+
+    ``ended``: ``finished`` by itself; ``enough``, ended by the rehearsal after ``steps`` optimizer steps; ``out of
+    memory``; ``failed`` for another reason. ``message`` is the program's own. ``grew_until``: the last step with a
+    new peak, None without steps. ``snapshot``: the recording, in PyTorch's format, None where CUDA was not used.
+    ``attention``: what scaled_dot_product_attention chose, and how often; ``kernels``: attention's kernels by name.
+    ``reads``: where made-up numbers were read. ``seconds`` are the rehearsal's own.
+    """
+
+    rank: int | None
+    ended: str
+    message: str
+    steps: int
+    grew_until: int | None
+    devices: tuple[DevicePeak, ...]
+    memory_bytes: int
+    context_bytes: int
+    context_source: str
+    attention: dict[str, int] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
+    reads: tuple[dict[str, Any], ...] = ()
+    not_computed: tuple[str, ...] = ()
+    uses_cudnn: bool = False
+    torch: str = ""
+    seconds: float
+    host_peak_bytes: int
+    snapshot: Path | None
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the program failed for another reason."""
+        return None if self.ended == "failed" else self.ended != "out of memory"
+
+
+def rehearse_program(
+    request: Request,
+    environment: Environment,
+    folder: Path,
+    *,
+    output: IO[str] | None = None,
+    told: Callable[[str], None] = lambda _: None,
+) -> list[Rehearsal]:
+    """Run ``request`` with the CUDA build in ``environment``; recordings go into ``folder``. A result for each rank.
+
+    ``output``: where the program's standard output goes, None: to this process's own. ``told`` is given a sentence
+    before what takes long.
+    """
+    if not values_library.is_built(environment.site_packages):
+        told("Building the device's values for this PyTorch, once: half a minute.")
+    values_library.built(environment.site_packages)
+    visible = min(request.gpus, GPUS_PER_NODE) if request.ranks else request.gpus
+    settings = DeviceSettings.of(
+        request.gpu, gpus=visible, memory_bytes=request.memory_bytes, copy_limit_bytes=COPY_LIMIT_BYTES
+    )
+    variables = environment.variables(settings, os.environ)
+    variables |= force.environment("whole", variables)
+    if environment.first is not None:  # it has to stay the first: behind it are the user's packages, torch among them
+        rest = variables["PYTHONPATH"].split(os.pathsep)
+        variables["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(environment.first), *rest]))
+    return [
+        _process(request, environment, settings, variables, folder, rank, output) for rank in request.ranks or (None,)
+    ]
+
+
+def _process(
+    request: Request,
+    environment: Environment,
+    settings: DeviceSettings,
+    variables: dict[str, str],
+    folder: Path,
+    rank: int | None,
+    output: IO[str] | None,
+) -> Rehearsal:
+    name = "" if rank is None else f"-rank{rank}"
+    result, snapshot = folder / f"result{name}.json", folder / f"snapshot{name}.pickle"
+    run = Run(
+        target=request.target,
+        arguments=request.arguments,
+        is_module=request.is_module,
+        result=str(result),
+        snapshot=str(snapshot),
+        steps=request.steps,
+        world_size=0 if rank is None else request.gpus,
+        random_weights=request.random_weights,
+    )
+    variables = variables | run.variables()
+    if rank is not None:
+        variables |= _of_rank(rank, request.gpus)
+    begun_s = time.monotonic()
+    done = subprocess.run(
+        [environment.python, "-m", "brim.rehearsal.watched"], env=variables, stdout=output, check=False
+    )
+    seconds = time.monotonic() - begun_s
+    if not result.exists():
+        raise UsageError(
+            f"{request.target} was rehearsed.",
+            f"Its process ended with {done.returncode} and left no result.",
+            "A process that ends itself (os._exit, a signal) cannot be looked into.",
+        )
+    return _read(json.loads(result.read_text(encoding="utf-8")), settings, rank, seconds, snapshot)
+
+
+def _of_rank(rank: int, world_size: int) -> dict[str, str]:
+    """The variables that torchrun gives to a rank, on nodes of 8 GPUs; and no watching of ranks that do not exist."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % GPUS_PER_NODE),
+        "LOCAL_WORLD_SIZE": str(min(world_size, GPUS_PER_NODE)),
+        "GROUP_RANK": str(rank // GPUS_PER_NODE),
+        "GROUP_WORLD_SIZE": str(-(-world_size // GPUS_PER_NODE)),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "rehearsal",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    }
+
+
+def _read(
+    document: dict[str, Any], settings: DeviceSettings, rank: int | None, seconds: float, snapshot: Path
+) -> Rehearsal:
+    steps = document["steps"]
+    grew = [
+        one["step"]
+        for before, one in zip([{"devices": None}, *steps], steps, strict=False)
+        if one["devices"] != before["devices"]
+    ]
+    used = [
+        DevicePeak(device=number, **one) for number, one in enumerate(document["devices"]) if one["reserved_bytes"]
+    ]
+    return Rehearsal(
+        rank=rank,
+        ended=document["ended"],
+        message=document["message"],
+        steps=len(steps),
+        grew_until=grew[-1] if grew else None,
+        devices=tuple(used),
+        memory_bytes=settings.memory_bytes,
+        context_bytes=settings.context_bytes,
+        context_source=settings.context_source,
+        attention=document.get("attention", {}),
+        kernels=document.get("kernels", {}),
+        reads=tuple(document.get("reads", ())),
+        not_computed=tuple(document.get("not_computed", ())),
+        uses_cudnn=bool(document.get("cudnn")),
+        torch=document.get("torch", ""),
+        seconds=seconds,
+        host_peak_bytes=document["host_peak_bytes"],
+        snapshot=snapshot if snapshot.exists() else None,
+    )
+
+
+_CALL = """
+import pickle, sys
+sys.path.extend(path for path in {paths!r} if path not in sys.path)
+with open({file!r}, "rb") as file:
+    step = pickle.load(file)
+for _ in range({steps}):
+    step()
+"""
+
+
+def rehearse(
+    step: Callable[[], object] | str | Path,
+    *arguments: str,
+    gpu: str,
+    gpus: int = 1,
+    ranks: Sequence[int] = (),
+    steps: int | None = None,
+    random_weights: bool = False,
+    folder: str | Path | None = None,
+) -> Rehearsal | list[Rehearsal]:
+    """Run a program, or a step of a notebook, on a ``gpu`` that is not there, in a process of its own.
+
+    ``step``: the file of a program, whose ``arguments`` follow, or a function without arguments that makes its model
+    and data on "cuda" and does what is to be looked at: it is called three times, or ``steps`` times. A function has
+    to be one that pickle, or cloudpickle where it is installed, can take to another process.
+    ``gpu``: a name of the catalog, as in "RTX 4090"; ``gpus``: how many of them; ``ranks``: these ranks of a job of
+    ``gpus`` ranks, for each of which there is a result. ``folder``: where recordings stay; without it they are gone.
+
+    Needs a CUDA build of PyTorch: the one that runs, or the one that ``brim rehearse`` fetched. Raises UsageError
+    where there is none.
+    """
+    from brim.rehearsal.environment import find
+
+    environment = find()
+    if environment is None:
+        raise UsageError(
+            "A rehearsal was asked for.",
+            "There is no CUDA build of PyTorch.",
+            "Fetch one by: brim rehearse --gpu L40S --yes -m torch.utils.collect_env",
+        )
+    with tempfile.TemporaryDirectory(prefix="brim-rehearsal-") as scratch:
+        kept = Path(folder) if folder is not None else Path(scratch)
+        kept.mkdir(parents=True, exist_ok=True)
+        target = str(step) if not callable(step) else str(_program_of(step, Path(scratch), steps or 3))
+        request = Request(
+            target=target,
+            arguments=arguments,
+            gpu=gpu,
+            gpus=gpus,
+            ranks=tuple(ranks),
+            steps=None if callable(step) else steps,
+            random_weights=random_weights,
+        )
+        found = rehearse_program(request, environment, kept)
+    return found if ranks else found[0]
+
+
+def _program_of(step: Callable[[], object], folder: Path, steps: int) -> Path:
+    try:
+        import cloudpickle as pickler
+    except ImportError:
+        import pickle as pickler
+    file, program = folder / "step.pickle", folder / "step.py"
+    try:
+        file.write_bytes(pickler.dumps(step))
+    except Exception as error:
+        raise UsageError(
+            "A step was to be taken to a process of its own.",
+            f"It cannot be pickled: {error}.",
+            "Define it in a module, or install cloudpickle.",
+        ) from error
+    program.write_text(_CALL.format(paths=sys.path, file=str(file), steps=steps), encoding="utf-8")
+    return program

@@ -1,0 +1,244 @@
+"""A rehearsed program's own process: it runs the program as ``python`` would, and writes down what memory did.
+
+Started as ``python -m brim.rehearsal.watched`` with ``BRIM_REHEARSAL_RUN`` (a ``Run`` as JSON) in the environment, on
+the rehearsal device. What is written: a memory snapshot in PyTorch's own format, and a JSON file with the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from brim.rehearsal.force import InForce
+from brim.run.launch_script import Program, end_as_python, execute
+from brim.run.launch_torch import when_imported
+
+VARIABLE = "BRIM_REHEARSAL_RUN"
+SETTLED = 2  # steps without a new peak after which memory is said to grow no more
+MOST_STEPS = 50  # steps after which a rehearsal ends though memory still grows
+MOST_EVENTS = 5_000_000
+_OWN = str(Path(__file__).parents[1]) + os.sep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a process is to rehearse. ``steps``: end after so many optimizer steps; None: when memory grows no more.
+
+    ``world_size``: ranks of the job that this is one of, 0 for none. ``random_weights``: models that are not there
+    are made from their configurations.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    result: str
+    snapshot: str
+    steps: int | None = None
+    world_size: int = 0
+    random_weights: bool = False
+
+    @classmethod
+    def of_environment(cls) -> Run:
+        found = json.loads(os.environ.pop(VARIABLE))
+        return cls(**found | {"arguments": tuple(found["arguments"])})
+
+    def variables(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+class _Enough(BaseException):
+    """Memory has stopped growing, or the steps that were asked for are done: the program ends here."""
+
+
+class Watch:
+    """Records the allocator of each device, and counts optimizer steps."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._steps_of: dict[int, int] = {}  # optimizer -> its steps
+        self.steps: list[dict[str, Any]] = []
+        self.out_of_memory: list[str] = []
+        self._begun = False
+
+    def begin(self) -> None:
+        """PyTorch is there, its CUDA not yet in use."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        torch.cuda._lazy_call(self._record)
+        register_optimizer_step_post_hook(self._stepped)
+        if self._run.world_size:
+            from brim.rehearsal import lone_rank
+
+            lone_rank.put(self._run.world_size)
+        if self._run.random_weights:
+            from brim.rehearsal import random_weights
+
+            random_weights.allow()
+
+    def _record(self) -> None:
+        import torch
+
+        if torch._C._cuda_isHistoryEnabled():
+            return  # the program records itself
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context="all", stacks="python", max_entries=MOST_EVENTS
+        )
+        vars(torch._C)["_cuda_attach_out_of_memory_observer"](self._ran_out)
+        self._begun = True
+
+    def _ran_out(self, device: int, *_: int) -> None:
+        """Where the allocation fails, before anything is undone: this may be the end."""
+        self.write_snapshot()
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        steps = self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
+        if steps <= len(self.steps):
+            return  # another optimizer of the same iteration
+        self.steps.append({"step": steps, "devices": peaks()})
+        if self._run.steps is not None:
+            if steps >= self._run.steps:
+                raise _Enough
+        elif steps >= MOST_STEPS or self._settled():
+            raise _Enough
+
+    def _settled(self) -> bool:
+        last = [one["devices"] for one in self.steps[-SETTLED - 1 :]]
+        return len(last) > SETTLED and all(one == last[0] for one in last)
+
+    def write_snapshot(self) -> None:
+        """The allocator's recording, without frames of ours. Written whole or not at all."""
+        import torch
+
+        if not self._begun:
+            return
+        snapshot = torch.cuda.memory._snapshot()
+        _strip(snapshot)
+        made = Path(self._run.snapshot + ".partial")
+        with made.open("wb") as file:
+            pickle.dump(snapshot, file, protocol=4)
+        made.replace(self._run.snapshot)
+
+
+def peaks() -> list[dict[str, int]]:
+    """Of each device: the most that was allocated, reserved, and taken by the process with its context."""
+    import torch
+
+    from brim.rehearsal.device import loaded
+
+    if not torch.cuda.is_initialized():
+        return []
+    device = loaded()
+    return [
+        {
+            "allocated_bytes": torch.cuda.max_memory_allocated(number),
+            "reserved_bytes": torch.cuda.max_memory_reserved(number),
+            "process_bytes": device.peak_bytes(number),
+        }
+        for number in range(torch.cuda.device_count())
+    ]
+
+
+def main() -> None:
+    """Run the program that the environment names, and write down what happened whichever way it ends."""
+    run = Run.of_environment()
+    watch = Watch(run)
+    when_imported(watch.begin)
+    program = Program(target=run.target, arguments=run.arguments, is_module=run.is_module)
+    error: BaseException | None = None
+    try:
+        execute(program)
+    except BaseException as raised:
+        error = raised
+    ended, told, code = _ended(error)
+    _write(run, watch, ended, told)
+    if isinstance(error, (_Enough, type(None))):
+        sys.exit(0)
+    if isinstance(error, SystemExit):
+        raise error
+    end_as_python(error)
+    sys.exit(code)
+
+
+def _ended(error: BaseException | None) -> tuple[str, str, int]:
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "finished", "", 0
+    if isinstance(error, _Enough):
+        return "enough", "", 0
+    if isinstance(error, SystemExit):
+        return "failed", f"SystemExit: {error.code}", 1
+    if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
+        return "out of memory", str(error), 1
+    return "failed", f"{type(error).__name__}: {error}", 1
+
+
+def _write(run: Run, watch: Watch, ended: str, told: str) -> None:
+    document: dict[str, Any] = {"ended": ended, "message": told, "steps": watch.steps, "devices": []}
+    if "torch" in sys.modules:
+        import torch
+
+        from brim.rehearsal.device import loaded
+
+        document["torch"] = torch.__version__
+        document["devices"] = peaks()
+        if torch.cuda.is_initialized():
+            document["kernels"] = _attention_kernels(loaded().kernels())
+            document["cudnn"] = any("cudnn" in name.lower() for name in loaded().stubs())
+            if ended != "out of memory" or not Path(run.snapshot).exists():
+                watch.write_snapshot()
+    values = InForce.now
+    if values is not None:
+        document["attention"] = values.attention
+        document["reads"] = values.reads.to_json()
+        document["not_computed"] = values.not_computed
+    document["host_peak_bytes"] = _host_peak_bytes()
+    Path(run.result).write_text(json.dumps(document), encoding="utf-8")
+
+
+def _attention_kernels(kernels: dict[str, int]) -> dict[str, int]:
+    import torch
+
+    words = ("flash_fwd", "flash_bwd", "fmha", "attention")
+    found: dict[str, int] = {}
+    for name, times in kernels.items():
+        if any(word in name for word in words):
+            plain = torch._C._demangle(name) if hasattr(torch._C, "_demangle") else name
+            short = plain.split("<")[0].split("(")[0].removeprefix("void ")
+            found[short] = found.get(short, 0) + times
+    return found
+
+
+def _host_peak_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _strip(snapshot: Any) -> None:
+    """Take frames of ours out of every stack: they are below the program's own."""
+    seen: set[int] = set()
+
+    def clean(frames: Any) -> None:
+        if not frames or id(frames) in seen:
+            return
+        seen.add(id(frames))
+        kept = [one for one in frames if not one["filename"].startswith((_OWN, "<frozen runpy>"))]
+        if len(kept) != len(frames):
+            frames[:] = kept
+
+    for trace in snapshot["device_traces"]:
+        for event in trace:
+            clean(event.get("frames"))
+    for segment in snapshot["segments"]:
+        clean(segment.get("frames"))
+        for block in segment["blocks"]:
+            clean(block.get("frames"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Programs rehearsed unchanged: what is said of them, and that it is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from brim import cli
+from brim.rehearsal.rehearse import Rehearsal, Request, rehearse_program
+
+if TYPE_CHECKING:
+    from conftest import OnDevice
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+MIB = 1 << 20
+
+TRAINING = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=1)
+batch = parser.parse_args().batch
+model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)]).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(100):
+    loss = model(torch.randn(batch * 4096, 4096, device="cuda")).square().mean()
+    if loss > 1e9:
+        break
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+SHARDED = """
+import os, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+objects = [None] * dist.get_world_size()
+dist.all_gather_object(objects, {"rank": dist.get_rank()})
+assert all(one == {"rank": dist.get_rank()} for one in objects)
+kind = os.environ["KIND"]
+model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)]).cuda()
+if kind == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+else:
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(20):
+    model(torch.randn(64, 2048, device="cuda")).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier(group=dist.new_group(backend="gloo"))
+dist.destroy_process_group()
+"""
+
+
+def rehearsed(on_device: OnDevice, folder: Path, target: Path, *arguments: str, **asked: Any) -> list[Rehearsal]:
+    request = Request(target=str(target), arguments=arguments, **{"gpu": "RTX 4090", **asked})
+    with (folder / "output.txt").open("w") as output:
+        return rehearse_program(request, on_device.environment, folder, output=output)
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("training") / "train.py"
+    made.write_text(TRAINING)
+    return made
+
+
+def test_a_program_ends_when_memory_stops_growing(on_device: OnDevice, training: Path, tmp_path: Path) -> None:
+    (found,) = rehearsed(on_device, tmp_path, training)
+    assert (found.ended, found.fits) == ("enough", True)
+    assert (found.grew_until, found.steps) == (2, 4)  # the states are made after the first backward pass
+    weights = 4 * (4096 * 4096 + 4096) * 4
+    (device,) = found.devices
+    # Weights, gradients, two states; the optimizer's intermediate values; activations and their gradients.
+    assert 4 * weights < device.allocated_bytes < 5 * weights + 8 * 64 * MIB
+    assert device.allocated_bytes <= device.reserved_bytes
+    assert device.process_bytes == device.reserved_bytes + found.context_bytes
+    decided = [one for one in found.reads if one["decides"]]
+    assert [(one["line"], one["source"]) for one in decided] == [(10, "if loss > 1e9:")]
+    assert found.host_peak_bytes < 1 << 30, "weights were touched"
+
+
+def test_running_out_of_memory_is_explained_with_exit_code_3(
+    on_device: OnDevice, training: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    snapshot, page = tmp_path / "kept.pickle", tmp_path / "page.html"
+    python = str(on_device.environment.python)
+    options = ["--gpu", "RTX 3060", "--python", python, "--json", "--snapshot", str(snapshot), "--html", str(page)]
+    assert cli.main(["rehearse", *options, str(training), "--batch", "64"]) == 3
+    captured = capfd.readouterr()
+    (found,) = json.loads(captured.out)["processes"]
+    assert found["ended"] == "out of memory" and found["fits"] is False
+    assert "Tried to allocate" in found["message"] and "torch.OutOfMemoryError" in captured.err
+    assert found["memory"][0]["cause"] == "exhausted"
+    assert found["memory"][0]["advice"]
+    assert page.read_text().startswith("<!doctype html>")
+    assert cli.main(["explain", str(snapshot)]) == 0
+    assert "train.py" in capfd.readouterr().out
+
+
+def test_the_largest_value_that_fits_is_found(
+    on_device: OnDevice, training: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    python = str(on_device.environment.python)
+    options = ["--gpu", "RTX 3060", "--python", python, "--vary", "batch=1,4,16,64", "--json"]
+    assert cli.main(["rehearse", *options, str(training)]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["largest"] == "16"
+    assert [(one["value"], one["fits"]) for one in document["tried"]] == [("16", True), ("64", False)]
+
+
+def test_ranks_run_without_the_others(on_device: OnDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "sharded.py"
+    program.write_text(SHARDED)
+    held = {}
+    for kind, ranks in (("ddp", (0,)), ("fsdp", (0, 63))):
+        monkeypatch.setenv("KIND", kind)
+        found = rehearsed(on_device, tmp_path, program, gpu="H100", gpus=64, ranks=ranks)
+        assert [(one.rank, one.ended) for one in found] == [(rank, "enough") for rank in ranks]
+        assert [[d.device for d in one.devices] for one in found] == [[rank % 8] for rank in ranks]
+        held[kind] = {one.devices[0].allocated_bytes for one in found}
+    weights = 4 * (2048 * 2048 + 2048) * 4
+    assert min(held["ddp"]) > 4 * weights
+    assert len(held["fsdp"]) == 1 and max(held["fsdp"]) < 2.5 * weights
+
+
+CHEAP = ["mnist", "with_trainer"]
+ALL = """char_rnn classify_pretrained dcgan ema frozen seq2seq super_resolution vae with_accelerate with_peft
+    word_language_model""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize(
+    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL)], ids=lambda name: name
+)
+def test_scripts_are_rehearsed_unchanged(on_device: OnDevice, tmp_path: Path, name: str) -> None:
+    copied = tmp_path / f"{name}.py"  # what it writes is written beside it
+    copied.write_bytes((SCRIPTS / f"{name}.py").read_bytes())
+    (found,) = rehearsed(on_device, tmp_path, copied)
+    assert found.fits, found.message
+    assert found.devices and found.not_computed == ()
+
+
+def test_a_step_of_a_notebook_runs_in_a_process_of_its_own(on_device: OnDevice, tmp_path: Path) -> None:
+    """``brim.rehearse`` as a program with that build calls it: this one has none."""
+    module = tmp_path / "steps.py"
+    module.write_text(
+        "def step():\n"
+        "    import torch\n"
+        "    layer = torch.nn.Linear(1024, 1024, device='cuda')\n"
+        "    layer(torch.ones(8, 1024, device='cuda')).sum().backward()\n"
+    )
+    program = (
+        "import brim, steps\nfound = brim.rehearse(steps.step, gpu='L40S')\n"
+        "print(found.ended, found.devices[0].allocated_bytes)"
+    )
+    variables = on_device.variables("H100")
+    variables["PYTHONPATH"] += f":{tmp_path}"
+    done = subprocess.run(
+        [on_device.environment.python, "-c", program], env=variables, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    ended, allocated = done.stdout.split()[-2:]
+    assert ended == "finished" and int(allocated) > 8 * MIB
