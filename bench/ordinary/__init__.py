@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Step = Callable[[], Any]
-KINDS = ("generative", "graphs", "language", "sequences", "vision")
+KINDS = ("generative", "graphs", "language", "library", "plumbing", "reinforcement", "sequences", "vision")
 
 
 @dataclass(frozen=True, slots=True)

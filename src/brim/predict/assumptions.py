@@ -8,6 +8,7 @@ is noted with the line that asked, and with ``strict`` it is refused.
 * ``argmax``, ``topk`` and their like choose classes evenly, one after the other: token t of a router goes to experts
   k*t, k*t + 1, ...; or, with crowded routing, every token goes to the first k.
 * Other whole numbers are 1, so that nothing is empty; elements whose number is asked for are distinct and not zero.
+* Whether any element is negative is a check, and none is.
 * Values are finite where the program asks, and its checks hold: only a run that is well can be planned.
 """
 
@@ -25,6 +26,7 @@ from brim.predict import failures
 from brim.predict.values import (
     ASSUMED,
     MADE_UP,
+    NEGATIVE,
     ROUTED,
     KnownValues,
     fits,
@@ -143,7 +145,7 @@ class Values:
             self.asked.checks |= check
             self.asked.finite |= not check
             with _disable_current_modes():
-                give(result, torch.tensor(answer).expand(result.shape))
+                give(result, torch.full(tuple(result.shape), answer))
         return result
 
     # -- operations ------------------------------------------------------------------------------------------------
@@ -205,6 +207,11 @@ class Values:
 
     def carry(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Give ``result`` the values that it has, or those that are assumed of whole numbers and booleans."""
+        if func.overloadpacket is _aten.any and (negative := peek(args[0])) and negative.state.origin & NEGATIVE:
+            self.asked.checks = True
+            shape = tuple(result.shape)
+            give_later(result, lambda: torch.zeros(shape, dtype=torch.bool))
+            return
         if self.known.carry(func, args, kwargs, result):
             return
         made = [result] if isinstance(result, torch.Tensor) else leaves(result)
@@ -225,20 +232,21 @@ class Values:
             self._choose(func, args, kwargs, result)
         elif result.dtype != torch.bool:
             shape, dtype = tuple(result.shape), result.dtype
-            give_later(result, lambda: torch.ones((), dtype=dtype).expand(shape), ASSUMED)
+            give_later(result, lambda: torch.ones(shape, dtype=dtype), ASSUMED)
         elif packet in _ORDERED and result.numel() == 1 and self._compare(packet, args, result):
             return
         elif packet in _NEVER:
             shape = tuple(result.shape)
-            give_later(result, lambda: torch.zeros((), dtype=torch.bool).expand(shape), ASSUMED)
+            give_later(result, lambda: torch.zeros(shape, dtype=torch.bool), ASSUMED)
         else:
-            self._assume_share(result)
+            below = packet in (_aten.lt, _aten.le) and not isinstance(args[1], torch.Tensor) and args[1] <= 0
+            self._assume_share(result, ASSUMED | NEGATIVE if below else ASSUMED)
 
-    def _assume_share(self, mask: torch.Tensor) -> None:
+    def _assume_share(self, mask: torch.Tensor, origin: int = ASSUMED) -> None:
         """So many of a mask's elements are true, spread evenly."""
         shape, share = tuple(mask.shape), self.share
         if share == 1 or mask.numel() == 1:
-            give_later(mask, lambda: torch.ones((), dtype=torch.bool).expand(shape), ASSUMED)
+            give_later(mask, lambda: torch.ones(shape, dtype=torch.bool), origin)
             return
 
         def spread() -> torch.Tensor:
@@ -246,7 +254,7 @@ class Values:
             return count[1:].gt(count[:-1]).view(shape)
 
         mask_elements = mask.numel()
-        give_later(mask, spread, ASSUMED)
+        give_later(mask, spread, origin)
 
     def _compare(self, packet: Any, args: tuple[Any, ...], result: torch.Tensor) -> bool:
         """Of single numbers, as their made-up values compare."""
@@ -265,7 +273,7 @@ class Values:
                 return False
         answer = _ORDERED[packet](*numbers)
         with _disable_current_modes():
-            give(result, torch.tensor(answer).expand(result.shape), MADE_UP)
+            give(result, torch.full(tuple(result.shape), answer), MADE_UP)
         return True
 
     def _choose(

@@ -29,8 +29,9 @@ _KNOWN_DTYPES = frozenset({
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 })  # fmt: skip
 
-ROUTED, ASSUMED, MADE_UP = 1, 2, 4
-"""What a value rests on: experts that a router was taken to choose, an assumption, a number that was made up."""
+ROUTED, ASSUMED, MADE_UP, NEGATIVE = 1, 2, 4, 8
+"""What a value rests on: experts that a router was taken to choose, an assumption, a number that was made up; the
+assumption that elements are negative."""
 
 # Of their tensors, these look at shapes, dtypes and layouts only.
 _LIKE = {
@@ -107,10 +108,12 @@ class _Call:
 
 
 def _drawn(func: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
+    if kwargs.get("generator") is not None:
+        return func(*args, **(kwargs | {"generator": torch.Generator().manual_seed(seed)}))
     before = torch._C.default_generator.get_state()
     torch._C.default_generator.manual_seed(seed)
     try:
-        return func(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+        return func(*args, **kwargs)
     finally:
         torch._C.default_generator.set_state(before)
 

@@ -193,6 +193,34 @@ def test_values_of_weights_are_neither_computed_nor_kept():
     on_cuda(build)
 
 
+def test_a_generator_of_the_program_draws_as_it_would():
+    seen = []
+
+    def build() -> Step:
+        generator = torch.Generator().manual_seed(3)
+        few, many = torch.randperm(10, generator=generator), torch.randperm(20_000, generator=generator)
+        seen.append((few.tolist(), many[:500].unique().numel()))
+        return lambda: None
+
+    on_cuda(build)
+    assert seen == [(torch.randperm(10, generator=torch.Generator().manual_seed(3)).tolist(), 500)]
+
+
+def test_that_any_is_negative_is_a_check_that_holds():
+    def build() -> Step:
+        layer = model()
+
+        def step() -> None:
+            spread = layer(torch.randn(8, 16).cuda())
+            if torch.any(spread < 0):
+                raise ValueError
+            assert spread[spread < 0].numel() == 32
+
+        return step
+
+    on_cuda(build)
+
+
 def test_large_draws_are_computed_when_somebody_asks():
     def step() -> None:
         images = torch.randn(64, 3, 64, 64)
