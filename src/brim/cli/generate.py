@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from brim.cli import generate_chat, generate_split
+from brim.cli.loading import loading_bar
 from brim.cli.options import (
     BUDGET,
     MODEL,
@@ -184,7 +185,7 @@ def _one(model: str, prompt: str, html: Path | None, as_json: bool, options: dic
                 sys.stdout.write(text)
                 sys.stdout.flush()
 
-        result = run(request, on_stage=on_stage, on_text=on_text)
+        result = run(request, on_stage=on_stage, on_loaded=loading_bar(status, told=not as_json), on_text=on_text)
     compute = compute_of(result.timeline, result.predicted)
     if html is not None:
         _write_html(html, result, compute)
@@ -217,7 +218,8 @@ def _many(model: str, path: Path, html: Path | None, as_json: bool, options: dic
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
-        result = generate_many(request, on_stage=on_stage, on_answer=on_answer)
+        loading = loading_bar(status, told=not as_json)
+        result = generate_many(request, on_stage=on_stage, on_loaded=loading, on_answer=on_answer)
     compute = compute_of(result.timeline, result.predicted)
     if html is not None:
         _write_html(html, result, compute)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from brim.cli.loading import loading_bar
 from brim.errors import UsageError
 from brim.units import format_seconds
 
@@ -28,7 +29,8 @@ def run(model: str, context: int | None, options: dict[str, Any]) -> None:
     last: Turn | None = None
     with contextlib.ExitStack() as stack:
         with console.status("starting", spinner="dots") as status:
-            talk = stack.enter_context(chat(request, context=context, on_stage=status.update))
+            loading = loading_bar(status)
+            talk = stack.enter_context(chat(request, context=context, on_stage=status.update, on_loaded=loading))
         console.print(f"{model}, {talk.context:,} tokens of context. {_HINT}", markup=False)
         for text in _messages(console):
             with _interrupts() as stopped:

@@ -1,8 +1,8 @@
-"""How commands load PyTorch: what its modules make is kept out of every later search for garbage.
+"""How commands load PyTorch, and how they show that weights are loaded.
 
-PyTorch and transformers make two million objects while they load, and nearly all of them stay to the end. Each full
-collection looks at every one, and the interpreter makes several more as it exits: of a command of ten seconds two
-and a half, for nothing found.
+What PyTorch's modules make is kept out of every later search for garbage. PyTorch and transformers make two million
+objects while they load, and nearly all of them stay to the end. Each full collection looks at every one, and the
+interpreter makes several more as it exits: of a command of ten seconds two and a half, for nothing found.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+from collections.abc import Callable
 from functools import cache
+from typing import TYPE_CHECKING
+
+from brim.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 MODELS = "transformers.modeling_utils"  # what all models of transformers are made of
 
@@ -34,6 +41,25 @@ def load(*modules: str) -> None:
         gc.freeze()
         if before:
             gc.enable()
+
+
+def loading_bar(status: Status, *, told: bool = True) -> Callable[[int, int], None]:
+    """What hears how many bytes of weights have been loaded, of how many: ``status`` shows them as a bar.
+
+    On a terminal only; not where nothing is to be ``told`` but JSON.
+    """
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    def show(done: int, total: int) -> None:
+        if not told or not status.console.is_terminal:
+            return
+        row = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total=total or 1, completed=done, width=30)
+        row.add_row("loading weights", bar, f"{format_bytes(done)} of {format_bytes(total)}")
+        status.update(row)
+
+    return show
 
 
 @cache

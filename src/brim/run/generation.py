@@ -168,15 +168,17 @@ def generate(
     request: Request,
     *,
     on_stage: Callable[[str], None] = lambda stage: None,
+    on_loaded: Callable[[int, int], None] = lambda done, total: None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Generation:
     """Generate inside the budget, greedily or as ``sampling`` says.
 
-    ``on_stage`` hears what is being done, ``on_text`` each piece of text.
+    ``on_stage`` hears what is being done, ``on_loaded`` how many bytes of weights have been loaded, of how many,
+    ``on_text`` each piece of text.
     """
     if not isinstance(request.prompt, str):
         raise UsageError("Text was to be generated from one prompt.", "Several were given.", "Use generate_many.")
-    with _opened(request, [request.prompt], on_stage) as run:
+    with _opened(request, [request.prompt], on_stage, on_loaded) as run:
         printer = Printer(run.tokenizer, on_text, request.stop)
         clock = Clock(printer.put)
         with seeded(run.sampling):
@@ -189,6 +191,7 @@ def generate_many(
     request: Request,
     *,
     on_stage: Callable[[str], None] = lambda stage: None,
+    on_loaded: Callable[[int, int], None] = lambda done, total: None,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> Throughput:
     """Generate from every prompt, several per pass of the weights. ``on_answer`` hears them in order.
@@ -202,7 +205,7 @@ def generate_many(
     clocks: list[Clock] = []
     tokens = 0
     seconds = 0.0
-    with _opened(request, prompts, on_stage) as run, seeded(run.sampling):
+    with _opened(request, prompts, on_stage, on_loaded) as run, seeded(run.sampling):
         todo = list(run.batches())
         compared = next((batch for batch in todo if must_compare(run.loaded, batch)), None)
         for number, batch in enumerate(todo, start=1):
@@ -315,7 +318,12 @@ class OpenedRun:
 
 @contextlib.contextmanager
 def _opened(
-    request: Request, prompts: Sequence[str], on_stage: Callable[[str], None], *, context: int | None = None
+    request: Request,
+    prompts: Sequence[str],
+    on_stage: Callable[[str], None],
+    on_loaded: Callable[[int, int], None],
+    *,
+    context: int | None = None,
 ) -> Iterator[OpenedRun]:
     """The model in force while within; what it took is known afterwards.
 
@@ -353,7 +361,9 @@ def _opened(
         on_stage("loading weights")
         fixed = file.plan if file else None
         wanted, device = run.wanted(), request.device
-        run._loaded = load_for_generation(opened, hardware, budget, wanted, start_bytes, device, fixed=fixed)
+        run._loaded = load_for_generation(
+            opened, hardware, budget, wanted, start_bytes, device, fixed=fixed, on_loaded=on_loaded
+        )
         try:
             on_stage("generating")
             handle = run.loaded.handle
@@ -366,10 +376,13 @@ def _opened(
 
 @contextlib.contextmanager
 def opened_for_chat(
-    request: Request, context: int | None, on_stage: Callable[[str], None]
+    request: Request,
+    context: int | None,
+    on_stage: Callable[[str], None],
+    on_loaded: Callable[[int, int], None],
 ) -> Iterator[tuple[OpenedRun, int]]:
     """A model in force for one conversation, and of how many tokens. See ``generation_chat.chat``."""
-    with _opened(request, [], on_stage, context=context or 0) as run:
+    with _opened(request, [], on_stage, on_loaded, context=context or 0) as run:
         assert run.context is not None
         yield run, run.context
 

@@ -116,6 +116,7 @@ def chat(
     *,
     context: int | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
+    on_loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Conversation]:
     """A conversation inside the budget; ``request.prompt`` says nothing.
 
@@ -123,7 +124,7 @@ def chat(
     for where that is less. Raises what ``generate`` raises.
     """
     with ExitStack() as stack:
-        run, tokens = stack.enter_context(opened_for_chat(request, context, on_stage))
+        run, tokens = stack.enter_context(opened_for_chat(request, context, on_stage, on_loaded))
         if run.encodes:
             raise UnsupportedError(
                 f"A conversation with {request.model} was asked for.", "An encoder-decoder answers one text.",

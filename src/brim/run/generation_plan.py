@@ -20,7 +20,7 @@ from brim.run.step_memory import Observation
 from brim.techniques import kv_cache
 from brim.techniques.blocks import Partition
 from brim.techniques.experts import NAME as EXPERTS
-from brim.techniques.placement import COMPUTE_RAM
+from brim.techniques.placement import COMPUTE_RAM, FROM_DISK
 from brim.techniques.weight_streaming import NAME as STREAMING
 from brim.techniques.weight_streaming import Weights, WeightStreaming
 from brim.units import format_bytes
@@ -96,11 +96,13 @@ def load_for_generation(
     device: Device = "auto",
     *,
     fixed: Plan | None = None,
+    on_loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> Loaded:
     """The weights of an opened model, placed so that what is ``wanted`` fits beside them.
 
-    ``start_bytes`` is the resident set that the budget counts from. ``fixed``: exactly this plan. Raises BudgetError
-    with the smallest budget that does when nothing fits.
+    ``start_bytes`` is the resident set that the budget counts from. ``fixed``: exactly this plan. ``on_loaded``
+    hears how many bytes of weights have been loaded, of how many. Raises BudgetError with the smallest budget that
+    does when nothing fits.
     """
     module = opened.module
     weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
@@ -109,8 +111,22 @@ def load_for_generation(
     shape = cache_shape(module)  # what that itself leaves behind is measured too
     chooser = _Chooser(opened, weights, hardware, budget, wanted, shape, spent(start_bytes))
     choice = chooser.follow(fixed) if fixed is not None else chooser.choose()
-    handle = put_in_force(module, choice.partition, choice.plan, hardware, weights, device)
+    telling = replace(weights, loaded=_Told(choice, on_loaded))
+    handle = put_in_force(module, choice.partition, choice.plan, hardware, telling, device)
     return Loaded(module=module, handle=handle, choice=choice)
+
+
+class _Told:
+    """Adds up what is loaded, of all that will be: what streams from disk is not."""
+
+    def __init__(self, choice: Choice, on_loaded: Callable[[int, int], None]) -> None:
+        choices, blocks = choice.plan.choices(STREAMING), choice.partition.blocks
+        stays = [block.bytes for block in blocks if choices.get(block.name) != FROM_DISK]
+        self._total, self._done, self._on_loaded = sum(stays), 0, on_loaded
+
+    def __call__(self, bytes: int) -> None:
+        self._done = min(self._done + bytes, self._total)  # what is in no block is not foreseen
+        self._on_loaded(self._done, self._total)
 
 
 class _Chooser:

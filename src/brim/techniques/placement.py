@@ -31,11 +31,13 @@ STAGING_SLOTS = "staging_slots"
 class Weights:
     """Where the parameters come from. Empty ``sources``: they are in the module already.
 
-    ``verify`` is called with a tensor's name and value when it has been read for the first time.
+    ``verify`` is called with a tensor's name and value when it has been read for the first time, ``loaded`` with the
+    bytes of each block that is brought into memory for good.
     """
 
     sources: Mapping[str, TensorSource] = field(default_factory=dict)
     verify: Callable[[str, torch.Tensor], None] | None = None
+    loaded: Callable[[int], None] = lambda bytes: None
 
 
 def loads_for(block: Block) -> list[str]:
@@ -197,6 +199,7 @@ class Placement:
                 self._guards.restore_later(self._parameters[name])
                 self._parameters[name].data = view
             self.verify(names, views)
+            self._weights.loaded(sum(tensor_bytes(view) for view in views))
 
         if in_ram:
             return finish
@@ -242,6 +245,7 @@ class Placement:
             home = RamHome(self._memory, sources, label)
             if self._weights.sources:
                 home.fill_from_files(label).wait()
+                self._weights.loaded(sum(source.bytes for source in sources))
             else:
                 home.write_back(values)
                 self._left(values)
