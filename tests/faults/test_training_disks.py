@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from brim.errors import TransferError
+from brim.run import training_report
 from brim.run.checkpoint_reading import latest, steps
 from brim.run.training import Training, train
 from brim.run.training_report import METRICS_FILE
@@ -111,3 +112,25 @@ def test_a_training_that_needs_no_disk_needs_no_scratch_folder(
     assert len(found.losses) == 2
     assert found.measured_bytes["disk"] == found.promised_bytes["disk"] == 0
     assert found.timeline.facts["held_bytes.disk"] == 0
+
+
+def test_a_disk_that_refuses_what_is_only_shown_does_not_end_a_training(
+    tiny: Path, text: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        name = "TensorBoard"
+
+        def __init__(self, *_: object) -> None: ...
+
+        def write(self, *_: object) -> None:
+            full()
+
+        close = write
+
+    monkeypatch.setattr(training_report, "_Board", Refusing)
+    with pytest.warns(
+        UserWarning, match="TensorBoard hears no more of this training, which goes on: No space"
+    ) as told:
+        found = train(request(tiny, text, tmp_path / "output", steps=2, report_to=["tensorboard"]))
+    assert len(found.losses) == len(course(tmp_path / "output")) == 2
+    assert len(told) == 1

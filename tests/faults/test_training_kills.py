@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,14 +49,49 @@ def test_a_run_killed_at_random_moments_and_resumed_is_the_run_that_nobody_kille
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_an_interrupt_while_a_checkpoint_is_written_ends_with_130(count: int, root: Path, scratch: Path) -> None:
+    model, data = save_llama(root / "llama", hidden=192, layers=4), write_text(root / "text.txt")
+    found = ran("interrupted_saves.py", model, data, root, count)
+    assert [end["code"] for end in found] == [130] * count, found
+    assert all(end["whole"] and end["told"].strip().endswith("Interrupted.") for end in found), found
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the calls of the C library fail by a library made here")
+@pytest.mark.parametrize(
+    ("kinds", "most"),
+    [
+        ("rename", 1),
+        pytest.param(
+            "write,pwrite,rename,fsync,allocation", 1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
+        ),
+    ],
+)
+def test_a_call_of_the_c_library_that_fails_costs_nothing_that_was_saved(
+    kinds: str, most: int, root: Path, scratch: Path
+) -> None:
+    model, data = save_llama(root / "llama", hidden=16, layers=2), write_text(root / "text.txt")
+    library = root / "failing.so"
+    source = Path(__file__).with_name("failing_calls.c")
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    found = ran("failed_calls.py", model, data, root, kinds, most, LD_PRELOAD=str(library))
+    for kind, ends in found.items():
+        assert ends["calls"] > 0 and ends["hung"] == 0 and ends["wrong"] == {}, (kind, ends)
+        assert ends["finished"] + ends["refused"] == ends["failed"] == min(ends["calls"], ends["failed"])
+
+
 def killed(root: Path, scratch: Path, kills: int, options: list[str]) -> dict[str, Any]:
     model, data = save_llama(root / "llama", hidden=16, layers=2), write_text(root / "text.txt")
-    script = Path(__file__).with_name("killed_trainings.py")
+    report: dict[str, Any] = ran("killed_trainings.py", model, data, root, kills, *options)
+    return report
+
+
+def ran(program: str, *arguments: object, **environment: str) -> Any:
+    """What a program beside this one prints."""
     done = subprocess.run(
-        [sys.executable, str(script), str(model), str(data), str(root), str(kills), *options],
+        [sys.executable, str(Path(__file__).with_name(program)), *map(str, arguments)],
         capture_output=True, text=True, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    return json.loads(done.stdout)

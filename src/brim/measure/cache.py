@@ -137,6 +137,20 @@ def _filled(name: str, fill: Callable[[Path], None], parent: Path) -> Path:
     return parent / name
 
 
+def discard(folder: Path) -> None:
+    """Let ``folder``, which ``build_once`` has made, be made again: it is damaged. Raises TransferError."""
+    hidden = folder.with_name(f".{folder.name}.partial-{os.getpid()}")  # out of sight as a whole
+    try:
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
+    except FileNotFoundError:  # another process was faster
+        return
+    except OSError as error:
+        raise TransferError(
+            f"{folder} is damaged and was to be deleted.", f"{error.strerror}.", "Delete it by hand."
+        ) from error
+
+
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Holds a lock on that file, which is gone afterwards. A process that ends, however it ends, holds none."""
@@ -193,4 +207,4 @@ def _tell(folder: Path, error: OSError | TransferError) -> None:
     )
 
 
-__all__ = ["build_once", "cache_folder", "fingerprint", "keep", "kept", "make_folder", "own_folder"]
+__all__ = ["build_once", "cache_folder", "discard", "fingerprint", "keep", "kept", "make_folder", "own_folder"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _LOOK_S = 1.0  # how long a waiter may sleep on where an exception has kept another one from waking it
+_START_S = 30.0
 _HELD = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -34,17 +35,31 @@ class Flag:
                 self._closed.release()
 
 
+class _Begun(threading.Event):
+    """Is set by a thread that has begun."""
+
+    given_up = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(_START_S if timeout is None else timeout) and timeout is None:
+            self.given_up = True
+            raise MemoryError("a thread was started, and did not begin")
+        return self.is_set()
+
+
 class Worker(threading.Thread):
     """A thread whose ``join`` returns only when its work is over.
 
     ``Thread.join`` of CPython 3.11 takes a thread that is still at work for one that has ended, once an exception of
     a signal handler has left the wait (``Thread._wait_for_tstate_lock``). The interpreter then ends under a thread in
-    PyTorch's code, which aborts the process.
+    PyTorch's code, which aborts the process. And ``Thread.start`` waits for ever for a thread to which the system
+    gave no memory for its first frame: here it raises MemoryError after half a minute.
     """
 
     def __init__(self, target: Callable[[], None], name: str, *, daemon: bool) -> None:
         super().__init__(target=target, name=name, daemon=daemon)
         self._over = Flag()
+        self._started = self._begun = _Begun()  # what ``Thread.start`` waits for
 
     def start(self) -> None:
         with interrupts_held():
@@ -52,7 +67,8 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         try:
-            super().run()
+            if not self._begun.given_up:
+                super().run()
         finally:
             self._over.set()
 

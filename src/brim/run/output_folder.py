@@ -27,11 +27,11 @@ from brim.memory.checkpoint_writing import sync_path, write_safetensors
 from brim.memory.checksums import MANIFEST_NAME as WEIGHTS_MANIFEST_NAME
 from brim.run.checkpoint import ADAPTER, MODEL, Tensors
 from brim.run.checkpoint_manifest import checkpoint_folders, partial_folders
-from brim.run.training_report import METRICS_FILE, steps_told
+from brim.run.training_report import METRICS_FILE, WANDB_RUN, steps_told
 
 LOCK_FILE = ".brim.lock"
 _STAGING = ".model.partial"
-_BEGUN = {LOCK_FILE, METRICS_FILE, f".{METRICS_FILE}.partial", "tensorboard", _STAGING}
+_BEGUN = {LOCK_FILE, METRICS_FILE, f".{METRICS_FILE}.partial", "tensorboard", "wandb", WANDB_RUN, _STAGING}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 

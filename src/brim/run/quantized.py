@@ -6,6 +6,7 @@ one stretch of the file; large tensors that stay wide (embeddings) are read from
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 import brim
 from brim.errors import ModelError
-from brim.measure.cache import build_once, cache_folder, fingerprint
+from brim.measure.cache import build_once, cache_folder, discard, fingerprint
 from brim.memory.checkpoint_files import TensorSource, read_checkpoint
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import read_manifest, write_manifest
@@ -53,15 +54,21 @@ def open_quantized(
     megabytes more are held. What stays wide is in ``dtype``; None: as the config says.
 
     Raises as ``open_model``, UnsupportedError where nothing can be quantized, ModelError for weights that are not
-    finite or a cached file that is damaged.
+    finite. A cached file that is not as it was written is made anew, with a warning; values that have changed in it
+    are found, by their checksums, when they are read.
     """
     asked = Quantization.of(quantization)
     directory, name, built = build(model, dtype=dtype, trust_remote_code=trust_remote_code)
     work = _Work(built, asked)
     quantize_meta(built.module, asked)
     folder = _written(directory, work, asked)
-    stored, manifest = read_checkpoint(folder), read_manifest(folder)
-    _check(folder, work.layout(), stored, manifest)
+    try:
+        stored, manifest = _stored(folder, work.layout())
+    except ModelError as error:
+        warnings.warn(f"{folder} is damaged, so the model is quantized again. {error.found}", stacklevel=2)
+        discard(folder)
+        folder = _written(directory, work, asked)
+        stored, manifest = _stored(folder, work.layout())
     wide, checksums = sources_of(directory, work.staying())
     held = {**wide, **stored}
     return OpenedModel(
@@ -70,7 +77,7 @@ def open_quantized(
         tied={alias: n for alias, n in built.tied.items() if alias not in work.weights and n in held},
         path=directory,
         name=f"{name} ({asked})",
-        checksums={**checksums, **(manifest or {})},
+        checksums={**checksums, **manifest},
         unexpected=built.unexpected,
     )
 
@@ -150,11 +157,11 @@ def _written(directory: Path, work: _Work, asked: Quantization) -> Path:
     return build_once(cache_folder() / "quantized" / f"{directory.resolve().name}-{asked.scheme}-{key}", fill)
 
 
-def _check(
-    folder: Path, layout: list[Layout], stored: dict[str, TensorSource], manifest: dict[str, int] | None
-) -> None:
+def _stored(folder: Path, layout: list[Layout]) -> tuple[dict[str, TensorSource], dict[str, int]]:
+    """What is in the cached folder, and the checksums. Raises ModelError where that is not what was written."""
+    stored, manifest = read_checkpoint(folder), read_manifest(folder) or {}
     wanted = {name: (dtype, shape) for name, dtype, shape in layout}
-    found = {n: (source.dtype, source.shape) for n, source in stored.items() if n in (manifest or {})}
+    found = {n: (source.dtype, source.shape) for n, source in stored.items() if n in manifest}
     if wanted != found:
         wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
         raise ModelError(
@@ -162,3 +169,4 @@ def _check(
             f"{len(wrong)} of its tensors are not as they were written, or have no checksum: {wrong[0]}, say.",
             "Delete that folder: brim makes it anew.",
         )
+    return stored, manifest

@@ -14,7 +14,7 @@ import torch
 
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.errors import BudgetError
+from brim.errors import BrimError, BudgetError
 from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
@@ -64,9 +64,22 @@ def train(
                 run.train(on_step)
                 on_stage("saving")
                 run.finish()
+            except (RuntimeError, MemoryError) as error:
+                if isinstance(error, BrimError) or not is_out_of_memory(error):
+                    raise
+                raise _ran_out(error) from error
             finally:
                 run.close()
         return run.result(monitor.usage())
+
+
+def _ran_out(error: BaseException) -> BudgetError:
+    """Memory that ran out elsewhere than in a step, where there is no smaller plan to go on with."""
+    return BudgetError(
+        "Training was to go on between two steps.",
+        f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
+        "End other programs, and go on with --resume: the checkpoints are as they were.",
+    )
 
 
 class _Run:

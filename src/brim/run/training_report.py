@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from brim.errors import TransferError, UnsupportedError
 from brim.units import format_bytes, format_seconds
 
 METRICS_FILE = "metrics.jsonl"
-_WANDB_RUN = "wandb-run-id"
+WANDB_RUN = "wandb-run-id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +105,28 @@ class Metrics:
             partial.replace(self._path)
             self._file = self._path.open("a", encoding="utf-8")
         names = set(report_to) if report_to is not None else {"tensorboard"} if has_tensorboard() else set()
-        self._boards: list[_Board | _Wandb] = [_Board(folder, resumed_at)] if "tensorboard" in names else []
+        self._boards: list[_Board | _Wandb] = []
+        if "tensorboard" in names:
+            with _or_without("TensorBoard"):
+                self._boards.append(_Board(folder, resumed_at))
         if "wandb" in names:
-            self._boards.append(_Wandb(folder, settings or {}, resumes=resumed_at > 0))
+            with _or_without("wandb"):
+                self._boards.append(_Wandb(folder, settings or {}, resumes=resumed_at > 0))
 
     def write(self, report: StepReport) -> None:
         self._append(report.to_json())
-        for board in self._boards:
-            board.write(_scalars(report), report.step)
+        self._show(_scalars(report), report.step)
 
     def evaluated(self, report: EvaluationReport) -> None:
         self._append(report.to_json())
-        for board in self._boards:
-            board.write({"eval_loss": report.loss}, report.step)
+        self._show({"eval_loss": report.loss}, report.step)
+
+    def _show(self, scalars: Mapping[str, float], step: int) -> None:
+        shown, self._boards = self._boards, []
+        for board in shown:
+            with _or_without(board.name):
+                board.write(scalars, step)
+                self._boards.append(board)
 
     def note(self, step: int, text: str) -> None:
         """Something that happened between steps."""
@@ -140,7 +150,8 @@ class Metrics:
 
     def close(self) -> None:
         for board in self._boards:
-            board.close()
+            with _or_without(board.name):
+                board.close()
         with contextlib.suppress(OSError):  # what could not be flushed was told by the write
             self._file.close()
 
@@ -151,6 +162,17 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _or_without(name: str) -> Iterator[None]:
+    """A disk that refuses what is only shown does not end a training: its own course is in ``metrics.jsonl``."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(
+            f"{name} hears no more of this training, which goes on: {error.strerror or error}.", stacklevel=4
+        )
 
 
 def steps_told(folder: Path) -> int:
@@ -190,6 +212,8 @@ def is_installed(package: str) -> bool:
 class _Board:
     """TensorBoard's files. What an earlier run logged after ``resumed_at`` is marked as void."""
 
+    name = "TensorBoard"
+
     def __init__(self, folder: Path, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -210,9 +234,11 @@ class _Wandb:
     ``WANDB_PROJECT``, ``WANDB_MODE`` and the others of its environment variables say where it goes.
     """
 
+    name = "wandb"
+
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resumes: bool) -> None:
         wandb: Any = importlib.import_module("wandb")
-        name = folder / _WANDB_RUN
+        name = folder / WANDB_RUN
         known = name.read_text(encoding="utf-8").strip() if resumes and name.exists() else None
         project = os.environ.get("WANDB_PROJECT", "brim")
         self._run = wandb.init(
