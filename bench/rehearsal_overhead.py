@@ -3,13 +3,15 @@
     python bench/rehearsal_overhead.py [--python PYTHON] [--only 135M 70B] [--json rows.json]
 
 One row a model: a training step (AdamW, bfloat16, checkpointing) is rehearsed until memory stops growing, on as much
-memory as it takes. PYTHON has a CUDA build of PyTorch, or brim fetched one for it (`brim rehearse`).
+memory as it takes. CPU time tells more than seconds where other programs run. PYTHON has a CUDA build of PyTorch, or
+brim fetched one for it (`brim rehearse`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import tempfile
 from pathlib import Path
 
@@ -34,7 +36,7 @@ config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, num_hid
 torch.set_default_dtype(torch.bfloat16)
 with torch.device("cuda"):
     model = LlamaForCausalLM(config)
-model.gradient_checkpointing_enable()
+model.gradient_checkpointing_enable()  # deprecated, and in every version
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 for step in range(20):
     tokens = torch.randint(0, vocabulary, (1, 2048), device="cuda")
@@ -43,6 +45,11 @@ for step in range(20):
     optimizer.zero_grad()
 print(sum(one.numel() for one in model.parameters()))
 """
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
@@ -61,7 +68,9 @@ def main() -> None:
             program.write_text(PROGRAM, encoding="utf-8")
             arguments = tuple(map(str, MODELS[name]))
             request = Request(target=str(program), arguments=arguments, gpu="H100", memory_bytes=4 << 40)
+            before_s = _cpu_s()
             (found,) = rehearse_program(request, environment, Path(scratch), output=output)
+            cpu_s = _cpu_s() - before_s
         assert found.fits, found.message
         (device,) = found.devices
         rows.append(
@@ -72,12 +81,13 @@ def main() -> None:
                 "allocated_bytes": device.allocated_bytes,
                 "reserved_bytes": device.reserved_bytes,
                 "seconds": round(found.seconds, 1),
+                "cpu_seconds": round(cpu_s, 1),
                 "host_peak_bytes": found.host_peak_bytes,
             }
         )
         print(
-            f"{name}: {found.seconds:.1f} s, {format_bytes(found.host_peak_bytes)} of RAM, {found.steps} steps, "
-            f"{format_bytes(device.reserved_bytes)} reserved on the device",
+            f"{name}: {found.seconds:.1f} s ({cpu_s:.1f} s of CPU time), {format_bytes(found.host_peak_bytes)} RAM, "
+            f"{found.steps} steps, {format_bytes(device.reserved_bytes)} reserved on the device",
             flush=True,
         )
     if given.json:

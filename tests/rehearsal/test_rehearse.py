@@ -135,8 +135,8 @@ def test_ranks_run_without_the_others(on_device: OnDevice, tmp_path: Path, monke
 
 
 CHEAP = ["mnist", "with_trainer"]
-ALL = """char_rnn classify_pretrained dcgan ema frozen seq2seq super_resolution vae with_accelerate with_peft
-    word_language_model""".split()  # noqa: SIM905
+ALL = """char_rnn classify_pretrained dcgan ema frozen seq2seq super_resolution vae with_accelerate with_diffusers
+    with_peft word_language_model""".split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize(

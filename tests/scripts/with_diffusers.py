@@ -20,8 +20,8 @@ accelerator = Accelerator(cpu=not torch.cuda.is_available())
 model, optimizer, images, schedule = accelerator.prepare(model, optimizer, images, schedule)
 for epoch in range(1):
     for clean in images:
-        noise = torch.randn(clean.shape)
-        times = torch.randint(0, 100, (clean.shape[0],))
+        noise = torch.randn(clean.shape, device=clean.device)
+        times = torch.randint(0, 100, (clean.shape[0],), device=clean.device)
         with accelerator.accumulate(model):
             found = model(noise_scheduler.add_noise(clean, noise, times), times, return_dict=False)[0]
             loss = F.mse_loss(found, noise)
