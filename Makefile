@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types layers unit slow rehearsal rehearsal-ready clean
+.PHONY: demo test lint types layers unit slow rehearsal rehearsal-ready matrix clean
 
 # setuptools-style editable install; redone when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -48,5 +48,9 @@ rehearsal: rehearsal-ready
 	$(BIN)/pytest -m rehearsal tests/rehearsal
 	$(BIN)/python tests/rehearsal/on_the_device.py -m pytest -m 'gpu and not seconds and not slow' $(ON_GPU)
 
+# Other versions of PyTorch than the pinned one, as users get them: hours and many gigabytes the first time.
+matrix:
+	PYTHON=$(PYTHON) .ci/matrix
+
 clean:
-	rm -rf $(VENV) .rehearsal .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .rehearsal .matrix .mypy_cache .ruff_cache .pytest_cache
