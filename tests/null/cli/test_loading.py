@@ -74,7 +74,10 @@ except ModuleNotFoundError as error:
             ["plan", "--gpu", "RTX 3060", "--seq", "16", "--new-tokens", "4"],
             {"peft", "scipy", "brim.estimation.ranks"},
         ),
-        (["estimate", "--seq", "16"], {"peft", "scipy", "highspy", "brim.run", "brim.planner"}),
+        (
+            ["estimate", "--seq", "16"],
+            {"peft", "scipy", "highspy", "brim.run.fitting", "brim.run.planning_request", "brim.planner"},
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
