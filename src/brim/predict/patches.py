@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from brim.predict import packed
 from brim.predict.compiled import as_written
 from brim.predict.dispatch import RecordingMode
+from brim.predict.lowering import flex_attention
 from brim.predict.outside import as_tensor_of_file, models_save_nothing, outside_world
 from brim.predict.unknown import UnknownNumber, mark_made_up, unknown_in, unknown_numbers
 from brim.predict.values import MADE_UP, give, known
@@ -48,6 +49,9 @@ class ValueMode(TorchFunctionMode):
         if func is _LINEAR:
             with self.recording.linear():
                 return func(*args, **kwargs)
+        if func is flex_attention.OPERATION:
+            self.recording.recorder.not_modelled.add(flex_attention.NOTE)
+            return flex_attention.attention(*args, **kwargs)
         if func is torch._pack_padded_sequence:
             data, sizes = packed.pack(*args, **kwargs)
             return data, self._on_host(sizes)

@@ -261,3 +261,21 @@ def test_autocast_casts_the_last_argument_first_and_leaves_a_float16_softmax_to_
             F.log_softmax(layer(source), -1)
 
     assert sizes(on_cuda(step))[-5:] == [64 * 2, 64 * 32 * 2, 4 * 32 * 2, 4 * 64 * 2, 4 * 64 * 4]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_takes_what_its_kernel_takes(compiled):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def build():
+        attend = torch.compile(flex_attention) if compiled else flex_attention
+        query = torch.ones(2, 4, 256, 64, device="cuda", requires_grad=True)
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cuda")
+        return lambda: attend(query, query, query, block_mask=mask).sum().backward()
+
+    made = trace(build, steps=1, target="cuda")
+    during = [s.bytes for s in made.storages if s.born > made.step_starts[0]]
+    assert during[:2] == [2 * 4 * 256 * 64 * 4, 2 * 4 * 256 * 4]
+    assert max(during) < 2 * 4 * 256 * 256 * 4
+    assert "flex_attention: as its compiled kernel" in made.not_modelled
