@@ -97,7 +97,7 @@ def test_a_program_takes_what_its_step_takes(run: Run) -> None:
 def test_the_report_says_how_far_it_went_and_what_was_not_kept(run: Run) -> None:
     code, out, err = run(LOOP, "--", "0.01")
     assert code == 0, err
-    assert out.startswith("train.py: as it is\n")
+    assert "\ntrain.py: as it is\n" in out
     assert "optimizer's second step" in out and "log.txt first, were not kept" in " ".join(out.split())
 
 
