@@ -46,6 +46,11 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
         raise ModelError(f"{path} was to be read.", f"It is damaged: {error}.", "Fetch it again.") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} was to be read.", "It is not a JSON object.", "Fetch it again.")
+    wrong = next(
+        (n for n, v in raw.items() if n.startswith("num_") and isinstance(v, (int, float)) and not v >= 0), ""
+    )
+    if wrong:
+        raise ModelError(f"{path} was to be read.", f"Its {wrong} is {raw[wrong]}.", "Fetch it again.")
     if "_class_name" in raw and "model_type" not in raw:
         raise UnsupportedError(
             f"{directory} was given as the model.",

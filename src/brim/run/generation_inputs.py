@@ -60,6 +60,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = 
 
     ``system``: a message before the prompt, which only a chat template has a place for.
     """
+    _check_text(prompt)
     chat = bool(tokenizer.chat_template) if chat is None else chat
     if chat:
         return encode_chat(tokenizer, [*instructed(system), {"role": "user", "content": prompt}])
@@ -70,6 +71,16 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = 
             "Leave it out, or write it into the prompt.",
         )
     return _filled(tokenizer(prompt, return_tensors="pt").input_ids)
+
+
+def _check_text(prompt: str) -> None:
+    """Raise UsageError for what came in as bytes that are no text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            "A prompt was given.", f"It is no text in UTF-8, from its character {error.start} on.", "Convert it."
+        ) from error
 
 
 def instructed(system: str | None) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ from brim.techniques.blocks import Partition
 from brim.techniques.experts import NAME as EXPERTS
 from brim.techniques.placement import COMPUTE_RAM, FROM_DISK
 from brim.techniques.weight_streaming import NAME as STREAMING
-from brim.techniques.weight_streaming import Weights, WeightStreaming
+from brim.techniques.weight_streaming import RING_SLOTS, Weights, WeightStreaming
 from brim.units import format_bytes
 
 # A plan's settings, beside those of weight streaming.
@@ -270,7 +270,8 @@ class _Chooser:
         choices, experts = fixed.choices(STREAMING), fixed.choices(EXPERTS)
         for cut in cuts(self._module, self._hardware, need, self._weights, fixed.task):
             if bool(experts) == (cut.way is not None) and [b.name for b in cut.partition.blocks] == list(choices):
-                fixed = self._with_more(fixed, sizes, need.step_bytes)
+                known = {RING_SLOTS: 0, BATCH: batch, PROMPT_TOKENS: prompt, TOTAL_TOKENS: total, **settings}
+                fixed = self._with_more(replace(fixed, settings=known), sizes, need.step_bytes)
                 return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed)
         raise UsageError(
             f"The plan for {fixed.model} was to be used.",

@@ -24,10 +24,13 @@ from brim.estimation.models import Source, class_of, find_model, transformers_co
 from brim.run.factory import made_by
 from brim.run.models import prepare
 from brim.run.planning_request import Answer, Request
+from brim.techniques import weight_streaming
 from brim.techniques.quantization import SCHEMES, quantize_meta
+from brim.techniques.weight_streaming import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT, RING_SLOTS
 from brim.units import format_bytes
 
 VERSION = 1
+_MOST, _MOST_SLOTS = 1 << 50, 1 << 10  # of a setting, and of a ring's slots
 _SHOWN = 3  # differences between two models that are told
 _ADAPTER = "base_model.model."  # peft puts it before every name
 
@@ -77,10 +80,30 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
 def read(path: str | Path) -> PlanFile:
     """The plan in the file that ``write`` made. Raises FormatError for anything else."""
     try:
-        return codec.read(PlanFile, path, VERSION)
+        file = codec.read(PlanFile, path, VERSION)
+        _check_decisions(file)
+        return file
     except FormatError as error:
         todo = "Make it again: brim plan MODEL ... --output FILE."
         raise FormatError(f"{path} was given as a plan.", f"{error.asked} {error.found}", todo) from error
+
+
+def _check_decisions(file: PlanFile) -> None:
+    """Raise FormatError for a plan that ``write`` never writes: it would be followed in part."""
+    plan, asked = file.plan, "Its plan was to be read."
+    if file.hardware.compute not in plan.budget_bytes:
+        raise FormatError(asked, f"It has no budget of {file.hardware.compute.upper()}, where it computes.")
+    decided = [(one.technique, one.block) for one in plan.decisions]
+    if len(set(decided)) < len(decided):
+        raise FormatError(asked, f"It decides twice about {next(d for d in decided if decided.count(d) > 1)}.")
+    moved = set(plan.choices(weight_streaming.NAME).values()) - {RESIDENT}
+    if unknown := moved - {FROM_RAM, FROM_DISK, COMPUTE_RAM}:
+        raise FormatError(asked, f"It streams weights in an unknown way: {sorted(unknown)[0]!r}.")
+    wrong = {name: count for name, count in plan.settings.items() if not 0 <= count < _MOST}
+    if wrong or (moved - {COMPUTE_RAM} and not 1 <= plan.settings.get(RING_SLOTS, 0) <= _MOST_SLOTS):
+        raise FormatError(asked, f"Its settings cannot be: {wrong or dict(plan.settings)}.")
+    if plan.settings.get(RING_SLOTS, 0) > _MOST_SLOTS:
+        raise FormatError(asked, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are of use.")
 
 
 def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) -> None:

@@ -226,3 +226,26 @@ def test_what_is_no_model_of_transformers_is_refused() -> None:
 
 def test_the_file_says_all_that_a_plan_depends_on(written: Path) -> None:
     assert set(json.loads(written.read_text())) == {"kind", "version", *PlanFile.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: plan["budget_bytes"].clear(),
+        lambda plan: plan["budget_bytes"].update(ram=-1),
+        lambda plan: plan["promise"].update(step_s=float("inf")),
+        lambda plan: plan["decisions"].append(plan["decisions"][0]),
+        lambda plan: plan["decisions"].append(
+            {"technique": "weight_streaming", "block": "b", "choice": "?", "bytes": 0}
+        ),
+        lambda plan: plan["settings"].update(ring_slots=-1),
+        lambda plan: plan["settings"].update(ring_slots=1 << 40),
+        lambda plan: plan["settings"].update(batch=1 << 60),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(written: Path, change: Callable[[Any], object]) -> None:
+    document = json.loads(written.read_text())
+    change(document["plan"])
+    written.write_text(json.dumps(document))
+    with pytest.raises(FormatError, match="brim plan MODEL"):
+        plan_file.read(written)

@@ -1,0 +1,852 @@
+"""Attacks on every command: arguments, files, streams, signals, disks, clocks, containers and locales.
+
+    python bench/attacks.py                  # all; a line each for what did not hold, then a table
+    python bench/attacks.py --only files     # of one kind, or whose name contains this
+    python bench/attacks.py --write          # the counts to measurements/attacks.json
+
+PyTorch is loaded once; each attack is a forked process with a folder, a home and a cache of its own. It holds when
+the command ends in time, without a traceback, by an exit code that the attack allows, with every file of the user's
+as it was, and, where the attack says so, with words or an answer. Those that take mounts or another user need root,
+and are counted as left out without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "measurements" / "attacks.json"
+SECONDS = 60.0  # of the clock: others may use the machine
+_SHORT = ("--seq", "16")
+CPU_SECONDS = 10  # more of its own time, and it hangs
+REFUSED, DONE, EITHER = (1, 2, 3), (0,), (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """``before`` is called in the child with the attack's folder. ``signal_after_s``: (signal, seconds)."""
+
+    kind: str
+    name: str
+    arguments: Sequence[str]
+    codes: tuple[int, ...] = EITHER
+    before: Callable[[Path], object] | None = None
+    says: str = ""
+    signal_after_s: tuple[int, float] | None = None
+    root: bool = False
+    cpu_s: int = CPU_SECONDS
+
+
+@dataclass
+class Outcome:
+    code: int
+    text: str
+    problem: str = ""
+    files: dict[str, str] = field(default_factory=dict)
+
+
+# -- what is attacked
+
+
+def make_world(world: Path) -> None:
+    """A tiny model, its GGUF-like kin, data, a plan, recordings and logs."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    import snapshot
+    from tiny_model import save_llama
+
+    torch.set_num_threads(1)
+    model = save_llama(world / "model", layers=2, hidden=64)
+    (world / "data.jsonl").write_text('{"text": "the quick brown fox jumps over the lazy dog"}\n' * 40)
+    (world / "prompts.txt").write_text("one\ntwo\n")
+    (world / "oom.log").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 "
+        "GiB "
+        "of which 1.00 GiB is free.\n"
+    )
+    snapshot.write(world / "run.pickle", 300)
+    (world / "build.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Linear(4, 4), torch.ones(1, 4)\n"
+    )
+    (world / "empty").write_bytes(b"")
+    (world / "noise").write_bytes(bytes(range(256)) * 16)
+    damages = {
+        "no-config": lambda d: (d / "config.json").unlink(),
+        "config-empty": lambda d: (d / "config.json").write_bytes(b""),
+        "config-list": lambda d: (d / "config.json").write_text("[]"),
+        "config-deep": lambda d: (d / "config.json").write_text("[" * 100_000),
+        "config-nan": lambda d: _edit(d / "config.json", hidden_size=float("nan")),
+        "config-negative": lambda d: _edit(d / "config.json", num_hidden_layers=-1),
+        "config-zero": lambda d: _edit(d / "config.json", num_attention_heads=0),
+        "config-text": lambda d: _edit(d / "config.json", hidden_size="64"),
+        "config-huge": lambda d: _edit(d / "config.json", vocab_size=10**12),
+        "config-other": lambda d: _edit(d / "config.json", model_type="nothing"),
+        "config-code": lambda d: _edit(d / "config.json", model_type="own", auto_map={"AutoModel": "x.Y"}),
+        "config-null": lambda d: _edit(d / "config.json", hidden_act=None),
+        "config-utf16": lambda d: (d / "config.json").write_bytes((d / "config.json").read_text().encode("utf-16")),
+        "no-weights": lambda d: (d / "model.safetensors").unlink(),
+        "weights-empty": lambda d: (d / "model.safetensors").write_bytes(b""),
+        "weights-cut": lambda d: os.truncate(d / "model.safetensors", 5000),
+        "weights-long": lambda d: (d / "model.safetensors").open("ab").write(b"more"),
+        "weights-header": lambda d: (d / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62)),
+        "weights-loop": lambda d: _replace(d / "model.safetensors", lambda p: p.symlink_to(p.name)),
+        "weights-pipe": lambda d: _replace(d / "model.safetensors", os.mkfifo),
+        "weights-folder": lambda d: _replace(d / "model.safetensors", Path.mkdir),
+        "weights-device": lambda d: _replace(d / "model.safetensors", lambda p: p.symlink_to("/dev/zero")),
+        "weights-pickle": lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        "weights-fewer": lambda d: save_file(
+            dict(list(load_file(d / "model.safetensors").items())[1:]), d / "model.safetensors"
+        ),
+        "tokenizer-empty": lambda d: (d / "tokenizer.json").write_bytes(b""),
+        "tokenizer-pipe": lambda d: _replace(d / "tokenizer.json", os.mkfifo),
+        "no-tokenizer": lambda d: [path.unlink() for path in d.glob("tokenizer*")],
+        "config-pipe": lambda d: _replace(d / "config.json", os.mkfifo),
+        "generation-bad": lambda d: (d / "generation_config.json").write_text("{"),
+        "index-outside": lambda d: _replace(
+            d / "model.safetensors",
+            lambda p: (d / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../../etc/passwd"}}'),
+        ),
+    }
+    for name, damage in damages.items():
+        folder = world / "damaged" / name
+        shutil.copytree(model, folder)
+        damage(folder)
+    ggufs = world / "gguf"
+    ggufs.mkdir()
+    text = struct.pack("<Q", 3) + b"key"
+    for name, content in {
+        "count": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text + struct.pack("<IIQ", 9, 8, 1 << 60),
+        "tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0),
+        "version": b"GGUF" + struct.pack("<IQQ", 99, 0, 0),
+        "magic": b"GGML" + bytes(64),
+        "empty": b"",
+        "plain": b"GGUF" + struct.pack("<IQQ", 3, 0, 0),
+        "string": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 63),
+    }.items():
+        (ggufs / f"{name}.gguf").write_bytes(content)
+    os.mkfifo(world / "pipe")
+    (world / "loop").symlink_to("loop")
+    (world / "nowhere").symlink_to("missing")
+    (world / "folder").mkdir()
+
+
+def _edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
+# -- the attacks
+
+
+def attacks(world: Path) -> Iterator[Attack]:
+    yield from _of_arguments(world)
+    yield from _of_files(world)
+    yield from _of_plans(world)
+    yield from _of_data(world)
+    yield from _of_streams(world)
+    yield from _of_signals(world)
+    yield from _of_disks(world)
+    yield from _of_machines(world)
+    yield from _of_clocks_and_locales(world)
+
+
+def _good(world: Path) -> dict[str, list[str]]:
+    model = str(world / "model")
+    return {
+        "generate": ["generate", model, "--prompt", "hi", "--max-new-tokens", "2"],
+        "train": ["train", model, "--data", str(world / "data.jsonl"), "--output", "out", "--steps", "1", *_SHORT],
+        "plan": ["plan", model, "--task", "generate"],
+        "estimate": ["estimate", model, *_SHORT],
+        "explain": ["explain", str(world / "oom.log")],
+        "probe": ["probe"],
+        "run": ["run", str(world / "build.py")],
+    }  # fmt: skip
+
+
+# Of a number: never meant. Whoever takes one of these does something that nobody asked for.
+_NO_NUMBERS = ("abc", "", "nan", "-1", "1.5.5", "0x10", "1e999", "\N{FULLWIDTH DIGIT ONE}x")
+_NO_BYTES = ("abc", "", "-1", "nan", "1e999GiB", "12 parsecs", "-5%", "nan%", "\N{ARABIC-INDIC DIGIT ONE}GiBB")
+
+
+def _of_arguments(world: Path) -> Iterator[Attack]:
+    import click
+
+    from brim.cli import COMMANDS, brim
+
+    context = click.Context(brim)
+    for command in COMMANDS:
+        found = brim.get_command(context, command)
+        assert found is not None
+        good = _good(world)[command]
+        for parameter in found.params:
+            if not isinstance(parameter, click.Option) or parameter.is_flag or parameter.is_eager:
+                continue
+            option = parameter.opts[-1]
+            for value in _nasty(parameter):
+                if command == "run":
+                    arguments = ["run", option, value, *good[1:]]
+                else:
+                    arguments = [*good, f"{option}={value}"]
+                yield Attack(
+                    kind="arguments", name=f"{command} {option}={value!r:.24}", arguments=arguments, codes=REFUSED
+                )
+        yield Attack(kind="arguments", name=f"{command} of nothing", arguments=[command], codes=(*REFUSED, 0))
+        yield Attack(kind="arguments", name=f"{command} --unknown", arguments=[*good, "--unknown"], codes=EITHER)
+        yield Attack(
+            kind="arguments",
+            name=f"{command} ''",
+            arguments=[command, ""],
+            codes=REFUSED if command != "probe" else EITHER,
+        )
+
+
+def _nasty(option: Any) -> Sequence[str]:
+    import click
+
+    kind = option.type
+    if option.multiple or option.nargs != 1:
+        return ()
+    if isinstance(kind, click.Choice):
+        return ("bogus",)
+    if isinstance(kind, (click.types.IntParamType, click.types.FloatParamType)):
+        limited = getattr(kind, "min", None) is not None
+        return (*_NO_NUMBERS[:2], *(("nan", "-1") if limited else ("nan",) if "Int" in type(kind).__name__ else ()))
+    if kind.name.startswith("bytes"):
+        return _NO_BYTES[:6]
+    if kind.name == "auto or number":
+        return ("0", "-1", "abc")
+    return ()
+
+
+def _of_files(world: Path) -> Iterator[Attack]:
+    good = _good(world)
+    for folder in sorted((world / "damaged").iterdir()):
+        fine = {"no-tokenizer": ("plan", "estimate"), "tokenizer-empty": ("plan", "estimate")}.get(folder.name, ())
+        weights = folder.name.startswith(("weights", "no-weights", "index", "generation"))
+        for command in ("generate", "train", "estimate", "plan"):
+            arguments = [str(folder) if word == str(world / "model") else word for word in good[command]]
+            lenient = (
+                command in fine or (command in ("estimate", "plan") and weights) or folder.name == "generation-bad"
+            )
+            lenient |= command in ("estimate", "plan") and folder.name in ("config-huge",)
+            yield Attack(
+                kind="files",
+                name=f"{command} {folder.name}",
+                arguments=arguments,
+                codes=EITHER if lenient else REFUSED,
+            )
+    for path in sorted((world / "gguf").iterdir()):
+        for command in ("generate", "plan"):
+            arguments = [str(path) if word == str(world / "model") else word for word in good[command]]
+            yield Attack(kind="files", name=f"{command} {path.name}", arguments=arguments, codes=REFUSED)
+    for name in ("pipe", "loop", "nowhere", "folder", "empty", "noise", "missing"):
+        path = str(world / name)
+        yield Attack(kind="files", name=f"explain {name}", arguments=["explain", path], codes=REFUSED)
+        yield Attack(
+            kind="files",
+            name=f"explain --diff {name}",
+            arguments=["explain", str(world / "run.pickle"), "--diff", path],
+            codes=REFUSED,
+        )
+        if name != "pipe":  # a program may come out of one, as in python <(...)
+            yield Attack(
+                kind="files",
+                name=f"run {name}",
+                arguments=["run", path],
+                codes=EITHER if name == "empty" else REFUSED,
+            )
+        for command in ("generate", "train", "estimate", "plan"):
+            arguments = [path if word == str(world / "model") else word for word in good[command]]
+            yield Attack(kind="files", name=f"{command} {name}", arguments=arguments, codes=REFUSED)
+        yield Attack(
+            kind="files",
+            name=f"generate --prompts {name}",
+            arguments=["generate", str(world / "model"), "--prompts", path],
+            codes=REFUSED,
+        )
+        yield Attack(
+            kind="files",
+            name=f"train --data {name}",
+            arguments=[path if word == str(world / "data.jsonl") else word for word in good["train"]],
+            codes=REFUSED,
+        )
+    for html in ("/dev/full", str(world / "folder"), str(world / "missing" / "a.html"), "/proc/1/x.html"):
+        yield Attack(
+            kind="files",
+            name=f"explain --html {html[-12:]}",
+            arguments=["explain", str(world / "run.pickle"), "--html", html],
+            codes=REFUSED,
+        )
+        yield Attack(
+            kind="files",
+            name=f"plan --output {html[-12:]}",
+            arguments=[*good["plan"], "--output", html],
+            codes=REFUSED,
+        )
+
+
+def _plan_of(world: Path) -> dict[str, Any]:
+    path = world / "plan.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _of_plans(world: Path) -> Iterator[Attack]:
+    plan = _plan_of(world)
+    changes: dict[str, Callable[[dict[str, Any]], object]] = {
+        "negative budget": lambda p: p["plan"]["budget_bytes"].update(ram=-1),
+        "no budget": lambda p: p["plan"]["budget_bytes"].clear(),
+        "huge budget": lambda p: p["plan"]["budget_bytes"].update(ram=1 << 62),
+        "negative peak": lambda p: p["plan"]["promise"]["peak_bytes"].update(ram=-5),
+        "nan seconds": lambda p: p["plan"]["promise"].update(step_s=float("nan")),
+        "endless seconds": lambda p: p["plan"]["promise"].update(step_s=float("inf")),
+        "negative decision": lambda p: p["plan"]["decisions"][0].update(bytes=-1),
+        "unknown choice": lambda p: p["plan"]["decisions"][0].update(choice="nowhere"),
+        "unknown technique": lambda p: p["plan"]["decisions"][0].update(technique="magic"),
+        "unknown block": lambda p: p["plan"]["decisions"][0].update(block="model.layers.99"),
+        "no decisions": lambda p: p["plan"].update(decisions=[]),
+        "twice": lambda p: p["plan"]["decisions"].append(p["plan"]["decisions"][0]),
+        "negative slots": lambda p: p["plan"]["settings"].update(ring_slots=-1),
+        "many slots": lambda p: p["plan"]["settings"].update(ring_slots=1 << 40),
+        "negative batch": lambda p: p["plan"]["settings"].update(batch=-1),
+        "zero prompt": lambda p: p["plan"]["settings"].update(prompt_tokens=0),
+        "no settings": lambda p: p["plan"]["settings"].clear(),
+        "other task": lambda p: p["plan"].update(task="train"),
+        "other machine": lambda p: p["hardware"].update(name="another"),
+        "other version": lambda p: p.update(brim="9"),
+        "format": lambda p: p.update(version=99),
+        "unknown key": lambda p: p.update(more=1),
+        "text for bytes": lambda p: p["plan"]["budget_bytes"].update(ram="8GiB"),
+        "bool for bytes": lambda p: p["plan"]["budget_bytes"].update(ram=True),
+        "negative rate": lambda p: p["hardware"]["links"][0].update(bytes_per_s=-1.0),
+        "no links": lambda p: p["hardware"].update(links=[]),
+    }
+    for name, change in changes.items():
+
+        def write(folder: Path, change: Callable[[dict[str, Any]], object] = change) -> None:
+            document = json.loads(json.dumps(plan))
+            change(document)
+            (folder / "plan.json").write_text(json.dumps(document))
+
+        lenient = name in ("nan seconds", "endless seconds") and False
+        arguments = [
+            "generate",
+            str(world / "model"),
+            "--prompt",
+            "hi",
+            "--max-new-tokens",
+            "2",
+            "--plan",
+            "plan.json",
+        ]
+        yield Attack(
+            kind="plans",
+            name=name,
+            arguments=arguments,
+            codes=EITHER
+            if lenient or name in ("zero prompt", "no links", "negative rate", "no settings")
+            else REFUSED,
+            before=write,
+        )
+
+
+def _of_data(world: Path) -> Iterator[Attack]:
+    contents = {
+        "not json": b"{not json}\n",
+        "list": b"[1, 2]\n",
+        "number": b"7\n",
+        "deep": b"[" * 100_000 + b"\n",
+        "no text": b'{"other": 1}\n',
+        "text of number": b'{"text": 5}\n',
+        "empty text": b'{"text": ""}\n',
+        "empty messages": b'{"messages": []}\n',
+        "message of text": b'{"messages": ["hello"]}\n',
+        "roles": b'{"messages": [{"role": 5, "content": "x"}]}\n',
+        "latin-1": '{"text": "é"}\n'.encode("latin-1"),
+        "nul": b'{"text": "\\u0000"}\n',
+        "surrogate": b'{"text": "\\ud800"}\n',
+        "mixed": b'{"text": "a"}\n{"messages": [{"role": "user", "content": "x"}]}\n',
+        "only blank": b"\n\n\n",
+        "huge number": b'{"text": 1' + b"0" * 5000 + b"}\n",
+    }
+    good = _good(world)["train"]
+    for name, content in contents.items():
+
+        def write(folder: Path, content: bytes = content) -> None:
+            (folder / "bad.jsonl").write_bytes(content)
+
+        arguments = ["bad.jsonl" if word == str(world / "data.jsonl") else word for word in good]
+        odd = name in ("nul", "surrogate", "empty text")
+        yield Attack(
+            kind="data", name=f"train {name}", arguments=arguments, codes=EITHER if odd else REFUSED, before=write
+        )
+        arguments = ["generate", str(world / "model"), "--prompts", "bad.jsonl", "--max-new-tokens", "1"]
+        yield Attack(kind="data", name=f"prompts {name}", arguments=arguments, codes=REFUSED, before=write)
+    for name, prompt in {
+        "empty": "",
+        "blank": " ",
+        "surrogate": "\udcff",
+        "long": "word " * 20_000,
+        "control": "\x1b[2J",
+    }.items():
+        yield Attack(
+            kind="data",
+            name=f"prompt {name}",
+            arguments=["generate", str(world / "model"), "--prompt", prompt, "--max-new-tokens", "1"],
+        )
+
+
+def _redirected(descriptor: int, path: str, flags: int) -> Callable[[Path], None]:
+    def before(folder: Path) -> None:
+        opened = os.open(path, flags)
+        os.dup2(opened, descriptor)
+
+    return before
+
+
+def _closed(*descriptors: int) -> Callable[[Path], None]:
+    def before(folder: Path) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    return before
+
+
+def _of_streams(world: Path) -> Iterator[Attack]:
+    quick = {
+        "explain": ["explain", str(world / "oom.log")],
+        "explain snapshot": ["explain", str(world / "run.pickle")],
+        "probe": ["probe"],
+        "help": ["--help"],
+        "version": ["--version"],
+        "generate": _good(world)["generate"],
+        "estimate": _good(world)["estimate"],
+    }
+    for name, arguments in quick.items():
+        yield Attack(
+            kind="streams",
+            name=f"{name} >/dev/full",
+            arguments=arguments,
+            codes=(1,),
+            before=_redirected(1, "/dev/full", os.O_WRONLY),
+        )
+        yield Attack(kind="streams", name=f"{name} >&-", arguments=arguments, codes=(1,), before=_closed(1))
+        yield Attack(
+            kind="streams",
+            name=f"{name} 2>/dev/full",
+            arguments=arguments,
+            codes=DONE,
+            before=_redirected(2, "/dev/full", os.O_WRONLY),
+        )
+        yield Attack(kind="streams", name=f"{name} 2>&- <&-", arguments=arguments, codes=DONE, before=_closed(2, 0))
+    for content, name in (
+        (b"", "nothing"),
+        (b"\x80", "a byte"),
+        (b"\x00" * 70_000, "zeros"),
+        (b"{" * 70_000, "braces"),
+    ):
+
+        def pipe(folder: Path, content: bytes = content) -> None:
+            (folder / "in").write_bytes(content)
+            os.dup2(os.open(folder / "in", os.O_RDONLY), 0)
+
+        yield Attack(
+            kind="streams", name=f"explain - of {name}", arguments=["explain", "-"], codes=REFUSED, before=pipe
+        )
+        yield Attack(
+            kind="streams",
+            name=f"generate --prompt - of {name}",
+            arguments=["generate", str(world / "model"), "--prompt", "-", "--max-new-tokens", "1"],
+            before=pipe,
+        )
+
+
+def _of_signals(world: Path) -> Iterator[Attack]:
+    for command in ("generate", "train", "estimate", "plan", "explain", "probe"):
+        arguments = _good(world)[command] if command != "explain" else ["explain", str(world / "run.pickle")]
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+            for after_s in (0.2, 0.5, 1.5):
+                name = f"{command} {signal.Signals(number).name} after {after_s} s"
+                yield Attack(
+                    kind="signals", name=name, arguments=arguments, codes=(code, 0), signal_after_s=(number, after_s)
+                )
+    yield Attack(
+        kind="signals",
+        name="generate SIGPIPE",
+        arguments=_good(world)["generate"],
+        codes=(0, 1),
+        signal_after_s=(signal.SIGPIPE, 0.3),
+    )
+    yield Attack(
+        kind="signals",
+        name="generate SIGCHLD",
+        arguments=_good(world)["generate"],
+        codes=DONE,
+        signal_after_s=(signal.SIGCHLD, 0.3),
+    )
+
+
+def _mounted(kind: str, options: str, place: str = "cache") -> Callable[[Path], None]:
+    """A file system of the child's own, and full: it has left the mount namespace of its parent."""
+
+    def before(folder: Path) -> None:
+        (folder / place).mkdir(exist_ok=True)
+        subprocess.run(
+            ["mount", "-t", kind, "-o", options, kind, str(folder / place)], check=True, capture_output=True
+        )
+        with contextlib.suppress(OSError):
+            (folder / place / "filled").write_bytes(bytes(1 << 12))
+
+    return before
+
+
+def _of_disks(world: Path) -> Iterator[Attack]:
+    good = _good(world)
+    for command in ("generate", "train", "estimate", "plan", "probe", "explain"):
+        for name, before in {
+            "full cache": _mounted("tmpfs", "size=4k"),
+            "read-only cache": _mounted("tmpfs", "size=1m,ro"),
+            "no inodes in cache": _mounted("tmpfs", "nr_inodes=1"),
+        }.items():
+            yield Attack(
+                kind="disks",
+                name=f"{command} {name}",
+                arguments=good[command],
+                codes=DONE if command != "train" else (0,),
+                before=before,
+                root=True,
+            )
+    for command in ("train", "plan", "explain"):
+        extra = {"train": [], "plan": ["--output", "out/plan.json"], "explain": ["--html", "out/page.html"]}[command]
+        arguments = [*(good[command] if command != "explain" else ["explain", str(world / "run.pickle")]), *extra]
+        for name, options in {"full": "size=4k", "read-only": "size=1m,ro"}.items():
+            yield Attack(
+                kind="disks",
+                name=f"{command} into a {name} folder",
+                arguments=arguments,
+                codes=REFUSED,
+                before=_mounted("tmpfs", options, "out"),
+                root=True,
+            )
+
+
+def _environment(**values: str | None) -> Callable[[Path], None]:
+    def before(folder: Path) -> None:
+        for name, value in values.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return before
+
+
+def _limited(kind: int, count: int) -> Callable[[Path], None]:
+    return lambda folder: resource.setrlimit(kind, (count, count))
+
+
+def _hidden(*places: str) -> Callable[[Path], None]:
+    def before(folder: Path) -> None:
+        for place in places:
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], check=True, capture_output=True)
+
+    return before
+
+
+def _as_nobody(folder: Path) -> None:
+    folder.chmod(0o777)
+    _environment(HOME=None, XDG_CACHE_HOME=None)(folder)
+    os.setgid(54321)
+    os.setuid(54321)
+
+
+def _gone(folder: Path) -> None:
+    place = folder / "gone"
+    place.mkdir()
+    os.chdir(place)
+    place.rmdir()
+
+
+def _of_machines(world: Path) -> Iterator[Attack]:
+    good = _good(world)
+    homes: dict[str, tuple[Callable[[Path], object], bool]] = {
+        "HOME=/dev/null": (_environment(HOME="/dev/null", XDG_CACHE_HOME=None), False),
+        "HOME=''": (_environment(HOME="", XDG_CACHE_HOME="/dev/null/x"), False),
+        "XDG_CACHE_HOME of a file": (_environment(XDG_CACHE_HOME=str(world / "empty")), False),
+        "a user without a name": (_as_nobody, True),
+        "a working folder that is gone": (_gone, False),
+        "64 open files": (_limited(resource.RLIMIT_NOFILE, 64), False),
+        "no core files": (_limited(resource.RLIMIT_CORE, 0), False),
+        "files of 1 MiB at most": (_limited(resource.RLIMIT_FSIZE, 1 << 20), False),
+        "no /sys": (_hidden("/sys"), True),
+        "no /proc": (_hidden("/proc"), True),
+        "no /dev/shm": (_hidden("/dev/shm"), True),
+        "one thread": (_environment(OMP_NUM_THREADS="1"), False),
+        "OMP_NUM_THREADS=abc": (_environment(OMP_NUM_THREADS="abc"), False),
+        "PYTORCH_ALLOC_CONF of nonsense": (
+            _environment(PYTORCH_ALLOC_CONF="a:b,,:", PYTORCH_CUDA_ALLOC_CONF="x"),
+            False,
+        ),
+        "TERM=dumb, COLUMNS=1": (_environment(TERM="dumb", COLUMNS="1"), False),
+        "COLUMNS=abc": (_environment(COLUMNS="abc", LINES="-1"), False),
+    }
+    for name, (before, root) in homes.items():
+        for command in ("generate", "estimate", "plan", "explain", "probe"):
+            may_refuse = name in (
+                "no /proc",
+                "a working folder that is gone",
+                "files of 1 MiB at most",
+                "64 open files",
+            )
+            yield Attack(
+                kind="machines",
+                name=f"{command}: {name}",
+                arguments=good[command],
+                codes=EITHER if may_refuse else DONE,
+                before=before,
+                root=root,
+            )
+
+
+def _of_clocks_and_locales(world: Path) -> Iterator[Attack]:
+    good = _good(world)
+    locales = {
+        "LC_ALL=C": _environment(LC_ALL="C", PYTHONIOENCODING="ascii:strict"),
+        "latin-1": _environment(PYTHONIOENCODING="latin-1"),
+        "utf-16": _environment(LANG="xx_YY.UTF-16"),
+        "TZ of nonsense": _environment(TZ="Nowhere/Nothing"),
+        "SOURCE_DATE_EPOCH=-1": _environment(SOURCE_DATE_EPOCH="-1"),
+    }
+    for name, before in locales.items():
+        for command in ("generate", "estimate", "plan", "explain", "probe"):
+            yield Attack(
+                kind="clocks and locales",
+                name=f"{command}: {name}",
+                arguments=good[command],
+                codes=DONE,
+                before=before,
+            )
+    for name, at_s in {"1970": 0.0, "2200": 7_258_118_400.0, "negative": -1.0}.items():
+
+        def clock(folder: Path, at_s: float = at_s) -> None:
+            now = time.time
+            start_s = now()
+            time.time = lambda: at_s + now() - start_s
+
+        def aged(folder: Path, at_s: float = at_s) -> None:
+            for path in (folder / "cache").rglob("*"):
+                os.utime(path, (max(at_s, 0), max(at_s, 0)))
+
+        for command in ("generate", "estimate", "plan", "probe"):
+            yield Attack(
+                kind="clocks and locales",
+                name=f"{command}: clock of {name}",
+                arguments=good[command],
+                codes=DONE,
+                before=clock,
+            )
+            yield Attack(
+                kind="clocks and locales",
+                name=f"{command}: files of {name}",
+                arguments=good[command],
+                codes=DONE,
+                before=aged,
+            )
+
+
+# -- trying one
+
+
+def digest(world: Path) -> dict[str, str]:
+    """Every file of the user's."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(world.rglob("*"))
+        if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 24
+    }
+
+
+def tried(attack: Attack, cache: Path, scratch: Path) -> Outcome:
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    folder.chmod(0o755)
+    shutil.copytree(cache, folder / "cache")
+    out = folder.parent / f"{folder.name}.txt"
+    pid = os.fork()
+    if pid == 0:
+        _child(attack, folder, out)
+    until_s, began_s = time.monotonic() + SECONDS, time.monotonic()
+    sent, problem, status = False, "", 0
+    while True:
+        found, status, usage = os.wait4(pid, os.WNOHANG)
+        if found:
+            break
+        now_s = time.monotonic()
+        if attack.signal_after_s and not sent and now_s - began_s >= attack.signal_after_s[1]:
+            os.kill(pid, attack.signal_after_s[0])
+            sent = True
+        if now_s > until_s:
+            problem = "it hangs"
+            os.killpg(pid, signal.SIGKILL)
+            _, status, usage = os.wait4(pid, 0)
+            break
+        time.sleep(0.005)
+    text = out.read_bytes().decode("utf-8", "replace") if out.exists() else ""
+    code = os.waitstatus_to_exitcode(status)
+    out.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    if not problem:
+        problem = _judged(attack, code, text, usage.ru_utime + usage.ru_stime)
+    return Outcome(code=code, text=text, problem=problem)
+
+
+def _judged(attack: Attack, code: int, text: str, cpu_s: float) -> str:
+    if "left out" in text and code == 99:
+        return "left out"
+    if "Traceback (most recent call last)" in text or "Fatal Python error" in text:
+        return "a traceback"
+    if code < 0:
+        return f"signal {-code}" + (" (more than its time of the processor)" if -code == signal.SIGXCPU else "")
+    if code not in attack.codes:
+        return f"exit code {code}, not {attack.codes}"
+    if attack.says and attack.says not in text:
+        return f"it does not say {attack.says!r}"
+    return ""
+
+
+def _child(attack: Attack, folder: Path, out: Path) -> None:
+    code = 98
+    try:
+        os.setpgid(0, 0)
+        opened = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(opened, 1)
+        os.dup2(opened, 2)
+        os.environ.update(XDG_CACHE_HOME=str(folder / "cache"), HOME=str(folder), TMPDIR=str(folder))
+        tempfile.tempdir = None
+        os.chdir(folder)
+        resource.setrlimit(resource.RLIMIT_CPU, (attack.cpu_s + 20, attack.cpu_s + 25))
+        if attack.root and (os.geteuid() != 0 or not _own_mounts()):
+            os.write(2, b"left out")
+            os._exit(99)
+        if attack.before is not None:
+            attack.before(folder)
+        for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+            try:
+                encoding = os.environ.get("PYTHONIOENCODING", "utf-8").partition(":")[0]
+                stream = open(descriptor, "r" if descriptor == 0 else "w", encoding=encoding, closefd=False)  # noqa: SIM115
+            except OSError:
+                stream = None  # type: ignore[assignment]
+            setattr(sys, name, stream)
+        from brim.cli import main
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main(list(attack.arguments))
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            os.write(os.open(out, os.O_WRONLY | os.O_APPEND), traceback.format_exc().encode("utf-8", "replace"))
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        os._exit(code if 0 <= code < 256 else 97)
+
+
+def _own_mounts() -> bool:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.unshare(0x20000) == 0 and libc.mount(None, b"/", None, 0x4000 | 0x40000, None) == 0  # private, all
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="attacks whose kind and name contain this")
+    parser.add_argument("--every", type=int, default=1, help="each so many only")
+    parser.add_argument("--write", action="store_true", help="keep the counts")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    scratch = Path(tempfile.mkdtemp(prefix="brim-attacks-"))
+    scratch.chmod(0o755)
+    world = scratch / "world"
+    world.mkdir()
+    make_world(world)
+    cache = scratch / "cache"
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    _warm(world)
+    chosen = [a for a in attacks(world) if options.only in f"{a.kind} {a.name}"][:: options.every]
+    if options.list:
+        print("\n".join(f"{a.kind}: {a.name}" for a in chosen))
+        return 0
+    before = digest(world)
+    held, lost, left_out = Counter[str](), Counter[str](), Counter[str]()
+    for attack in chosen:
+        outcome = tried(attack, cache, scratch)
+        if outcome.problem != "left out" and (now := digest(world)) != before:
+            outcome.problem = f"files of the user's changed: {sorted(set(before.items()) ^ set(now.items()))[0][0]}"
+            before = now
+        if outcome.problem == "left out":
+            left_out[attack.kind] += 1
+        elif outcome.problem:
+            lost[attack.kind] += 1
+            print(f"{attack.kind}: {attack.name}: {outcome.problem}\n    {outcome.text[-600:]!r}", flush=True)
+        else:
+            held[attack.kind] += 1
+    kinds = list(dict.fromkeys(attack.kind for attack in chosen))
+    rows = [{"kind": k, "tried": held[k] + lost[k], "held": held[k], "left_out": left_out[k]} for k in kinds]
+    print("| attacks | tried | held |\n|---|---:|---:|")
+    for row in rows:
+        print(f"| {row['kind']} | {row['tried']} | {row['held']} |")
+    print(f"| all | {sum(held.values()) + sum(lost.values())} | {sum(held.values())} |")
+    if options.write:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    shutil.rmtree(scratch, ignore_errors=True)
+    return int(bool(lost))
+
+
+def _warm(world: Path) -> None:
+    """What every child would load, and measure, anew."""
+    import importlib
+
+    for name in ("brim.run.generation", "brim.run.training", "brim.run.planning", "brim.estimation.estimate"):
+        importlib.import_module(name)
+    import brim
+    from brim.cli import main as command
+
+    brim.probe(device="cpu")
+    good = _good(world)
+    with contextlib.chdir(world), contextlib.redirect_stdout(None):
+        pid = os.fork()
+        if pid == 0:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            os.chdir(world)
+            code = command([*good["plan"], "--output", "plan.json"])
+            os._exit(code or command(good["generate"]))
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

