@@ -201,7 +201,7 @@ def _of_arguments(world: Path) -> Iterator[Attack]:
     for command in COMMANDS:
         found = brim.get_command(context, command)
         assert found is not None
-        good = _good(world)[command]
+        good = _good(world).get(command, [command])
         for parameter in found.params:
             if not isinstance(parameter, click.Option) or parameter.is_flag or parameter.is_eager:
                 continue
@@ -768,7 +768,7 @@ def _child(attack: Attack, folder: Path, out: Path) -> None:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         with contextlib.suppress(Exception):
-            os.write(os.open(out, os.O_WRONLY | os.O_APPEND), traceback.format_exc().encode("utf-8", "replace"))
+            os.write(opened, traceback.format_exc().encode("utf-8", "replace"))
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
