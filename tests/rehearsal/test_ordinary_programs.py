@@ -16,7 +16,8 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def rows(on_device):
-    found = compared([traced(one) for one in programs() if one.name in NAMES], on_device.python, real=False)
+    made = [traced(one) for one in programs() if one.name in NAMES]
+    found = compared(made, on_device.environment.python, real=False)
     return {row.program.name: row for row in found}
 
 
