@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Any
 import click
 
 from brim import __version__
+from brim.cli.signals import Terminated, signals_as_exceptions
 from brim.cli.streams import OutputError, standard_streams
 from brim.errors import BrimError
 
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _outcome(arguments: Sequence[str] | None) -> Any:
     try:
-        with _warnings_in_one_line(), _termination_as_exception():
+        with _warnings_in_one_line(), signals_as_exceptions():
             return brim.main(args=arguments, prog_name="brim", standalone_mode=False)
     except BrimError as error:
         click.echo(f"Error: {error}", err=True)
@@ -111,29 +110,9 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
     except (click.Abort, KeyboardInterrupt):
         click.echo("Interrupted.", err=True)
         return INTERRUPTED
-    except _Terminated:
+    except Terminated:
         click.echo("Terminated.", err=True)
         return TERMINATED
-
-
-class _Terminated(BaseException):
-    """SIGTERM: by default a process ends where it stands and leaves its temporary files."""
-
-
-@contextmanager
-def _termination_as_exception() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread hears signals
-        return
-
-    def raise_it(*_: object) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, raise_it)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
