@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -129,6 +129,10 @@ class OutputFile(click.Path):
             self.fail(f"'{path}' is there already, and is not {kinds}. Name another file, or delete it.", param, ctx)
         return path
 
+    def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
+        """Files beside ``path`` that may be written too, as far as they are there or were given as well."""
+        yield from ()
+
     def _is_own(self, path: Path) -> bool:
         try:
             with path.open("rb") as file:
@@ -144,10 +148,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         read, written = identities(self._inputs(ctx)), set[Path]()
-        for option in self.params:
-            path = ctx.params.get(option.name or "")
-            if not isinstance(option.type, OutputFile) or path is None or (path.exists() and not path.is_file()):
-                continue  # a pipe or a device takes what comes
+        for option, path in self._outputs(ctx):
             asked = f"{option.opts[0]} {path} was given."
             for same in (read[one] for one in identities([path]) if one in read):
                 raise UsageError(asked, f"It is {same}, which is read.", "Name another file.")
@@ -155,6 +156,16 @@ class Command(click.Command):
                 raise UsageError(asked, "Another result goes there too.", "Name another file.")
             written.add(path.resolve())
         return super().invoke(ctx)
+
+    def _outputs(self, ctx: click.Context) -> Iterator[tuple[click.Parameter, Path]]:
+        """Files by option; a pipe or a device takes what comes."""
+        for option in self.params:
+            path = ctx.params.get(option.name or "")
+            if not isinstance(option.type, OutputFile) or path is None or (path.exists() and not path.is_file()):
+                continue
+            yield option, path
+            for other in option.type.further(path, ctx.params):
+                yield option, option.type.convert(other, option, ctx)
 
     def _inputs(self, ctx: click.Context) -> Iterator[Path]:
         for param in self.params:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,27 @@ if TYPE_CHECKING:
 
 INFEASIBLE = 3  # the exit code where nothing fits
 _COUNT = click.IntRange(min=1)
+
+
+class _PlanFiles(OutputFile):
+    """The file of the first plan, and those of the others beside it."""
+
+    def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
+        if params["regimes"] or params["gpus"] is not None or params["compare_gpus"] is not None:
+            return  # one file
+        name = re.compile(rf"{re.escape(path.stem)}\.([0-9]{{1,9}}){re.escape(path.suffix)}")
+        given = [one for one in params.values() if isinstance(one, Path)]
+        there = [one.name for one in given if one.parent.resolve() == path.parent.resolve()]
+        for other in sorted({*(one.name for one in path.parent.iterdir()), *there}):
+            found = name.fullmatch(other)
+            if (
+                found is not None
+                and _file(path, int(found[1]) - 1).name == other
+                and 2 <= int(found[1]) <= params["top"]
+            ):
+                yield path.with_name(other)
+
+
 _OPTIONS = [
     click.option("--task", type=click.Choice(["generate", "train"]), default="generate", show_default=True),
     click.option("--gpu", type=GPU, help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
@@ -85,7 +107,7 @@ _OPTIONS = [
     click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
     click.option(
         "--output",
-        type=OutputFile(JSON, SVG),
+        type=_PlanFiles(JSON, SVG),
         help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
     ),
     html_option,

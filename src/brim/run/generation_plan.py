@@ -269,13 +269,14 @@ class _Chooser:
         need = self._need(sizes, placement.held_bytes(self._hardware.compute) if placement else {})
         choices, experts = fixed.choices(STREAMING), fixed.choices(EXPERTS)
         for cut in cuts(self._module, self._hardware, need, self._weights, fixed.task):
-            if bool(experts) == (cut.way is not None) and [b.name for b in cut.partition.blocks] == list(choices):
+            cached = set() if cut.way is None else {each.layer.path for each in cut.way.layers}
+            if cached == set(experts) and [b.name for b in cut.partition.blocks] == list(choices):
                 known = {RING_SLOTS: 0, BATCH: batch, PROMPT_TOKENS: prompt, TOTAL_TOKENS: total, **settings}
                 fixed = self._with_more(replace(fixed, settings=known), sizes, need.step_bytes)
                 return Choice(sizes=sizes, resting=resting, shape=self._shape, partition=cut.partition, plan=fixed)
         raise UsageError(
             f"The plan for {fixed.model} was to be used.",
-            f"It speaks of {len(choices)} blocks, and this model cannot be cut into those.",
+            f"It speaks of {len(choices) + len(experts)} blocks, and this model cannot be cut into those.",
             "Make it again: brim plan MODEL ... --output FILE.",
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.estimation.models import Source, class_of, find_model, transformers_config
 from brim.run.factory import made_by
 from brim.run.models import prepare
-from brim.run.planning_request import Answer, Request
-from brim.techniques import weight_streaming
+from brim.run.planning_request import PRECISIONS_OF, Answer, Request
+from brim.run.training_choice import ACTIVATIONS, CHECKPOINTING, GRADIENTS, OFFLOADED, PRECISION, STATES
+from brim.techniques import checkpointing, experts, kv_cache, optimizer_places, weight_streaming
 from brim.techniques.quantization import SCHEMES, quantize_meta
 from brim.techniques.weight_streaming import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT, RING_SLOTS
 from brim.units import format_bytes
@@ -33,6 +34,25 @@ VERSION = 1
 _MOST, _MOST_SLOTS = 1 << 50, 1 << 10  # of a setting, and of a ring's slots
 _SHOWN = 3  # differences between two models that are told
 _ADAPTER = "base_model.model."  # peft puts it before every name
+_STREAMING = {RESIDENT, FROM_RAM, FROM_DISK, COMPUTE_RAM}
+# Choices by technique that a plan for each task may have.
+_CHOICES: dict[str, dict[str, Collection[str]]] = {
+    "generate": {
+        PRECISION: PRECISIONS_OF["generate"],
+        weight_streaming.NAME: _STREAMING,
+        experts.NAME: {experts.CACHE_RAM, experts.CACHE_DISK},
+        kv_cache.NAME: {kv_cache.RESIDENT, kv_cache.OLDER_IN_RAM},
+    },
+    "train": {
+        PRECISION: PRECISIONS_OF["train"],
+        weight_streaming.NAME: _STREAMING,
+        CHECKPOINTING: checkpointing.CHOICES,
+        ACTIVATIONS: {OFFLOADED},
+        STATES: optimizer_places.CHOICES,
+        GRADIENTS: optimizer_places.CHOICES,
+    },
+}
+_OF_THE_MODEL = {PRECISION, kv_cache.NAME, STATES, GRADIENTS}  # decided for all of it, not by block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +113,36 @@ def _check_decisions(file: PlanFile) -> None:
     plan, asked = file.plan, "Its plan was to be read."
     if file.hardware.compute not in plan.budget_bytes:
         raise FormatError(asked, f"It has no budget of {file.hardware.compute.upper()}, where it computes.")
+    _check_choices(file, asked)
     decided = [(one.technique, one.block) for one in plan.decisions]
     if len(set(decided)) < len(decided):
         raise FormatError(asked, f"It decides twice about {next(d for d in decided if decided.count(d) > 1)}.")
     moved = set(plan.choices(weight_streaming.NAME).values()) - {RESIDENT}
-    if unknown := moved - {FROM_RAM, FROM_DISK, COMPUTE_RAM}:
-        raise FormatError(asked, f"It streams weights in an unknown way: {sorted(unknown)[0]!r}.")
     wrong = {name: count for name, count in plan.settings.items() if not 0 <= count < _MOST}
     if wrong or (moved - {COMPUTE_RAM} and not 1 <= plan.settings.get(RING_SLOTS, 0) <= _MOST_SLOTS):
         raise FormatError(asked, f"Its settings cannot be: {wrong or dict(plan.settings)}.")
     if plan.settings.get(RING_SLOTS, 0) > _MOST_SLOTS:
         raise FormatError(asked, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are of use.")
+
+
+def _check_choices(file: PlanFile, asked: str) -> None:
+    """Raise FormatError for a technique that this task has not, a choice that it has not, or a block of none."""
+    known = _CHOICES.get(file.plan.task)
+    if known is None:
+        raise FormatError(asked, f"Its task is {file.plan.task!r}; known are {', '.join(_CHOICES)}.")
+    for one in file.plan.decisions:
+        if one.technique not in known:
+            told = f"It decides about {one.technique!r}; known for the task {file.plan.task} are {', '.join(known)}."
+            raise FormatError(asked, told)
+        if one.choice not in known[one.technique]:
+            choices = ", ".join(sorted(known[one.technique]))
+            raise FormatError(asked, f"Its choice of {one.technique} is {one.choice!r}; known are {choices}.")
+        if one.technique in _OF_THE_MODEL and one.block:
+            told = f"It decides about {one.technique} of {one.block!r}, which is decided for the whole model."
+            raise FormatError(asked, told)
+        if one.technique == PRECISION and one.choice != (file.request.precision or one.choice):
+            told = f"Its precision is {one.choice}, and {file.request.precision} was asked for."
+            raise FormatError(asked, told)
 
 
 def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) -> None:

@@ -29,7 +29,7 @@ TASKS = ("generate", "train")
 PLAN_FILE = "plan.json"  # in commands, until files are named
 PREFERENCES = ("speed", "memory", "quality")
 LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
-_GENERATING = ("fp32", "bf16", "fp16", *LOSSY)
+PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}
 
 # A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
 _DRIVE_BYTES_PER_S = 3.2e9
@@ -68,7 +68,7 @@ class Request:
             ("--task", self.task, TASKS),
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--method", self.method, ("full", "lora")),
-            ("--precision", self.precision or "fp32", PRECISIONS if self.task == "train" else _GENERATING),
+            ("--precision", self.precision or "fp32", PRECISIONS_OF.get(self.task, ())),
             ("--prefer", self.prefer, PREFERENCES),
         ):
             if value not in known:

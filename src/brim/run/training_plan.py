@@ -33,11 +33,14 @@ def with_plan(request: Request, file: PlanFile) -> Request:
     asked = file.request
     asked.check()
     try:
-        Choice.of(file.plan)
+        choice = Choice.of(file.plan)
     except (KeyError, AssertionError) as error:
         raise FormatError(f"{request.plan} was given as a plan.", f"It is damaged: {error!r}.") from error
     planned: dict[str, Any] = {name: getattr(asked, name) for name in _SETTLED}
     planned["precision"] = precision_of(asked, file.hardware.compute)
+    if choice.precision != planned["precision"]:
+        told = f"Its precision is {choice.precision}, and what it was asked has {planned['precision']}."
+        raise FormatError(f"{request.plan} was given as a plan.", told)
     defaults = {one.name: one.default for one in fields(Request)}
     for name in (*_SETTLED, *_ORDERS):
         given = getattr(request, name)

@@ -54,6 +54,27 @@ def test_a_file_of_another_kind_is_not_a_report(log: Path, capsys: pytest.Captur
     assert main(["explain", str(log), "--html", str(page), "--perfetto", str(page)]) == 2
 
 
+@pytest.mark.parametrize("way", ["another kind", "read", "page"])
+def test_further_plans_are_results_too(tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, second = tmp_path / "model", tmp_path / "plan.2.json"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    command = ["plan", str(model), "--output", str(tmp_path / "plan.json")]
+    if way == "another kind":
+        second.write_text("my notes")
+        told = "is there already, and is not a JSON document"
+    elif way == "read":
+        second.symlink_to(model / "config.json")
+        told = "which is read"
+    else:
+        command += ["--html", str(second)]
+        told = "Another result goes there too"
+    before = {path: path.read_text() for path in (model / "config.json", second) if path.exists()}
+    assert main(command) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert {path: path.read_text() for path in (model / "config.json", second) if path.exists()} == before
+
+
 def test_a_model_is_not_trained_into_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text(name)

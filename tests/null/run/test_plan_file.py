@@ -186,6 +186,41 @@ def test_what_is_no_plan_is_refused(written: Path, change: Callable[[Any], Any],
     assert str(written) in str(raised.value)
 
 
+def decided(**changes: str) -> Callable[[Any], Any]:
+    def change(document: Any) -> Any:
+        document["plan"]["decisions"].append(
+            {"technique": "precision", "block": "", "choice": "fp32", "bytes": 0} | changes
+        )
+        return document
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"technique": "magic"}, "decides about 'magic'; known for the task generate are precision"),
+        ({"technique": "checkpointing", "choice": "full"}, "decides about 'checkpointing'"),
+        ({"choice": "fp3"}, "choice of precision is 'fp3'; known are bf16, fp16"),
+        ({"technique": "weight_streaming", "block": "lm_head", "choice": "nowhere"}, "weight_streaming is 'nowhere'"),
+        ({"technique": "experts", "block": "model.layers.0.mlp", "choice": "stream:ram"}, "experts is 'stream:ram'"),
+        ({"block": "model.layers.99"}, "precision of 'model.layers.99', which is decided for the whole model"),
+    ],
+)
+def test_a_decision_that_nothing_would_follow_is_refused(written: Path, changes: dict[str, str], told: str) -> None:
+    with pytest.raises(FormatError, match=told):
+        plan_file.read(edited(written, decided(**changes)))
+
+
+def test_a_precision_is_that_which_was_asked_for(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan_file.write(path, answer(llama, precision="bf16"))
+    plan_file.read(edited(path, decided(choice="bf16")))
+    plan_file.write(path, answer(llama, precision="bf16"))
+    with pytest.raises(FormatError, match="Its precision is int8, and bf16 was asked for"):
+        plan_file.read(edited(path, decided(choice="int8")))
+
+
 def test_a_file_that_was_cut_off_is_refused(written: Path) -> None:
     text = written.read_text().rstrip()
     for length in range(0, len(text), 97):
