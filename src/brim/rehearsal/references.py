@@ -545,6 +545,17 @@ def _conv_depthwise3d(
     return made
 
 
+# ----------------------------------------------------------------------------------------------------- whole numbers
+
+
+@_of("histc")
+def _histc(_: Any, input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Of whole numbers too, which the CPU refuses: how many tokens each expert of a mixture gets is counted so."""
+    if input.dtype in (torch.float32, torch.float64):
+        return torch.histc(input, bins, min, max)
+    return torch.histc(input.double(), bins, min, max).to(input.dtype)
+
+
 # ----------------------------------------------------------------------------------------------- recurrent networks
 
 

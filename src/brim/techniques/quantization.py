@@ -165,10 +165,9 @@ class QuantizationHandle:
 def _quantized(path: str, module: Any, asked: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
     weight = module.weight.detach()
     try:
-        codes, scale = quantize(asked, weight.t() if is_transposed(module) else weight)
+        return quantize(asked, weight.t() if is_transposed(module) else weight)
     except ValueError as error:
         raise ModelError(f"{path}.weight was to be quantized.", f"But {error}.", "Check the weights.") from error
-    return codes.to(weight.device), scale.to(weight.device)
 
 
 def _report(model: nn.Module, layers: dict[str, nn.Module], asked: Quantization) -> Quantized:

@@ -31,6 +31,7 @@ from brim.errors import UsageError
 SCHEMES = ("int8", "int4", "fp8")
 GROUPS = (32, 64, 128, 256)  # what PyTorch's int4 kernels take
 
+_CPU = torch.device("cpu")
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
 _FLOAT8_MULTIPLE = 16  # of both sides of a float8 product (aten/src/ATen/native/cuda/ScaledBlas.cpp)
@@ -100,14 +101,17 @@ Rows = Callable[[int, int], torch.Tensor]  # rows from, rows to -> that part of 
 
 def quantize(asked: Quantization, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scale of ``weight`` (out, in), of any floating type."""
-    return quantize_rows(asked, weight.shape[0], weight.shape[1], lambda start, stop: weight[start:stop])
+    out, inside = weight.shape
+    return quantize_rows(asked, out, inside, lambda start, stop: weight[start:stop], weight.device)
 
 
-def quantize_rows(asked: Quantization, out: int, inside: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, of a weight that comes some rows at a time. Raises ValueError where it is not finite."""
+def quantize_rows(
+    asked: Quantization, out: int, inside: int, rows: Rows, device: torch.device = _CPU
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, of a weight that comes some rows at a time on ``device``. ValueError: it is not finite."""
     made = form(asked, out, inside)
     assert made is not None, "only what has a form is quantized"
-    codes, scale = (torch.empty(shape, dtype=dtype) for dtype, shape in made)
+    codes, scale = (torch.empty(shape, dtype=dtype, device=device) for dtype, shape in made)
     step = max(64, _PIECE_BYTES // (4 * inside) // 64 * 64)
     pieces = [(start, min(start + step, out)) for start in range(0, out, step)]
     if asked.scheme == "fp8":
