@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.core.replacing import identities
+from brim.errors import BudgetError
 from brim.measure.capacity import amount_bytes, resident_bytes
 from brim.memory.scratch import scratch_folder
 from brim.run import plan_file
@@ -23,6 +26,7 @@ from brim.run.training_plan import with_plan
 from brim.run.training_report import check_reporters, has_tensorboard
 from brim.run.training_request import Request
 from brim.run.training_session import Terms
+from brim.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,7 @@ def set_up(request: Request, output: OutputFolder, on_stage: Callable[[str], Non
     budget = budgets(hardware, request.vram, request.ram, request.device)
     if request.disk is not None:
         budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder(request.disk_folder))
+    _refuse_batch(request, budget[RAM])
     on_stage("opening the model")
     folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
     if request.method == "lora" and importlib.util.find_spec("peft") is not None:
@@ -116,3 +121,16 @@ def set_up(request: Request, output: OutputFolder, on_stage: Callable[[str], Non
         importlib.import_module("torch.utils.tensorboard")
     output.refuse(identities([folder]))
     return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output, plan=plan)
+
+
+def _refuse_batch(request: Request, ram_bytes: int) -> None:
+    """Raise BudgetError where the tokens of one step and their labels alone are more than the RAM budget: a rehearsal
+    of such a step would end without memory, or never."""
+    bytes = 2 * torch.int64.itemsize * request.batch * request.seq
+    if bytes > ram_bytes:
+        raise BudgetError(
+            f"--batch {request.batch} --seq {request.seq} were given, with {format_bytes(ram_bytes)} of RAM.",
+            f"The tokens of one step and their labels alone take {format_bytes(bytes)}.",
+            "Give a smaller --batch or --seq.",
+            smallest_bytes={RAM: bytes},
+        )

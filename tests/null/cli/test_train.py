@@ -53,6 +53,19 @@ def test_json_is_one_object_with_exactly_what_is_documented(
     assert {"tokens_per_s", "peak_bytes", "moved_bytes", "written_bytes", "step_s", "lr"} <= set(lines[0])
 
 
+@pytest.mark.parametrize("option", ["--batch", "--seq"])
+def test_a_step_whose_tokens_alone_are_too_many_is_refused(
+    llama: Path, text: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", str(llama), "--data", str(text), "--output", str(tmp_path / "out"), "--seq", "32"]
+    assert main([*arguments, option, str(10**9), "--ram", "1GiB", "--device", "cpu"]) not in (0, None)
+    told = capsys.readouterr().err
+    assert (
+        f"{option} 1000000000" in told and "with 1 GiB of RAM" in told and "Give a smaller --batch or --seq" in told
+    )
+    assert "Traceback" not in told
+
+
 @pytest.mark.parametrize(
     "orders",
     [
