@@ -133,19 +133,27 @@ class _Attention:
             hidden |= column < row + columns - rows - window[0]
         if window[1] >= 0:
             hidden |= column > row + columns - rows + window[1]
-        scores = scores.masked_fill(hidden, -math.inf)
+        self.scores = scores = scores.masked_fill(hidden, -math.inf)
+        self.out: Tensor | None = None
         self.logsumexp = torch.logsumexp(scores, -1)
         self.weights = torch.exp(scores - self.logsumexp[..., None]).nan_to_num(0.0)
 
     def output(self, dropped: Tensor | float = 1.0) -> Tensor:
         return (self.weights * dropped) @ self.value
 
+    def of_whole(self, out: Tensor, logsumexp: Tensor) -> _Attention:
+        """The same as a part of a larger attention (a ring's), whose output and log-sum-exp backward is given."""
+        self.logsumexp, self.out = _wide(logsumexp[..., : self.scores.shape[-2]]), _wide(out)
+        self.weights = torch.exp(self.scores - self.logsumexp[..., None]).nan_to_num(0.0)
+        return self
+
     def gradients(self, gradient: Tensor, dropped: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of query, key, value and bias (of the shape of the scores)."""
         wide = _wide(gradient)
         of_value = (self.weights * dropped).transpose(-1, -2) @ wide
         of_weights = (wide @ self.value.transpose(-1, -2)) * dropped
-        of_scores = self.weights * (of_weights - (of_weights * self.weights).sum(-1, keepdim=True))
+        out = self.output(dropped) if self.out is None else self.out
+        of_scores = self.weights * (of_weights - (wide * out).sum(-1, keepdim=True))
         of_query = of_scores @ self.key * self.scale
         of_key = of_scores.transpose(-1, -2) @ self.query * self.scale
         return of_query, self._summed(of_key), self._summed(of_value), of_scores
@@ -212,7 +220,7 @@ def _flash_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    found = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale)
+    found = _Attention(query, key, value, bias=None, causal=int(is_causal), scale=scale).of_whole(out, logsumexp)
     made = found.gradients(grad_out, _dropped(philox_seed, found, dropout_p))
     return tuple(one.to(query.dtype) for one in made[:3])
 
@@ -257,6 +265,7 @@ def _efficient_backward(
     scale: float | None = None,
 ) -> Any:
     found = _Attention(query, key, value, bias=attn_bias, causal=int(is_causal), scale=scale)
+    found = found.of_whole(out, logsumexp)
     made = found.gradients(grad_out_, _dropped(philox_seed, found, dropout_p))
     of_bias: Any = UNUSED
     if attn_bias is not None and grad_input_mask[3]:
