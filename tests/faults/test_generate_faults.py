@@ -180,9 +180,9 @@ def test_requests_that_cannot_be_are_one_clear_error(saved_shards: Path, tmp_pat
     ],
 )
 def test_wrong_options_are_exit_code_2_before_anything_is_done(
-    options: list[str], words: list[str], cli: Cli
+    options: list[str], words: list[str], cli: Cli, tmp_path: Path
 ) -> None:
-    code, out, err = cli("/no/such/model", *options)
+    code, out, err = cli(str(tmp_path), *options)
     assert (code, out) == (2, "")
     for word in words:
         assert word in err

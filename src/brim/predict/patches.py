@@ -99,7 +99,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
     with mock.patch.object(torch.autograd, "_engine_run_backward", _reentering(mode)), \
          mock.patch.object(torch.utils, "swap_tensors", _set_data), \
          mock.patch.object(torch.UntypedStorage, "resize_", _resizing(mode)), \
-         mock.patch.object(torch.nn.functional, "linear", _linear(mode)), \
+         _linear_is_told(mode), \
          mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
@@ -135,14 +135,21 @@ def _resizing(mode: ValueMode) -> Callable[..., Any]:
     return resize_
 
 
-def _linear(mode: ValueMode) -> Callable[..., torch.Tensor]:
+@contextmanager
+def _linear_is_told(mode: ValueMode) -> Iterator[None]:
     """Functions of torch.nn.functional that call it do so with the mode off."""
 
-    def linear(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         with mode.recording.linear():
-            return _LINEAR(*args, **kwargs)
+            return _LINEAR(input, weight, bias)
 
-    return linear
+    table = torch.jit._builtins._get_builtin_table()  # what torch.jit.script makes of it goes by its identity
+    table[id(linear)] = table[id(_LINEAR)]
+    try:
+        with mock.patch.object(torch.nn.functional, "linear", linear):
+            yield
+    finally:
+        del table[id(linear)]
 
 
 def _reentering(mode: ValueMode) -> Callable[..., Any]:
