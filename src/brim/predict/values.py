@@ -22,7 +22,8 @@ _aten = torch.ops.aten
 _AT_ONCE = 1 << 12  # elements: larger values wait until somebody asks for them
 _MOST_ELEMENTS = {False: 1 << 26, True: 1 << 24}  # by whether the dtype is floating
 _MOST_WEIGHTS = 1  # elements of a tensor that requires gradients and is known all the same: a temperature
-_MOST_CHANGED = 1 << 20  # elements of a tensor that is computed because a part of it is written
+# Of a tensor that is computed because it is written in place: the states of optimizers are not.
+_MOST_CHANGED = {False: 1 << 20, True: 1 << 16}
 _DEEPEST = 100  # operations that wait for one another
 _KNOWN_DTYPES = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -274,9 +275,11 @@ class KnownValues:
             sources.append(target)
         elif overwrites:
             return False
-        if any(s.made is None and t.numel() > _MOST_CHANGED for t in written if (s := peek(t)) is not None) or any(
-            s.state.outside for t in written if (s := peek(t)) is not None
-        ):
+        if any(
+            s.made is None and t.numel() > _MOST_CHANGED[t.dtype.is_floating_point]
+            for t in written
+            if (s := peek(t)) is not None
+        ) or any(s.state.outside for t in written if (s := peek(t)) is not None):
             for one in written:
                 forget(one)
             return False
