@@ -77,6 +77,8 @@ def fit(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"brim.fit was given a {type(optimizer).__name__} as the optimizer.", "It takes torch's.")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
     inputs = None if example is None else as_arguments(example)
     with on(device, model) as kind:

@@ -54,8 +54,6 @@ def fit_training(
     plan: str | Path | None = None,
 ) -> Fitted:
     """As ``brim.fit`` says. The loop decides what goes through the model at once; the rest is the plan's."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"brim.fit was given a {type(optimizer).__name__} as the optimizer.", "It takes torch's.")
     refuse_second(model)
     start_bytes = resident_bytes() - tensor_bytes_of(model, optimizer)
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8

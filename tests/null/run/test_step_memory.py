@@ -31,10 +31,18 @@ def test_the_last_token_is_counted_with_the_cache_and_filling_it_is_not() -> Non
     assert long > short
 
 
-def test_a_forward_that_needs_values_says_what_to_give_instead() -> None:
+def test_a_forward_that_decides_on_values_of_its_example_is_watched() -> None:
     class Picky(nn.Module):
         def forward(self, source: torch.Tensor) -> torch.Tensor:
             return source[source > 0]
 
+    assert watch_example(Picky(), (torch.tensor([1.0, -1.0, 2.0, -3.0]),)).step_bytes > 0
+
+
+def test_a_forward_that_cannot_be_watched_says_what_to_give_instead() -> None:
+    class Sparse(nn.Module):
+        def forward(self, source: torch.Tensor) -> torch.Tensor:
+            return source.to_sparse()
+
     with pytest.raises(UnsupportedError, match="activations="):
-        watch_example(Picky(), (torch.randn(4),))
+        watch_example(Sparse(), (torch.randn(4),))
