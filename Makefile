@@ -41,11 +41,12 @@ slow: $(VENV)/.ready
 # PyTorch's CUDA build on a GPU that is not there: fetched and built under .rehearsal (0.8 GB), which stays. What tests of
 # GPUs compute is computed on the CPU; those that measure seconds have nothing to measure.
 ON_GPU ?= tests/gpu
+REHEARSED ?= tests/rehearsal
 rehearsal-ready: $(VENV)/.ready
 	$(BIN)/python tests/rehearsal/on_the_device.py --prepare
 
 rehearsal: rehearsal-ready
-	$(BIN)/pytest -m rehearsal tests/rehearsal
+	$(BIN)/pytest -m 'rehearsal and not slow' $(REHEARSED)
 	$(BIN)/python tests/rehearsal/on_the_device.py -m pytest -m 'gpu and not seconds and not slow' $(ON_GPU)
 
 # Other versions of PyTorch than the pinned one, as users get them: hours and many gigabytes the first time.
