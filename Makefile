@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types layers unit slow rehearsal rehearsal-ready matrix clean
+.PHONY: demo test check lint types layers unit thorough slow rehearsal rehearsal-ready matrix clean
 
 # setuptools-style editable install; redone when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -31,8 +31,21 @@ layers: $(VENV)/.ready
 # Waiting threads let others work: beside another process, those that spin take the core that it needs. Bytecode is
 # kept also where the environment says not to: tests start some hundred processes, and each would compile brim anew.
 # Each worker begins with one half of the tests, so that what the tests of a file share is made by one of them.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal
+
 unit: $(VENV)/.ready
-	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not rehearsal'
+	$(PYTEST) -m 'not thorough and not slow and not rehearsal'
+
+# Tests of more than two seconds each, 20 minutes together: before a change lands.
+thorough: $(VENV)/.ready
+	$(PYTEST) -m 'thorough and not slow and not rehearsal'
+
+# What belongs to one folder or name: make check T=streaming
+check: $(VENV)/.ready
+	@test -n "$(T)" || { echo "usage: make check T=streaming" >&2; exit 2; }
+	@found=$$(find tests -path '*/$(T)/*' -name 'test_*.py' -o -name 'test_$(T)*.py' | grep -v '^tests/gpu\|^tests/rehearsal'); \
+	test -n "$$found" || { echo "no tests are called $(T)" >&2; exit 2; }; \
+	$(PYTEST) -m 'not thorough and not slow and not rehearsal' $$found
 
 # Too long to run before every change: plans of whole models, golden cases among them, and properties with new examples.
 slow: $(VENV)/.ready
@@ -41,13 +54,14 @@ slow: $(VENV)/.ready
 # PyTorch's CUDA build on a GPU that is not there: fetched and built under .rehearsal (0.8 GB), which stays. What tests of
 # GPUs compute is computed on the CPU; those that measure seconds have nothing to measure.
 ON_GPU ?= tests/gpu
-REHEARSED ?= tests/rehearsal
+ON_TWO_GPUS ?= tests/gpu/techniques/test_several_devices.py
 rehearsal-ready: $(VENV)/.ready
 	$(BIN)/python tests/rehearsal/on_the_device.py --prepare
 
 rehearsal: rehearsal-ready
-	$(BIN)/pytest -m 'rehearsal and not slow' $(REHEARSED)
+	$(BIN)/pytest -m 'rehearsal and not slow' tests/rehearsal
 	$(BIN)/python tests/rehearsal/on_the_device.py -m pytest -m 'gpu and not seconds and not slow' $(ON_GPU)
+	$(BIN)/python tests/rehearsal/on_the_device.py --gpus 2 -m pytest -m 'gpu and not seconds and not slow' $(ON_TWO_GPUS)
 
 # Other versions of PyTorch than the pinned one, as users get them: hours and many gigabytes the first time.
 matrix:

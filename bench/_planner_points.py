@@ -14,20 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import _checkpoint as checkpoints
-from brim.cli.plan import INFEASIBLE
+from brim.cli.plan.command import INFEASIBLE
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.planner.step_profile import FULL, KEEP, BlockProfile, Frame, Way
 from brim.planner.streaming import plan_of
-from brim.run import plan_file
-from brim.run.drives import reading_from
-from brim.run.planning_opening import open_subject
-from brim.run.planning_request import Answer, Machine, Proposal, Request, exact_bytes, machine_of
-from brim.run.planning_training import case_of
-from brim.run.training_search import Planner
-from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
-from brim.techniques.weight_streaming import NAME as STREAMING
+from brim.run.plan import plan_file
+from brim.run.plan.opening import open_subject
+from brim.run.plan.request import (
+    Answer,
+    Machine,
+    Proposal,
+    Request,
+    exact_bytes,
+    machine_of,
+)
+from brim.run.plan.training import case_of
+from brim.run.timing.drives import reading_from
+from brim.run.train.strategy.search import Planner
+from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 
 FORCED, SIMPLE, CHOSEN = "forced", "simple", "chosen"
 # Deep and thin, few and wide, mostly vocabulary, and with few heads of keys: 340 to 570 MB in float32.

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
-from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import AllocatorConfig
-from brim.memory.blocks import DEFAULT_POOL, Block, BlockPool
-from brim.memory.device_memory import SimulatedDevice
-from brim.memory.out_of_memory import OutOfMemory
+from brim.allocator.blocks import DEFAULT_POOL, Block, BlockPool
+from brim.allocator.caching_allocator import CachingAllocator
+from brim.allocator.config import AllocatorConfig
+from brim.allocator.device_memory import SimulatedDevice
+from brim.allocator.out_of_memory import OutOfMemory
 from brim.units import GIB
 
 
 class Recording(CachingAllocator):
     """Writes down what it does, as PyTorch's memory history does."""
 
-    def __init__(self, text: str, capacity_bytes: int, *, names_pools: bool = False) -> None:
+    def __init__(self, text: str, capacity_bytes: int, *, names_pools: bool = False, by_age: bool = False) -> None:
         self.text, self.names_pools = text, names_pools
         self.pool_at: dict[int, tuple[int, int]] = {}  # where segments began, by address
         self.events: list[dict[str, Any]] = []
         device = SimulatedDevice(capacity_bytes, total_bytes=64 * GIB)  # address space is never short
-        super().__init__(AllocatorConfig.parse(text), device=device, on_segment=self.write)
+        config = replace(AllocatorConfig.parse(text), oldest_segment_first=by_age)
+        super().__init__(config, device=device, on_segment=self.write)
 
     def write(self, action: str, address: int, size: int, stream: int) -> None:
         row = {"action": action, "size": size, "stream": stream, "time_us": len(self.events)}

@@ -19,8 +19,8 @@ import activation_offload
 from _checkpoint import Shape
 from brim.core import Timeline
 from brim.core.hardware import RAM
-from brim.memory.tiers import Memory, cuda_memory, emulated_memory
-from brim.techniques import optimizer_offload
+from brim.memory.tiers import Memory, device_memory, emulated_memory
+from brim.techniques.optimizer_offload import technique as optimizer_offload
 
 _LR = 1e-4
 
@@ -39,9 +39,9 @@ def main() -> None:
 
 
 def run_train(request: dict[str, Any]) -> dict[str, Any]:
-    """``request["train"]`` are fields of brim.run.training.Request."""
-    from brim.run.training import Request, train
-    from brim.run.training_report import StepReport
+    """``request["train"]`` are fields of brim.run.train.loop.Request."""
+    from brim.run.train.loop import Request, train
+    from brim.run.train.report import StepReport
 
     reports: list[StepReport] = []
     asked = Request(device="cuda" if request["device"] == "cuda" else "emulated", lr=_LR, **request["train"])
@@ -145,7 +145,7 @@ def _usual(optimizer: Any, loss_of: Callable[[], torch.Tensor], around: Callable
 def _memory(device: torch.device) -> Memory:
     timeline = Timeline("bench", measured=True)
     if device.type == "cuda":
-        return cuda_memory(timeline, vram_bytes=1 << 40, ram_bytes=1 << 40, device=torch.device("cuda", 0))
+        return device_memory(timeline, vram_bytes=1 << 40, ram_bytes=1 << 40, device=torch.device("cuda", 0))
     return emulated_memory(timeline, vram_bytes=1 << 40, ram_bytes=1 << 40)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.memory.tiers import cpu_memory
-from brim.techniques.optimizer_offload import BLOCK_BYTES, apply
+from brim.techniques.optimizer_offload.technique import BLOCK_BYTES, apply
 
 MIB = 1 << 20
 _CHUNK_BYTES = 16 * MIB

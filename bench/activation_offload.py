@@ -34,8 +34,8 @@ from torch import nn
 import _harness as harness
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.memory.tiers import Memory, cpu_memory, cuda_memory
-from brim.techniques.activation_offload import apply
+from brim.memory.tiers import Memory, cpu_memory, device_memory
+from brim.techniques.activation_offload.technique import apply
 
 MIB = 1 << 20
 PIECE_BYTES = 16 * MIB
@@ -202,7 +202,7 @@ def _memory(options: argparse.Namespace) -> Memory:
     timeline = Timeline("bench", measured=True)
     if options.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-        return cuda_memory(timeline, vram_bytes=1 << 40, ram_bytes=1 << 36, device=device)
+        return device_memory(timeline, vram_bytes=1 << 40, ram_bytes=1 << 36, device=device)
     memory = cpu_memory(timeline, ram_bytes=1 << 40)
     memory.use_disk(folder=str(options.directory), limit_bytes=None)
     return memory

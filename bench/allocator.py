@@ -11,8 +11,8 @@ import random
 import time
 from pathlib import Path
 
-from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import AllocatorConfig
+from brim.allocator.caching_allocator import CachingAllocator
+from brim.allocator.config import AllocatorConfig
 
 SETTINGS = (
     "",

@@ -115,7 +115,7 @@ class Simulated:
         self.allocator = Recording(",".join(filter(None, (setting, fraction))), _LIMIT_BYTES)
 
     def malloc(self, bytes: int, stream: int) -> Any:
-        from brim.memory.out_of_memory import OutOfMemory
+        from brim.allocator.out_of_memory import OutOfMemory
 
         try:
             return self.allocator.malloc(bytes, stream)
@@ -196,8 +196,8 @@ def _without(event: dict[str, Any]) -> dict[str, Any]:
 
 def replayed(path: Path) -> Any:
     """The replay of one record."""
-    from brim.measure import snapshot
-    from brim.memory.replay import replay
+    from brim.recordings import snapshot
+    from brim.recordings.replay import replay
 
     found = snapshot.parse(gzip.decompress(path.read_bytes()), path.name)
     return replay(found.devices[0])

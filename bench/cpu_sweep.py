@@ -120,7 +120,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a regular expression of names")
     given = parser.parse_args()
     warnings.simplefilter("ignore")  # of the libraries that build the models
-    torch.set_num_threads(2)  # what oneDNN takes is known for two
     console = Console(width=160, highlight=False)
     for kind in given.kinds:
         for family, named in KINDS[kind].items():

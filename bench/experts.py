@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from brim.techniques.router_statistics import router_statistics, simulate
+from brim.techniques.experts.router_statistics import router_statistics, simulate
 
 HALF_LIVES = (0.05, 1.0, 4.0, 16.0, 32.0, 64.0, 256.0, 4096.0)  # the first is LRU, the last LFU
 SLOT_SHARES = (0.125, 0.25, 0.5, 0.75)

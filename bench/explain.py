@@ -189,8 +189,8 @@ def _failure(code: int, told: list[str], wall_s: float, limit_s: float) -> str:
 
 def _line(row: Row) -> str:
     numbers = (
-        f"{row.wall_s:8.2f} s {row.peak_rss_bytes / 2**20:7,.0f} MiB {row.peak_rss_bytes / row.file_bytes:6.1f} x "
-        f"the file, wrote {row.output_bytes / 2**20:8,.1f} MiB"
+        f"{row.wall_s:8.2f} s ({row.cpu_s:6.1f} s of a core) {row.peak_rss_bytes / 2**20:7,.0f} MiB "
+        f"{row.peak_rss_bytes / row.file_bytes:6.1f} x the file, wrote {row.output_bytes / 2**20:8,.1f} MiB"
     )
     return f"{row.contender:26} {row.input:7} {row.events:>9,} events {row.failed or numbers}"
 

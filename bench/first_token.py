@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--write", action="store_true", help=f"keep the figures in {JSON.name}")
     options = parser.parse_args()
-    from brim.run.models import prepare
+    from brim.run.model.opening import prepare
 
     folder = str(prepare(options.model or _smollm2()))
     commands = {

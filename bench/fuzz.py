@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "measurements" / "fuzz.jsonl"
 _MOST_MIB, _ONE_INPUT_S = 2048, 60  # of the clock: others may use the machine
+_MOST_INPUTS = 100_000  # of a process: atheris keeps what NumPy's comparisons give, some 12 KB for an input with rows
 _LEAST_LENGTH_BYTES = 512  # of the longest input; a half more than the longest that it begins with
 
 
@@ -79,7 +80,7 @@ def _index(folder: Path) -> tuple[Target, list[bytes]]:
 
 
 def _gguf(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.run.gguf_header import check_header
+    from brim.run.model.gguf_header import check_header
 
     path = folder / "model.gguf"
 
@@ -100,7 +101,7 @@ def _gguf(folder: Path) -> tuple[Target, list[bytes]]:
 
 
 def _snapshot(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.measure.snapshot import parse
+    from brim.recordings.snapshot import parse
 
     frame = {"name": "f", "filename": "a.py", "line": 1}
     block = {"address": 512, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": [frame]}
@@ -115,10 +116,84 @@ def _snapshot(folder: Path) -> tuple[Target, list[bytes]]:
     return parse, seeds
 
 
-def _log(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.report.oom import read_oom
+def _snapshot_rows(folder: Path) -> tuple[Target, list[bytes]]:
+    """Files of so many events that they are read many at a time: as they are read one by one."""
+    from brim.recordings import plain_pickle, snapshot
 
-    messages = sorted({text for path in (ROOT / "tests").rglob("*oom*.py") for text in _strings(path)})
+    frames = [{"name": "f", "filename": f"{number}.py", "line": number} for number in range(3)]
+    events = []
+    for number in range(2 * plain_pickle.FEW_ROWS):
+        row = {"action": "alloc" if number % 3 else "free_completed", "addr": 512 * number << number, "size": 500}
+        row |= {"stream": 0, "time_us": number, "pool_id": (0, number % 2), "frames": frames[: number % 4]}
+        events.append(row | ({"compile_context": "N/A"} if number % 5 else {}))
+    plain = [{name: event[name] for name in ("action", "addr", "size")} for event in events]
+    seeds = [pickle.dumps({"segments": [], "device_traces": [some]}, protocol=4) for some in (events, plain)]
+    at_once = snapshot._Reader.many
+
+    def one_by_one(data: bytes) -> Any:
+        snapshot._Reader.many = lambda self, table: None  # type: ignore[method-assign]
+        try:
+            return _parts(snapshot.parse(data))
+        except snapshot.FormatError:
+            return None
+        finally:
+            snapshot._Reader.many = at_once  # type: ignore[method-assign]
+
+    def read(data: bytes) -> object:
+        try:
+            found = _parts(snapshot.parse(data))
+        except snapshot.FormatError:
+            found = None
+        if found != one_by_one(data):
+            raise AssertionError("read many at a time, its events are others than read one by one")
+        return found
+
+    return read, seeds
+
+
+def _parts(found: Any) -> Any:
+    """All that a snapshot holds, to be compared. Equal stacks may have been numbered in another order."""
+
+    def parts(one: Any) -> list[Any]:
+        columns = (one.actions, one.addresses, one.sizes, one.streams, one.times_us, one.pools)
+        stacks = [found.stacks[number] if number >= 0 else None for number in one.stacks]
+        return [one.device, one.segments, stacks, *map(list, columns)]
+
+    return [parts(one) for one in found.devices]
+
+
+def _recording(folder: Path) -> tuple[Target, list[bytes]]:
+    """All of ``brim explain``: read, replayed, and under other settings what failed."""
+    from _simulated_recording import Recording
+    from brim.allocator.out_of_memory import OutOfMemory
+    from brim.cli.explain.answers import of_snapshot
+    from brim.cli.explain.source import SNAPSHOT, Source
+
+    path, seeds = folder / "run.pickle", []
+    for settings in ("", "expandable_segments:True"):
+        for capacity_bytes in (64 << 20, 8 << 20):
+            run = Recording(settings, capacity_bytes, names_pools=not settings)
+            with contextlib.suppress(OutOfMemory):
+                blocks = [run.malloc(size << 18) for size in range(1, 8)]
+                for block in blocks[::2]:
+                    run.free(block)
+                run.malloc(6 << 20)
+            seeds += [run.dump(), run.dump(drop=5)]
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        answer = of_snapshot(Source(name="run.pickle", kind=SNAPSHOT, path=path), ())
+        return json.dumps(answer.body, allow_nan=False), list(answer.lines)
+
+    return read, seeds
+
+
+def _log(folder: Path) -> tuple[Target, list[bytes]]:
+    from brim.report.oom.reader import read_oom
+
+    messages = sorted(
+        {text for path in (ROOT / "tests" / "null" / "report").rglob("*.py") for text in _strings(path)}
+    )
     return lambda data: read_oom(io.BytesIO(data)), [text.encode()[:1024] for text in messages]
 
 
@@ -130,7 +205,7 @@ def _strings(path: Path) -> list[str]:
 
 
 def _profile(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.measure.profile import read as read_profile
+    from brim.profiles.profiler import read as read_profile
 
     path = folder / "trace.json"
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5, "dur": 2, "pid": 0, "tid": 7}
@@ -165,8 +240,8 @@ def _timeline(folder: Path) -> tuple[Target, list[bytes]]:
 
 def _plan(folder: Path) -> tuple[Target, list[bytes]]:
     from brim.core import Decision, Hardware, Link, Plan, Promise, Tier
-    from brim.run import plan_file
-    from brim.run.planning_request import Request
+    from brim.run.plan import plan_file
+    from brim.run.plan.request import Request
 
     path = folder / "plan.json"
     tiers = Tier(name="ram", capacity_bytes=8, bytes_per_s=1.0), Tier(name="disk", capacity_bytes=8, bytes_per_s=1.0)
@@ -191,7 +266,7 @@ def _plan(folder: Path) -> tuple[Target, list[bytes]]:
 
 
 def _checkpoint(folder: Path) -> tuple[Target, list[bytes]]:
-    from brim.run import checkpoint_manifest as manifests
+    from brim.run.checkpoint import manifest as manifests
 
     entry = manifests.FileEntry(**{name: 4 if kind == "int" else {} for name, kind in _fields(manifests.FileEntry)})
     made = manifests.Manifest(brim="0", step=1, files={"model.safetensors": entry}, state={"seed": 1})
@@ -225,6 +300,8 @@ READERS: dict[str, Callable[[Path], tuple[Target, list[bytes]]]] = {
     "safetensors index": _index,
     "gguf": _gguf,
     "snapshot": _snapshot,
+    "snapshot rows": _snapshot_rows,
+    "recording": _recording,
     "log": _log,
     "profile": _profile,
     "timeline": _timeline,
@@ -259,32 +336,41 @@ def _campaign(name: str, corpus: Path, inputs: int, seconds: float) -> None:
 
 
 def _run(name: str, corpus: Path, inputs: int, seconds: float) -> bool:
-    """One campaign in a process of its own, and its line among the results."""
-    command = [sys.executable, __file__, name, "--child", "--corpus", str(corpus)]
+    """One campaign in processes of its own, one after the other, and its line among the results."""
     began_s = time.monotonic()
+    row: dict[str, Any] = {"reader": name} | dict.fromkeys(
+        ("inputs", "seconds", "peak_rss_mib", "coverage", "crashes"), 0
+    )
+    output = ""
+    while not row["crashes"]:
+        left = min(inputs - row["inputs"], _MOST_INPUTS) if inputs else _MOST_INPUTS
+        left_s = seconds - (time.monotonic() - began_s) if seconds else 0.0
+        if left < 1 or (seconds and left_s < 1):
+            break
+        output, code = _process(name, corpus, left, left_s)
+        stats = dict(re.findall(r"stat::(\w+):\s+(\d+)", output))
+        row["inputs"] += int(stats.get("number_of_executed_units", 0))
+        row["peak_rss_mib"] = max(row["peak_rss_mib"], int(stats.get("peak_rss_mb", 0)))
+        row["coverage"] = max(row["coverage"], *map(int, re.findall(r"cov: (\d+)", output)), 0)
+        row["crashes"] = int(code != 0)
+    row["seconds"] = round(time.monotonic() - began_s, 1)
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+    if row["crashes"]:
+        print(output[-4000:])
+    return not row["crashes"]
+
+
+def _process(name: str, corpus: Path, inputs: int, seconds: float) -> tuple[str, int]:
+    command = [sys.executable, __file__, name, "--child", "--corpus", str(corpus)]
     done = subprocess.run(
         [*command, "--inputs", str(inputs), "--seconds", str(seconds)],
         capture_output=True,
         text=True,
         errors="replace",
     )
-    output = done.stdout + done.stderr
-    stats = dict(re.findall(r"stat::(\w+):\s+(\d+)", output))
-    coverage = [int(found) for found in re.findall(r"cov: (\d+)", output)]
-    row = {
-        "reader": name,
-        "inputs": int(stats.get("number_of_executed_units", 0)),
-        "seconds": round(time.monotonic() - began_s, 1),
-        "peak_rss_mib": int(stats.get("peak_rss_mb", 0)),
-        "coverage": max(coverage, default=0),
-        "crashes": int(done.returncode != 0),
-    }
-    with RESULTS.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps(row), flush=True)
-    if done.returncode:
-        print(output[-4000:])
-    return done.returncode == 0
+    return done.stdout + done.stderr, done.returncode
 
 
 def _table() -> None:

@@ -30,11 +30,18 @@ import _gpu_model as models
 import _harness as harness
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
-from brim.run.fitting import Need, machine, make_plan, put_in_force
+from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import Partition
-from brim.techniques.host_compute import compute_some_in_ram, split
-from brim.techniques.placement import loads_for
-from brim.techniques.weight_streaming import COMPUTE_RAM, FROM_RAM, NAME, RESIDENT, RING_SLOTS, Weights
+from brim.techniques.cpu_compute.technique import compute_some_in_ram, split
+from brim.techniques.streaming.placement import loads_for
+from brim.techniques.streaming.weight_streaming import (
+    COMPUTE_RAM,
+    FROM_RAM,
+    NAME,
+    RESIDENT,
+    RING_SLOTS,
+    Weights,
+)
 from brim.units import format_bytes, parse_bytes
 
 _STEP_BYTES = 1 << 30  # workspaces, and the activations of one token

@@ -2,10 +2,13 @@
 
     python bench/ordinary_programs.py                       # how many trace, and what was assumed
     python bench/ordinary_programs.py --python VENV/bin/python     # against PyTorch on the rehearsal device
+    python bench/ordinary_programs.py --python VENV/bin/python --output measurements/ordinary_programs.json
 
-Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. Programs whose sizes depend on values
-that the device computes are traced and not compared: the rehearsal device computes none. Convolutions' and recurrent
-layers' workspaces are cuDNN's own and on that device nothing; the trace counts none either.
+Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes whole numbers
+(for which it needs a C++ compiler) where sizes or branches depend on values; programs whose GPU joins equal
+indices of sparse tensors are left out there. Workspaces of convolutions are cuDNN's
+own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of recurrent
+layers are known to neither; both take what the layers cannot do without.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from typing import Any
 import _ordinary_worker
 import brim
 from brim.estimation.simulation import simulate
-from brim.rehearsal.build import build
+from brim.rehearsal import force
+from brim.rehearsal.environment import Environment, find
 from brim.rehearsal.settings import DeviceSettings
 from ordinary import Program, programs
 
 CAPABILITY = (9, 0)
 CARD = "H100"
-_SITE = "import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec('torch').origin).parents[1])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +67,36 @@ def traced(one: Program) -> Row:
     return Row(one, peak.allocated, peak.reserved, said="; ".join(f"{k}: {v}" for k, v in made.notes.items()))
 
 
-def on_device(chosen: Iterable[Program], python: Path, real: bool, *options: str) -> Iterator[dict[str, Any]]:
-    """What PyTorch says that each program took, by name; runs in processes of ``python``."""
+def on_device(
+    chosen: Iterable[Program], environment: Environment | None, *options: str, values: str = ""
+) -> Iterator[dict[str, Any]]:
+    """What PyTorch says that each program took, by name, on the rehearsal device; on this machine's GPU for None.
+
+    ``values``: what that device computes (``force.MODES``).
+    """
     here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}", "OMP_NUM_THREADS": "1"}
-    if not real:
-        site = subprocess.run([python, "-c", _SITE], capture_output=True, text=True, check=True).stdout.strip()
-        environment = DeviceSettings.of(CARD).environment(build(Path(site)), environment)
+    variables = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}", "OMP_NUM_THREADS": "1"}
+    python = Path(sys.executable)
+    if environment is not None:
+        python, variables = environment.python, environment.variables(DeviceSettings.of(CARD), variables)
+        variables |= force.environment(values, variables) if values else {}
     names = ",".join(one.name for one in chosen)
     command = [str(python), str(here / "_ordinary_worker.py"), names, *options]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as run:
         assert run.stdout is not None
         for line in run.stdout:
-            if line.startswith("{"):
+            if line.startswith('{"name"'):  # programs print too
                 yield json.loads(line)
 
 
-def compared(rows: list[Row], python: Path, real: bool) -> list[Row]:
+def compared(rows: list[Row], environment: Environment | None) -> list[Row]:
+    """The rows with what the programs took ``on_device``."""
     found = {row.program.name: row for row in rows}
-    asked = [row.program for row in rows if row.allocated is not None and not row.program.asks]
-    for answer in on_device(asked, python, real):
+    traced = [row.program for row in rows if row.allocated is not None and not (environment and row.program.merges)]
+    plain = on_device([one for one in traced if not one.asks], environment)
+    for answer in (*plain, *on_device([one for one in traced if one.asks], environment, values="whole")):
         row = found[answer["name"]]
         if "error" in answer:
             said = f"on the device: {answer['error'].strip().splitlines()[-1]}"
@@ -116,18 +127,36 @@ def told(rows: list[Row]) -> Iterator[str]:
             yield f"{what}: {len(offs)} compared, median {median(offs):.2%}, p95 {high:.2%}, most {offs[-1]:.2%}"
 
 
+def table(rows: list[Row]) -> dict[str, Any]:
+    """The rows and their differences, for a file."""
+    one = [
+        {"program": f"{row.program.kind}.{row.program.name}", "allocated_bytes": row.allocated,
+         "reserved_bytes": row.reserved, "device_allocated_bytes": row.true_allocated,
+         "device_reserved_bytes": row.true_reserved, "said": row.said}
+        for row in rows
+    ]  # fmt: skip
+    return {"card": CARD, "steps": _ordinary_worker.STEPS, "summary": list(told(rows))[len(rows) :], "programs": one}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="programs or kinds (default: all)")
-    parser.add_argument("--python", type=Path, help="of an environment with a CUDA build of PyTorch; compares")
+    parser.add_argument("--python", type=Path, help="a Python that `brim rehearse` runs with; compares")
     parser.add_argument("--real", action="store_true", help="compare with the GPU of this machine")
+    parser.add_argument("--output", type=Path, help="a JSON file for the table")
     options = parser.parse_args()
     chosen = [one for one in programs() if not options.names or {one.name, one.kind} & set(options.names)]
     rows = [traced(one) for one in chosen]
     if options.python or options.real:
-        rows = compared(rows, options.python or Path(sys.executable), options.real)
+        environment = None if options.real else find(options.python)
+        if environment is None and not options.real:
+            raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
+        rows = compared(rows, environment)
     for line in told(rows):
         print(line)
+    if options.output:
+        text = json.dumps(table(rows), indent=1).replace(f"{Path(__file__).parents[1]}/", "")
+        options.output.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

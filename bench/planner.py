@@ -38,7 +38,7 @@ import _harness as harness
 import _planner_points as points
 import _planner_report as report
 import _planner_seconds as seconds
-from brim.measure.cache import cache_folder
+from brim.measure.user_cache import cache_folder
 from brim.units import format_seconds, parse_bytes
 
 PACKAGES = ("brim", "torch", "transformers")

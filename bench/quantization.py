@@ -32,11 +32,11 @@ from rich.table import Table
 import _checkpoint as checkpoints
 import _harness as harness
 import brim
-from brim.run.models import open_model, prepare
-from brim.run.quality import bundled_text, perplexity
-from brim.run.quantized import PRECISIONS, open_as
-from brim.run.step_memory import Inputs
-from brim.techniques.quantization import GROUPS, SCHEMES, Quantization, apply
+from brim.run.fit.step_memory import Inputs
+from brim.run.model.opening import open_model, prepare
+from brim.run.model.quality import bundled_text, perplexity
+from brim.run.model.quantized import PRECISIONS, open_as
+from brim.techniques.quantization.technique import GROUPS, SCHEMES, Quantization, apply
 from brim.units import format_bytes, parse_bytes
 from off_grid import leave_the_grid
 
@@ -215,8 +215,8 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
     """One precision in this process: load, the prompt, then one token after the other."""
     from brim.measure.capacity import resident_bytes
     from brim.measure.monitor import Monitor
-    from brim.run.fitting import budgets, machine
-    from brim.run.inference import load_opened
+    from brim.run.fit.machine import budgets, machine
+    from brim.run.generate.load import load_opened
 
     hardware = machine("cpu")
     prepare(request["folder"])  # the model's code is no part of what is measured

@@ -40,9 +40,9 @@ def splits(ranks: int) -> dict[str, dict[str, Any]]:
 
 def train(folder: str, output: str, ways: str) -> None:
     """On every rank, one way after the other."""
-    from brim.run.distributed import train as run
-    from brim.run.distributed_request import SplitRequest
-    from brim.run.training_request import Request
+    from brim.run.ranks.request import SplitRequest
+    from brim.run.ranks.train import train as run
+    from brim.run.train.request import Request
 
     for number, (name, way) in enumerate(json.loads(ways).items()):
         split = {key: value for key, value in way.items() if key != "micro_batch"}
@@ -68,8 +68,8 @@ def measured(ranks: int, folder: Path, output: Path) -> dict[str, list[int]]:
 
 
 def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
-    from brim.estimation.parallel import Split
-    from brim.estimation.ranks import cpu_bytes, cpu_ram_bytes
+    from brim.estimation.ranks.estimate import cpu_bytes, cpu_ram_bytes
+    from brim.estimation.ranks.split import Split
 
     found = {}
     for name, way in splits(ranks).items():
@@ -81,7 +81,7 @@ def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def main(plot: Path) -> None:
-    from brim.run.regimes_picture import picture
+    from brim.run.plan.regimes_picture import picture
     from tiny_model import save_llama
 
     rows = []

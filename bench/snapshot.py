@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from brim.measure import snapshot
-from brim.memory.allocator import CachingAllocator
-from brim.memory.replay import replay
+from brim.allocator.caching_allocator import CachingAllocator
+from brim.recordings import snapshot
+from brim.recordings.replay import replay
 
 
 def write(path: Path, events: int) -> None:

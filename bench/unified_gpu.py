@@ -33,12 +33,12 @@ way, vram, total = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 tokens = json.loads(sys.argv[4])
 import torch
 from torch import nn
-from brim.run.launch import Settings
+from brim.run.script.settings import Settings
 width = {width}
 count = total // (2 * width * width)
 unified = None
 if way != "stream":
-    from brim.run.unified import Unified
+    from brim.run.script.unified import Unified
     settings = Settings(vram=vram, ram=total, mode="unified", managed=way == "managed")
     unified = Unified.for_process(settings)
 torch.manual_seed(0)

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from brim.techniques import attention_kernels, context_parallel
-from brim.techniques.context_attention import Ring, attention
+from brim.techniques.kv_offload import attention_kernels
+from brim.techniques.parallel import context_parallel
+from brim.techniques.parallel.context_attention import Ring, attention
 
 
 def largest_errors(ranks: int, folder: Path, *, dtype: torch.dtype, groups: int, scale: float | None) -> list[float]:

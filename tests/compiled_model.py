@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from brim.techniques import checkpointing
+from brim.techniques.checkpointing import technique as checkpointing
 
 _HEADS = 4
 _CONTEXTS = {

@@ -64,15 +64,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """For predictions of what oneDNN takes beside its operands, which is known for two threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory, known_machine: Hardware, one_thread: None) -> Iterator[Path]:
     """The user's cache folder for the whole session, where a probe finds ``known_machine`` and measures nothing."""
@@ -80,6 +71,6 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory, known_machine: Hardware
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home))
         share_conversions(home, tmp_path_factory)
-        facts = probing._fingerprint(RAM, home / "brim")
+        facts = probing._fingerprint(None, home / "brim")
         probing._remember(known_machine, probing._remembered_at(facts))
         yield home

@@ -84,3 +84,15 @@ def alone(folder: Path, prompts: Sequence[str], count: int, **options: Any) -> l
         )
         rows.append([int(token) for token in out[0][0 if encodes else ids.shape[1] :]])
     return rows
+
+
+def save_words_llama(folder: Path, layers: int) -> Path:
+    """A Llama of some 11 MiB a layer. Its tokens are far enough apart that rounding changes none."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=512, intermediate_size=1408, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=2, initializer_range=0.2, bos_token_id=0, eos_token_id=None, pad_token_id=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder, chat_template=None)
+    return folder

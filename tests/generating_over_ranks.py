@@ -19,9 +19,9 @@ def generated(ranks: int, *requests: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(*requests: str) -> None:
     """On every rank."""
-    from brim.run.distributed_generation import RanksRequest, generate
-    from brim.run.generation import Request
-    from brim.run.generation_sampling import Sampling
+    from brim.run.generate.request import Request
+    from brim.run.generate.sampling import Sampling
+    from brim.run.ranks.generate import RanksRequest, generate
 
     for text in requests:
         given = json.loads(text)

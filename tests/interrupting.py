@@ -21,7 +21,7 @@ from typing import Any
 
 import torch._dynamo  # noqa: F401  # every optimizer imports it, and it takes a while
 
-import brim.run.launch_decisions  # noqa: F401
+import brim.run.script.decide  # noqa: F401
 from brim.cli import main
 
 
@@ -38,18 +38,18 @@ class Moment:
     ended: bool = False
 
 
-ENFORCING = "brim.run.training_fit:make_memory"
+ENFORCING = "brim.run.fit.training:make_memory"
 MOMENTS = (
     Moment(),
-    Moment("brim.run.launch_decisions:machine"),
-    Moment("brim.run.training_prediction:make_states"),
+    Moment("brim.run.script.decide:machine"),
+    Moment("brim.run.train.strategy.prediction:make_states"),
     Moment("brim.predict.dispatch:RecordingMode._run", number=100),
-    Moment("brim.predict.dispatch:RecordingMode._run", number=100, after="brim.run.training_fit:climb_down"),
+    Moment("brim.predict.dispatch:RecordingMode._run", number=100, after="brim.run.train.strategy.choose:climb_down"),
     Moment(ENFORCING, ended=True),
-    Moment("brim.techniques.optimizer_offload:apply", after=ENFORCING),
-    Moment("brim.techniques.optimizer_offload:apply", after=ENFORCING, ended=True),
-    Moment("brim.run.launch_hooks:_run_new_hooks"),
-    Moment("brim.run.launch_hooks:_run_new_hooks", ended=True),
+    Moment("brim.techniques.optimizer_offload.technique:apply", after=ENFORCING),
+    Moment("brim.techniques.optimizer_offload.technique:apply", after=ENFORCING, ended=True),
+    Moment("brim.run.script.hooks:_run_new_hooks"),
+    Moment("brim.run.script.hooks:_run_new_hooks", ended=True),
 )
 
 

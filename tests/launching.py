@@ -19,9 +19,10 @@ import torch
 import torch._dynamo  # every optimizer imports it, and it takes a while
 
 import brim
-import brim.run.launch_decisions  # once here, not in every child
-from brim.run.launch import Program, Settings, run
-from brim.run.launch_script import execute
+import brim.run.script.decide  # once here, not in every child
+from brim.run.script.run import run
+from brim.run.script.script import Program, execute
+from brim.run.script.settings import Settings
 from cpu_truth import memory_events, peak_bytes
 
 OWN = str(Path(brim.__file__).parent) + os.sep  # as tracebacks name it; a checkout may have any name, brim's too

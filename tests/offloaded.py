@@ -12,7 +12,7 @@ from torch import nn
 
 from brim.core import Timeline
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
-from brim.techniques.optimizer_offload import OptimizerOffload, apply
+from brim.techniques.optimizer_offload.technique import OptimizerOffload, apply
 
 WIDTH, WORDS = 16, 24
 MIB = 1 << 20

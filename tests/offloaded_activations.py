@@ -11,7 +11,7 @@ from torch import nn
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory, fake_memory
-from brim.techniques.activation_offload import ActivationOffload, apply
+from brim.techniques.activation_offload.technique import ActivationOffload, apply
 
 KIB, MIB = 1 << 10, 1 << 20
 BLOCKS = tuple(f"blocks.{index}" for index in range(5))

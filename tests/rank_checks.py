@@ -17,10 +17,10 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from brim.estimation.parallel import Split
-from brim.estimation.ranks import cpu_bytes, cpu_ram_bytes
-from brim.run.data import Batches, open_data
-from brim.run.trainee import add_lora
+from brim.estimation.ranks.estimate import cpu_bytes, cpu_ram_bytes
+from brim.estimation.ranks.split import Split
+from brim.run.data.dataset import Batches, open_data
+from brim.run.model.training_model import add_lora
 from splitting import BATCH, LR, SEQ, STEPS, trained
 from tiny_model import save_tokenizer
 from trainings import weights

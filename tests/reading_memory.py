@@ -16,7 +16,7 @@ from typing import Any
 
 
 def read_log(path: Path) -> Any:
-    from brim.report.oom import read_oom
+    from brim.report.oom.reader import read_oom
 
     with path.open("rb") as file:
         return read_oom(file)
@@ -24,21 +24,21 @@ def read_log(path: Path) -> Any:
 
 def read_snapshot(path: Path) -> Any:
     """As a Timeline, which takes a replay."""
-    from brim.measure import snapshot
-    from brim.memory.recorded_timeline import recorded_run
+    from brim.recordings import snapshot
+    from brim.recordings.timeline import recorded_run
 
     found = snapshot.read(path)
     return [recorded_run(history, "run", stacks=found.stacks) for history in found.devices]
 
 
 def read_profile(path: Path) -> Any:
-    from brim.measure import profile
+    from brim.profiles import profiler as profile
 
     return profile.read(path)
 
 
 def read_nsight(path: Path) -> Any:
-    from brim.measure import nsight
+    from brim.profiles import nsight
 
     return nsight.read(path)
 

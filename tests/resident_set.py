@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 import brim
 from brim.memory import heap
-from brim.run import launch, launch_decisions
-from brim.run.launch_decisions import Decisions
-from brim.run.launch_hooks import Call
-from brim.run.launch_outcome import Outcome
-from brim.run.training_fit import tensor_bytes_of
+from brim.run.fit.training import tensor_bytes_of
+from brim.run.script import decide as launch_decisions
+from brim.run.script import run as launch
+from brim.run.script.decide import Decisions
+from brim.run.script.hooks import Call
+from brim.run.script.outcome import Outcome
 
 
 def status_bytes(name: str) -> int:

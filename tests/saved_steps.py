@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from brim.run.checkpoint import Checkpointer, Tensors
-from brim.run.checkpoint_reading import Checkpoint
+from brim.run.checkpoint.reading import Checkpoint
+from brim.run.checkpoint.saver import Checkpointer, Tensors
 
 # Every way in which a checkpoint's thread touches the disk.
 CALLS = [(os, name) for name in ("mkdir", "open", "pwrite", "fsync", "preadv", "rename", "unlink", "rmdir")]

@@ -76,9 +76,9 @@ def _children(parent: int) -> list[int]:
 
 def main(model: str, data: str, output: str, *splits: str) -> None:
     """On every rank."""
-    from brim.run.distributed import train
-    from brim.run.distributed_request import SplitRequest
-    from brim.run.training_request import Request
+    from brim.run.ranks.request import SplitRequest
+    from brim.run.ranks.train import train
+    from brim.run.train.request import Request
 
     of_split = {"zero", "tp", "pp", "interleave", "sequence_parallel", "stage_layers"}
     of_split |= {"offload_shards", "zero_bubble", "ep", "cp"}

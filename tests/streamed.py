@@ -11,8 +11,8 @@ from torch import nn
 
 import brim
 from brim.errors import BudgetError
-from brim.run.step_memory import Inputs
-from brim.techniques.weight_streaming import WeightStreaming
+from brim.run.fit.step_memory import Inputs
+from brim.techniques.streaming.weight_streaming import WeightStreaming
 
 MIB = 1 << 20
 INPUTS = Inputs(prompt=20, total=20)

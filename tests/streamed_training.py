@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from brim.core import Decision, Plan, Promise, Timeline
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
 from brim.techniques.blocks import Partition
-from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, NAME, RING_SLOTS
+from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, NAME, RING_SLOTS
 
 WIDTH, LAYERS, WORDS = 32, 6, 40
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from brim.run.data import Batches, open_data
-from brim.run.training import Request
-from brim.run.training_choice import Choice
-from brim.run.training_prediction import Prediction, Rehearsal
+from brim.run.data.dataset import Batches, open_data
+from brim.run.train.loop import Request
+from brim.run.train.strategy.choice import Choice
+from brim.run.train.strategy.prediction import Rehearsal, Rehearsed
 
 SEQ, BATCH, LR = 32, 2, 1e-3
 
@@ -54,17 +54,17 @@ def remember_predictions() -> Callable[[], None]:
     """From now on, what a choice takes is predicted once for each kind of training: it is most of a tiny one.
 
     Returns what ends it."""
-    predict, made = Rehearsal.predict, {}
+    rehearse, made = Rehearsal.rehearse, {}
 
-    def remembered(self: Rehearsal, choice: Choice) -> Prediction:
+    def remembered(self: Rehearsal, choice: Choice) -> Rehearsed:
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         key = (type(self.model), trained, self.batch, self.clip_norm, self.hardware.name, repr(choice))
         if key not in made:
-            made[key] = predict(self, choice)
+            made[key] = rehearse(self, choice)
         return made[key]
 
-    Rehearsal.predict = remembered  # type: ignore[method-assign]
-    return lambda: setattr(Rehearsal, "predict", predict)
+    Rehearsal.rehearse = remembered  # type: ignore[method-assign]
+    return lambda: setattr(Rehearsal, "rehearse", rehearse)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from brim.catalog.gpus import gpu as find_gpu
 from brim.catalog.presets import model as preset
 from brim.core import Trace
 from brim.errors import BrimError
-from brim.estimation.insertion import deepened
+from brim.estimation.layer_extrapolation import deepened
 
 STEPS = 2
 LONGEST = 768
@@ -129,7 +129,7 @@ def build(row: dict[str, str], layers: int = _LAYERS) -> Callable[[], Callable[[
 
 
 def _traced(row: dict[str, str]) -> Trace:
-    """From three traces of a few layers where all are alike (``brim.estimation.insertion``), else from one of all."""
+    """From three traces of a few layers where all are alike (``layer_extrapolation``), else from one of all."""
     card = find_gpu(row["gpu"])
     major, minor = (card.compute_capability or "8.9").split(".")
 

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import brim
 from accuracy import ground_truth
 from brim.core import Trace
-from brim.estimation.parallel_depth import deepened_in_pairs
-from brim.techniques.sharding import alone
+from brim.estimation.ranks.depth import deepened_in_pairs
+from brim.techniques.parallel.sharding import alone
 
 _BATCH, _TOKENS, _WIDTH, _INNER, _HEADS, _GROUPS, _VOCABULARY = 2, 8192, 4096, 14336, 32, 8, 128256
 _LAYERS, _FEW = 32, (2, 4, 6)

@@ -16,12 +16,12 @@ from typing import Any
 
 from accuracy import ground_truth
 from brim.core import Category, Storage, Trace
-from brim.estimation import ranks_torch
 from brim.estimation.models import find_model
-from brim.estimation.parallel import Split
-from brim.estimation.parallel_compose import BACKWARD, FORWARD, OPTIMIZER
-from brim.estimation.parallel_job import ParallelJob
-from brim.estimation.parallel_schedule import brief, turns
+from brim.estimation.ranks import torch_engine as ranks_torch
+from brim.estimation.ranks.compose import BACKWARD, FORWARD, OPTIMIZER
+from brim.estimation.ranks.job import ParallelJob
+from brim.estimation.ranks.schedule import brief, turns
+from brim.estimation.ranks.split import Split
 from brim.estimation.simulation import simulate
 from brim.estimation.workload import Workload
 

@@ -36,7 +36,7 @@ from accuracy import ground_truth
 from accuracy.table import Row
 from brim.catalog.presets import model as preset
 from brim.core import Trace
-from brim.estimation.insertion import deepened
+from brim.estimation.layer_extrapolation import deepened
 from brim.estimation.quantization import lora_layers, quantize
 
 _GIB = 1 << 30
@@ -192,7 +192,7 @@ def _traced(rung: Rung, layers: int) -> Trace:
 
 
 def peak_bytes(rung: Rung) -> int:
-    """From three traces of a few layers where all are alike (``brim.estimation.insertion``), else from one of all."""
+    """From three traces of a few layers where all are alike (``layer_extrapolation``), else from one of all."""
     found = deepened([_traced(rung, layers) for layers in _FEW], _LAYERS - _FEW[0])
     made = _traced(rung, _LAYERS) if found is None else found.trace
     return brim.simulate(made).peak_bytes.allocated

@@ -8,29 +8,35 @@ from dataclasses import dataclass
 from typing import Any
 
 Step = Callable[[], Any]
-KINDS = ("generative", "graphs", "language", "library", "plumbing", "reinforcement", "sequences", "vision")
+KINDS = (
+    "functional", "generative", "graphs", "language", "library", "multimodal", "numerics", "plumbing",
+    "reinforcement", "sequences", "systems", "vision",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """``build`` makes model, optimizer and data and returns a step. ``asks`` is whether sizes or branches of the step
-    depend on values that the device computes: where these are not computed, memory cannot be compared."""
+    depend on values that the device computes: only where whole numbers are, memory can be compared. ``merges``:
+    whether the device joins equal indices of sparse tensors, which the rehearsal device does not count: compared with
+    a GPU only."""
 
     kind: str
     name: str
     build: Callable[[], Step]
     asks: bool
+    merges: bool
 
 
 _PROGRAMS: list[Program] = []
 
 
-def program(build: Callable[[], Step] | None = None, *, asks: bool = False) -> Any:
+def program(build: Callable[[], Step] | None = None, *, asks: bool = False, merges: bool = False) -> Any:
     """Register ``build`` as an ordinary program."""
 
     def register(function: Callable[[], Step]) -> Callable[[], Step]:
         kind = function.__module__.rpartition(".")[2]
-        _PROGRAMS.append(Program(kind=kind, name=function.__name__, build=function, asks=asks))
+        _PROGRAMS.append(Program(kind=kind, name=function.__name__, build=function, asks=asks, merges=merges))
         return function
 
     return register if build is None else register(build)

@@ -93,7 +93,7 @@ def vae_example() -> Step:
     return step
 
 
-@program
+@program(asks=True)
 def vae_by_distributions() -> Step:
     from torch.distributions import Normal, kl_divergence
 

@@ -26,7 +26,7 @@ def _fit(parameters, loss_of) -> Step:
     return step
 
 
-@program
+@program(merges=True)
 def gcn_by_sparse_adjacency() -> Step:
     edges = _edges()
     adjacency = torch.sparse_coo_tensor(edges, torch.ones(EDGES), (NODES, NODES)).coalesce().cuda()
@@ -152,7 +152,7 @@ def text_classification_by_embedding_bag() -> Step:
     return _fit([*bag.parameters(), *head.parameters()], loss_of)
 
 
-@program
+@program(merges=True)
 def matrix_factorization_with_sparse_adam() -> Step:
     users, items = nn.Embedding(1000, 32, sparse=True).cuda(), nn.Embedding(2000, 32, sparse=True).cuda()
     optimizer = torch.optim.SparseAdam([*users.parameters(), *items.parameters()], lr=0.01)
@@ -208,3 +208,161 @@ def point_cloud_neighbours() -> Step:
         return F.cross_entropy(head(net(edges).amax(2).amax(1)), torch.arange(4, device="cuda"))
 
     return _fit([*net.parameters(), *head.parameters()], loss_of)
+
+
+@program(merges=True)
+def gcn_by_csr_adjacency() -> Step:
+    edges = _edges()
+    coo = torch.sparse_coo_tensor(edges, torch.ones(EDGES), (NODES, NODES)).coalesce()
+    adjacency = coo.to_sparse_csr().to("cuda")
+    first, second = nn.Linear(64, 32).cuda(), nn.Linear(32, 7).cuda()
+    x, y = torch.randn(NODES, 64).cuda(), (torch.arange(NODES) % 7).cuda()
+
+    def loss_of() -> torch.Tensor:
+        hidden = (adjacency @ first(x)).relu()
+        return F.cross_entropy(adjacency @ second(hidden), y)
+
+    return _fit([*first.parameters(), *second.parameters()], loss_of)
+
+
+@program(merges=True)
+def gcn_of_kipf_with_normalized_adjacency() -> Step:
+    """As pygcn has it: parameters of its own, torch.spmm, an adjacency with self-loops divided by degrees."""
+    edges = torch.cat((_edges(), torch.arange(NODES).repeat(2, 1)), 1)
+    degree = torch.zeros(NODES).scatter_add_(0, edges[0], torch.ones(edges.size(1)))
+    values = degree.pow(-0.5)[edges[0]] * degree.pow(-0.5)[edges[1]]
+    adjacency = torch.sparse_coo_tensor(edges, values, (NODES, NODES), device="cuda")
+    weights = [nn.Parameter(torch.randn(a, b, device="cuda") * 0.1) for a, b in ((64, 16), (16, 7))]
+    bias = nn.Parameter(torch.zeros(7, device="cuda"))
+    x, y = torch.randn(NODES, 64).cuda(), (torch.arange(NODES) % 7).cuda()
+
+    def loss_of() -> torch.Tensor:
+        hidden = F.dropout(F.relu(torch.spmm(adjacency, torch.mm(x, weights[0]))), 0.5)
+        out = torch.spmm(adjacency, torch.mm(hidden, weights[1])) + bias
+        return F.nll_loss(F.log_softmax(out, dim=1)[:140], y[:140])
+
+    return _fit([*weights, bias], loss_of)
+
+
+@program(merges=True)
+def graph_convolution_with_learned_edges() -> Step:
+    edges = _edges().cuda()
+    weights = nn.Parameter(torch.rand(EDGES, device="cuda"))
+    layer, head = nn.Linear(64, 64).cuda(), nn.Linear(64, 7).cuda()
+    x, y = torch.randn(NODES, 64).cuda(), (torch.arange(NODES) % 7).cuda()
+
+    def loss_of() -> torch.Tensor:
+        adjacency = torch.sparse_coo_tensor(edges, weights.sigmoid(), (NODES, NODES))
+        return F.cross_entropy(head(torch.sparse.mm(adjacency, layer(x)).relu()), y)
+
+    return _fit([weights, *layer.parameters(), *head.parameters()], loss_of)
+
+
+@program
+def label_propagation_by_powers_of_sparse_adjacency() -> Step:
+    adjacency = torch.sparse_coo_tensor(_edges(), torch.full((EDGES,), 0.25), (NODES, NODES)).coalesce().cuda()
+    head = nn.Linear(64, 7).cuda()
+    x, y = torch.randn(NODES, 64).cuda(), (torch.arange(NODES) % 7).cuda()
+    with torch.no_grad():
+        for _ in range(3):
+            x = 0.9 * torch.sparse.mm(adjacency, x) + 0.1 * x
+
+    return _fit(head.parameters(), lambda: F.cross_entropy(head(x), y))
+
+
+@program
+def dense_batches_from_sparse_features() -> Step:
+    """Bags of words that rest on the host as a sparse matrix; batches are made dense."""
+    rows, words = torch.arange(4000) % 400, (torch.arange(4000) * 31) % 2000
+    bags = torch.sparse_coo_tensor(torch.stack((rows, words)), torch.ones(4000), (400, 2000)).coalesce()
+    net = nn.Sequential(nn.Linear(2000, 64), nn.ReLU(), nn.Linear(64, 4)).cuda()
+    chosen = torch.arange(64)
+
+    def loss_of() -> torch.Tensor:
+        batch = bags.index_select(0, chosen).to_dense().cuda()
+        return F.cross_entropy(net(batch), (chosen % 4).cuda())
+
+    return _fit(net.parameters(), loss_of)
+
+
+@program
+def skip_gram_with_sparse_embeddings() -> Step:
+    words, contexts = nn.Embedding(3000, 64, sparse=True).cuda(), nn.Embedding(3000, 64, sparse=True).cuda()
+    optimizer = torch.optim.SGD([*words.parameters(), *contexts.parameters()], lr=0.1)
+
+    def step() -> None:
+        center = (torch.arange(256) * 3 % 3000).cuda()
+        around, noise = (torch.arange(256) * 7 % 3000).cuda(), torch.randint(0, 3000, (256, 5)).cuda()
+        optimizer.zero_grad()
+        w = words(center)
+        good = F.logsigmoid((w * contexts(around)).sum(-1))
+        bad = F.logsigmoid(-(contexts(noise) @ w.unsqueeze(-1)).squeeze(-1)).sum(-1)
+        (-(good + bad)).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+@program(merges=True)
+def embedding_bags_with_sparse_adagrad() -> Step:
+    bag = nn.EmbeddingBag(5000, 32, mode="mean", sparse=True).cuda()
+    head = nn.Linear(32, 4).cuda()
+    sparse = torch.optim.Adagrad(bag.parameters(), lr=0.1)
+    dense = torch.optim.Adam(head.parameters())
+    text, offsets = (torch.arange(1024) * 11 % 5000).cuda(), torch.arange(0, 1024, 16).cuda()
+
+    def step() -> None:
+        sparse.zero_grad()
+        dense.zero_grad()
+        F.cross_entropy(head(bag(text, offsets)), (torch.arange(64) % 4).cuda()).backward()
+        sparse.step()
+        dense.step()
+
+    return step
+
+
+@program
+def embedding_bags_weighted_and_of_maxima() -> Step:
+    weighted = nn.EmbeddingBag(3000, 32, mode="sum", padding_idx=0).cuda()
+    largest = nn.EmbeddingBag(3000, 32, mode="max").cuda()
+    head = nn.Linear(64, 3).cuda()
+    words = (torch.arange(128 * 20).view(128, 20) * 13 % 3000).cuda()
+    weights = torch.rand(128, 20).cuda()
+
+    def loss_of() -> torch.Tensor:
+        both = torch.cat((weighted(words, per_sample_weights=weights), largest(words)), 1)
+        return F.cross_entropy(head(both), (torch.arange(128) % 3).cuda())
+
+    return _fit([*weighted.parameters(), *largest.parameters(), *head.parameters()], loss_of)
+
+
+@program
+def graph_transformer_with_laplacian_positions() -> Step:
+    edges = _edges()
+    adjacency = torch.zeros(NODES, NODES)
+    adjacency[edges[0], edges[1]] = 1
+    laplacian = torch.diag(adjacency.sum(1)) - (adjacency + adjacency.t()) / 2
+    positions = torch.linalg.eigh(laplacian)[1][:, 1:9].cuda()
+    embed = nn.Linear(64 + 8, 64).cuda()
+    layer, head = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).cuda(), nn.Linear(64, 7).cuda()
+    x, y = torch.randn(NODES, 64).cuda(), (torch.arange(NODES) % 7).cuda()
+
+    def loss_of() -> torch.Tensor:
+        signs = torch.randint(0, 2, (1, 8), device="cuda") * 2 - 1
+        hidden = layer(embed(torch.cat((x, positions * signs), 1)).unsqueeze(0))
+        return F.cross_entropy(head(hidden.squeeze(0)), y)
+
+    return _fit([*embed.parameters(), *layer.parameters(), *head.parameters()], loss_of)
+
+
+@program
+def two_tower_recommender_with_hashed_features() -> Step:
+    table = nn.EmbeddingBag(10_000, 32, mode="sum").cuda()
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).cuda()
+
+    def loss_of() -> torch.Tensor:
+        features = (torch.arange(256 * 8).view(256, 8).cuda() * 2654435761) % 10_000
+        users, items = net(table(features)).chunk(2)
+        return F.cross_entropy(users @ items.t(), torch.arange(128, device="cuda"))
+
+    return _fit([*table.parameters(), *net.parameters()], loss_of)

@@ -165,7 +165,7 @@ def masked_lm() -> Step:
     return step
 
 
-@program
+@program(asks=True)
 def masked_lm_of_chosen_positions() -> Step:
     embed, head = nn.Embedding(VOCAB, WIDTH).cuda(), nn.Linear(WIDTH, VOCAB).cuda()
     optimizer = torch.optim.AdamW([*embed.parameters(), *head.parameters()], lr=1e-4)

@@ -84,7 +84,7 @@ def sgd_fused() -> Step:
     return _with_optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True))
 
 
-@program
+@program(asks=True)
 def lbfgs() -> Step:
     net, (x, y) = _net().cuda(), _data()
     optimizer = torch.optim.LBFGS(net.parameters(), lr=1, max_iter=4, history_size=4)
@@ -207,7 +207,7 @@ def confusion_by_bincount() -> Step:
     return step
 
 
-@program
+@program(asks=True)
 def checks_of_gradients() -> Step:
     net, (x, y) = _net().cuda(), _data()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -423,7 +423,7 @@ def focal_and_binary_losses() -> Step:
     return step
 
 
-@program
+@program(asks=True)
 def label_smoothing_and_class_weights() -> Step:
     net, (x, y) = _net().cuda(), _data()
     criterion = nn.CrossEntropyLoss(weight=1 / torch.bincount(y).float(), label_smoothing=0.1)

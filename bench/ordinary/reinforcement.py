@@ -30,7 +30,7 @@ def _mlp(width: int, out: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 128), nn.ReLU(), nn.Linear(128, out)).to("cuda")
 
 
-@program
+@program(asks=True)
 def deep_q_learning() -> Step:
     policy, target, world = _mlp(4, 2), _mlp(4, 2), Pole()
     target.load_state_dict(policy.state_dict())
@@ -66,7 +66,7 @@ def deep_q_learning() -> Step:
     return step
 
 
-@program
+@program(asks=True)
 def reinforce() -> Step:
     policy, world = _mlp(4, 2), Pole()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
@@ -93,7 +93,7 @@ def reinforce() -> Step:
     return step
 
 
-@program
+@program(asks=True)
 def proximal_policy_optimization() -> Step:
     actor, critic = _mlp(8, 4), _mlp(8, 1)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=2.5e-4, eps=1e-5)
@@ -133,7 +133,7 @@ def proximal_policy_optimization() -> Step:
     return step
 
 
-@program
+@program(asks=True)
 def soft_actor_critic() -> Step:
     actor, first, second = _mlp(8, 4), _mlp(10, 1), _mlp(10, 1)
     log_alpha = torch.zeros(1, requires_grad=True, device="cuda")

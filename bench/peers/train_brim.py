@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from brim.core import Plan
-from brim.run.training import Request, train
-from brim.run.training_report import StepReport
+from brim.run.train.loop import Request, train
+from brim.run.train.report import StepReport
 from peers.training import LR, Outcome, Setting
 
 TITLE = "brim train"

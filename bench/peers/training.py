@@ -91,7 +91,7 @@ def batches(setting: Setting) -> Iterator[Batch]:
     """The batches of all steps, the same as ``brim train`` makes of this data."""
     from transformers import AutoTokenizer
 
-    from brim.run.data import Batches, open_data
+    from brim.run.data.dataset import Batches, open_data
 
     dataset = open_data(setting.data, AutoTokenizer.from_pretrained(setting.checkpoint), setting.seq)
     return itertools.islice(Batches(dataset, setting.batch, pad_to=setting.seq), setting.steps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from brim.version import __version__
+
 if TYPE_CHECKING:
     from brim.estimation.estimate import estimate as estimate
     from brim.estimation.simulation import simulate as simulate
@@ -12,18 +14,16 @@ if TYPE_CHECKING:
     from brim.measure.watch import watch as watch
     from brim.predict.tracer import trace as trace
     from brim.rehearsal.rehearse import rehearse as rehearse
-    from brim.run.fit import fit as fit
-    from brim.run.inference import load as load
-    from brim.run.plan import plan as plan
-
-__version__ = "0.1.0"
+    from brim.run.fit.api import fit as fit
+    from brim.run.generate.load import load as load
+    from brim.run.plan.api import plan as plan
 
 # The verbs of the public interface and where each lives. Loaded on first use (PEP 562): `import brim` costs nothing.
 _EXPORTS = {
     "estimate": "brim.estimation.estimate",
-    "fit": "brim.run.fit",
-    "load": "brim.run.inference",
-    "plan": "brim.run.plan",
+    "fit": "brim.run.fit.api",
+    "load": "brim.run.generate.load",
+    "plan": "brim.run.plan.api",
     "probe": "brim.measure.probe",
     "rehearse": "brim.rehearsal.rehearse",
     "simulate": "brim.estimation.simulation",

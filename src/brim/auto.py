@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 
-from brim.run import launch
+from brim.run.script.run import is_watched, watch
+from brim.run.script.settings import Settings
 
-if not launch.is_watched():
-    atexit.register(launch.watch(launch.Settings.of_environment(os.environ)).end)
+if not is_watched():
+    atexit.register(watch(Settings.of_environment(os.environ)).end)

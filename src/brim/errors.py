@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import sys
+
 
 class BrimError(Exception):
     """The family of all expected failures. ``exit_code`` is what the command line returns for it."""
@@ -40,6 +43,47 @@ class BudgetError(BrimError):
         self.smallest_bytes = smallest_bytes or {}
 
 
+# Of PyTorch's allocators, of RMM's (under unified memory), of the C library, and of libraries that allocate by
+# themselves.
+_MEMORY_RAN_OUT = (
+    "out of memory", "not enough memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc",
+    "_ALLOC_FAILED",
+)  # fmt: skip
+# What cuBLAS and cuDNN say when their handle could not be made: for want of memory, or of a device that works.
+_NOT_INITIALIZED = "_STATUS_NOT_INITIALIZED"
+_HANDLE_BYTES = (
+    64 << 20
+)  # cuBLAS's and cuDNN's handles take some tens of MiB of the driver's, beside PyTorch's memory
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out: PyTorch's, Python's, the C library's, or one of brim's pools."""
+    if isinstance(error, (MemoryError, BudgetError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    ):  # PyTorch's, which is not imported here
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    return any(text in said for text in _MEMORY_RAN_OUT) or (_NOT_INITIALIZED in said and _has_no_room_on_gpu())
+
+
+def _has_no_room_on_gpu() -> bool:
+    """Whether the GPU in use has less free than a library's handle takes."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    try:
+        free_bytes, _ = torch.cuda.mem_get_info()
+    except RuntimeError:  # a device that answers nothing any more is not full
+        return False
+    return bool(free_bytes < _HANDLE_BYTES)
+
+
 class TransferError(BrimError):
     """Bytes could not be moved between tiers: a disk read failed, a file shrank."""
 
@@ -48,6 +92,10 @@ class UnsupportedError(BrimError):
     """The request is sound, but brim cannot do it with this model or machine."""
 
     exit_code = 2
+
+
+class OperationError(UnsupportedError):
+    """An operation of a program that is traced failed; its cause is what PyTorch said."""
 
 
 class FormatError(BrimError, ValueError):

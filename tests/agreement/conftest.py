@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import brim
-from brim.techniques.weight_streaming import RESIDENT, WeightStreaming
+from brim.techniques.streaming.weight_streaming import RESIDENT, WeightStreaming
 
 WIDTH, WORDS = 48, 40
 

@@ -15,7 +15,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.pool import Pool
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
-from brim.techniques.activation_offload import apply, options
+from brim.techniques.activation_offload.technique import apply, options
 from cpu_truth import measured_peak_bytes
 from offloaded_activations import BLOCKS, FAKES, KIB, MIB, SMALLEST, TIERS, WINDOW, Net, step
 
@@ -43,6 +43,7 @@ def run(memory: Memory, blocks: tuple[str, ...], window_bytes: int) -> dict[str,
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tier", list(TIERS))
 @pytest.mark.parametrize("blocks", [BLOCKS, BLOCKS[::2]], ids=["all", "some"])
 @pytest.mark.parametrize("window_bytes", [0, WINDOW, 64 * MIB])

@@ -7,8 +7,8 @@ import gzip
 import pytest
 
 import allocator_truth
-from brim.measure import snapshot
-from brim.memory.replay import replay
+from brim.recordings import snapshot
+from brim.recordings.replay import replay
 
 RECORDS = sorted(allocator_truth.FOLDER.glob("*.pickle.gz"))
 

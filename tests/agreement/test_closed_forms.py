@@ -37,6 +37,7 @@ def traced_bytes(study, category, *, at_end=True):
     return sum(s.bytes for s in storages if s.category is category and (s.died is None or not at_end))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
 def test_parameters_and_gradients_are_count_times_size(study, name, precision, dtype):

@@ -43,6 +43,7 @@ def prepare(model: nn.Module, adapter: str, tools: Any) -> nn.Module:
 # -- tied x LoRA x compile x state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("adapter", ["none", "before", "after"])
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
@@ -78,6 +79,7 @@ def test_compiled_before_it_is_fitted(tools: Any, same: Same) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_inductor_gives_what_it_gives_unfitted(tools: Any, ids: torch.Tensor) -> None:
     twin, model = tools.make(layers=3), tools.make(layers=3)
     tools.fit(model, example=[ids], **({} if tools.device == "cpu" else {"ram": "1MiB"}))
@@ -262,7 +264,7 @@ def test_changes_to_blocks_that_one_call_needs_together(tools: Any, same: Same) 
 def test_values_of_another_dtype_are_refused_and_can_be_taken_back(tools: Any, same: Same, ids: torch.Tensor) -> None:
     twin, model = tools.make(), tools.make()
     tools.fit(model)
-    weight = next(s for s in model.brim._streamed if "layers" in s.block.name).parameters[0]
+    weight = next(s for s in model.brim._streamed_blocks if "layers" in s.block.name).parameters[0]
     kept = weight.data.clone()
     weight.data = kept.double()
     with torch.no_grad(), pytest.raises(UnsupportedError, match="float64"):

@@ -13,8 +13,6 @@ from brim.predict.tracer import trace
 from cpu_compare import predicted_events
 from cpu_truth import memory_events, peak_bytes
 
-pytestmark = pytest.mark.usefixtures("two_threads")
-
 _BF16, _LAST = torch.bfloat16, torch.channels_last
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import cpu_sweep
 
-pytestmark = [pytest.mark.usefixtures("two_threads"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize(("kind", "family"), [("causal", "jetmoe"), ("masked", "esm"), ("both", "m2m_100")])

@@ -14,13 +14,20 @@ from brim.core import EventKind, Plan, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.planner import plan_streaming
-from brim.run.expert_plans import expert_ways
-from brim.run.fitting import Need, machine, make_job, make_plan, predict, put_in_force
-from brim.run.inference import by_parameter, materialize, verifier
-from brim.run.models import open_model
+from brim.run.fit.machine import (
+    Need,
+    machine,
+    make_job,
+    make_plan,
+    predict,
+    put_in_force,
+)
+from brim.run.generate.load import by_parameter, materialize, verifier
+from brim.run.model.opening import open_model
+from brim.run.plan.expert_plans import expert_ways
 from brim.techniques.blocks import Partition, find_blocks
-from brim.techniques.experts import CACHE_DISK, CACHE_RAM, EXPERT_SLOTS, NAME
-from brim.techniques.weight_streaming import Weights, WeightStreaming
+from brim.techniques.experts.technique import CACHE_DISK, CACHE_RAM, EXPERT_SLOTS, NAME
+from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from families import assert_same_generation, generated, inputs, make, size_of
 from recorded import peaks, settled
 

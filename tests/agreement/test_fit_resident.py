@@ -47,6 +47,7 @@ LOOP = textwrap.dedent("""
 """)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget_mib", [480, pytest.param(600, marks=pytest.mark.slow)])
 def test_the_resident_set_keeps_to_the_budget(budget_mib: int) -> None:
     done = subprocess.run(

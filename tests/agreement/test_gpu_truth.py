@@ -63,6 +63,7 @@ def test_a_case_whose_process_crashed_is_left_out_of_the_comparison() -> None:
     gpu_truth.show([crashed], {})  # names it in the table
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mobilenet-adagrad", "unet-bf16", "llama-lora", "t5-generate"])
 def test_a_case_is_run_and_predicted_from_its_record(name: str) -> None:
     """What the benchmark does on a GPU, in small on the CPU."""

@@ -11,8 +11,8 @@ import pytest
 
 from accuracy import ground_truth
 from brim import catalog
-from brim.estimation.parallel import Split
-from brim.estimation.ranks import ParallelEstimate, estimate_ranks
+from brim.estimation.ranks.estimate import ParallelEstimate, estimate_ranks
+from brim.estimation.ranks.split import Split
 
 MIB = 1 << 20
 CASES = ground_truth.folder() / "simumax_b200.csv"

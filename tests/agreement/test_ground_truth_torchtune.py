@@ -12,6 +12,7 @@ GIB = 1 << 30
 HALF_A_DIGIT = 0.05 * GIB  # figures are published to a tenth of a GiB
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(not (ground_truth.folder() / "published_tables.csv").exists(), reason="the table is not here"),
     pytest.mark.filterwarnings("ignore"),  # of transformers, about its own future
 ]

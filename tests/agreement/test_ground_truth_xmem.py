@@ -32,6 +32,7 @@ def predicted(run: tuple[str, str, str]) -> Row:
     return xmem.predict(next(row for row in rows if (row["model"], row["optimizer"], row["batch_size"]) == run))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", RUNS)
 def test_a_runs_memory_is_predicted_within_eight_percent(run: tuple[str, str, str]) -> None:
     assert abs(predicted(run).error) <= 0.08
@@ -47,6 +48,7 @@ def test_full_batches_of_text_are_predicted_within_half_a_percent(run: tuple[str
 
 
 # A run with engines of cuDNN that take a workspace, beside those above: the bound is what allows for them.
+@pytest.mark.thorough
 @pytest.mark.parametrize("run", [*RUNS, ("MnasNet", "AdamW", "200")])
 def test_no_run_took_more_than_the_upper_bound(run: tuple[str, str, str]) -> None:
     assert predicted(run).notes["bound over"] >= 0

@@ -11,13 +11,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
-from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
-from brim.run.inference import by_parameter, materialize, verifier
-from brim.run.models import open_model
-from brim.run.step_memory import watch_example
+from brim.run.fit.machine import (
+    Need,
+    machine,
+    make_plan,
+    predict,
+    put_in_force,
+)
+from brim.run.fit.step_memory import watch_example
+from brim.run.generate.load import by_parameter, materialize, verifier
+from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
-from brim.techniques.host_compute import compute_some_in_ram
-from brim.techniques.weight_streaming import COMPUTE_RAM, Weights, WeightStreaming
+from brim.techniques.cpu_compute.technique import compute_some_in_ram
+from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, Weights, WeightStreaming
 from families import assert_same_generation, generated, inputs, make, size_of
 from recorded import lanes, peaks, settled
 
@@ -45,6 +51,7 @@ def fit(model: nn.Module, *, share: float = 0.5, example: Any = None) -> WeightS
     return put_in_force(model, partition, plan, machine("emulated"), Weights(), "emulated")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_what_is_predicted_is_what_happens(make_tiny: Any, tied: bool, share: float) -> None:
@@ -70,6 +77,7 @@ def test_what_is_predicted_is_what_happens(make_tiny: Any, tied: bool, share: fl
     assert peaks(handle.memory) == real_peaks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "fine"), [*((name, False) for name in NAMES), *((name, True) for name in FINE)])
 def test_the_same_bits_as_the_whole_model(name: str, fine: bool) -> None:
     """Also (``fine``) where single modules are computed apart from what is around them."""
@@ -83,6 +91,7 @@ def test_the_same_bits_as_the_whole_model(name: str, fine: bool) -> None:
         assert torch.equal(model(**given).logits, wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "mamba"])
 def test_generation_with_a_cache_that_lives_in_both_tiers(name: str, share: float) -> None:

@@ -11,9 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory.tiers import Memory
-from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
-from brim.techniques import kv_cache
-from brim.techniques.weight_streaming import Weights
+from brim.run.fit.machine import (
+    Need,
+    machine,
+    make_plan,
+    predict,
+    put_in_force,
+)
+from brim.techniques.kv_offload import cache as kv_cache
+from brim.techniques.streaming.weight_streaming import Weights
 from generating import make
 
 PIECES = [4, 3, 1, 1, 1, 1]
@@ -43,6 +49,7 @@ def run(model: Any, memory: Memory, placement: kv_cache.Placement) -> None:
             getattr(memory.engine, lane).submit(lambda: None).wait()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("resting", [0, 5, TOKENS])
 @pytest.mark.parametrize(("device", "share"), [("cpu", 0.6), ("emulated", 0.6)])
 def test_what_is_predicted_is_what_happens(device: Any, share: float, resting: int) -> None:

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import brim
-from brim.run.fitting import Need, machine, make_plan, put_in_force
-from brim.run.inference import by_parameter, materialize, verifier
-from brim.run.models import open_model
-from brim.run.step_memory import watch_example
-from brim.techniques.weight_streaming import RESIDENT, Weights, WeightStreaming
+from brim.run.fit.machine import Need, machine, make_plan, put_in_force
+from brim.run.fit.step_memory import watch_example
+from brim.run.generate.load import by_parameter, materialize, verifier
+from brim.run.model.opening import open_model
+from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
 from families import assert_same_generation, generated
 
 SHARE = 0.4
@@ -122,6 +122,7 @@ def check_plan(handle: WeightStreaming, bytes: int, share: float = SHARE) -> Non
         assert pool.peak_bytes <= int(bytes * share)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("name", [*MODELS, "unet"])
 def test_a_module_in_part_of_its_bytes(name: str, device: str) -> None:
@@ -137,6 +138,7 @@ def test_a_module_in_part_of_its_bytes(name: str, device: str) -> None:
         assert torch.equal(first_tensor(model(**given)), wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("name", GENERATING)
 def test_generation_with_a_cache(name: str, device: str) -> None:
@@ -165,6 +167,7 @@ def load_within(folder: Path, device: str, example: Any, share: float = FILE_SHA
     return opened.module, opened.bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_folder_in_part_of_its_bytes(name: str, device: str, tmp_path: Path) -> None:
@@ -183,6 +186,7 @@ def test_a_folder_in_part_of_its_bytes(name: str, device: str, tmp_path: Path) -
         assert torch.equal(first_tensor(module(**given)), wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("share", [0.8, 0.9, 0.95])
 def test_an_embedding_at_an_odd_offset_of_its_file_is_read_right(share: float, device: str, tmp_path: Path) -> None:
@@ -207,6 +211,7 @@ def test_an_embedding_at_an_odd_offset_of_its_file_is_read_right(share: float, d
     module.brim.remove()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "t5", "vit"])
 def test_load(name: str, tmp_path: Path) -> None:
     model, given = make(name), inputs(name)
@@ -217,6 +222,7 @@ def test_load(name: str, tmp_path: Path) -> None:
     module.brim.remove()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("change", ["loaded", "added"])
 def test_weights_of_a_folder_can_be_changed(device: str, change: str, tmp_path: Path) -> None:
@@ -252,6 +258,7 @@ def smollm2() -> Path:
     return next(Path(origin).parent.rglob("*.gguf"))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_real_weights_give_the_same_text_and_logits(smollm2: Path, cache_home: Path) -> None:
     opened = open_model(smollm2)

@@ -14,7 +14,7 @@ import brim
 from brim.core import EventKind, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import Memory, fake_memory
-from brim.techniques.optimizer_offload import apply
+from brim.techniques.optimizer_offload.technique import apply
 from offloaded import MIB, OPTIMIZERS, WORDS, machine, make
 
 STEPS = 3
@@ -89,6 +89,7 @@ def predicted(kind: str, *args: Any, **options: Any) -> Facts:
     return facts(memory, timeline, handle.written_bytes_per_step)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind", "states", "gradients", "way"),
     [

@@ -33,6 +33,7 @@ def _ends(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_published_peaks_are_met():
     errors = []
@@ -48,6 +49,7 @@ def test_published_peaks_are_met():
     assert errors[int(len(errors) * 0.95)] <= 0.03
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_every_plain_row_is_built_or_has_a_reason():
     """Growth with size is right even where a run held memory of the one before."""

@@ -27,13 +27,19 @@ import brim
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory.tiers import Memory
-from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
-from brim.run.inference import by_parameter, materialize, verifier
-from brim.run.models import open_model
-from brim.run.quality import bundled_text, perplexity
-from brim.run.quantized import open_quantized
-from brim.techniques.quantization import SCHEMES, Quantization, apply, quantize_meta
-from brim.techniques.weight_streaming import FROM_DISK, RESIDENT, Weights
+from brim.run.fit.machine import (
+    Need,
+    machine,
+    make_plan,
+    predict,
+    put_in_force,
+)
+from brim.run.generate.load import by_parameter, materialize, verifier
+from brim.run.model.opening import open_model
+from brim.run.model.quality import bundled_text, perplexity
+from brim.run.model.quantized import open_quantized
+from brim.techniques.quantization.technique import SCHEMES, Quantization, apply, quantize_meta
+from brim.techniques.streaming.weight_streaming import FROM_DISK, RESIDENT, Weights
 from off_grid import leave_the_grid
 
 STEPS, STEP_BYTES = 3, 1000
@@ -80,6 +86,7 @@ def peaks(memory: Memory) -> dict[str, int]:
     return {pool.tier: pool.peak_bytes for pool in (memory.compute, memory.ram)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("scheme", "device", "shares"),
     [
@@ -144,6 +151,7 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=99))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("make", "scheme"), [(llama, "int8"), (llama, "int4"), (llama, "fp8"), (gpt2, "int4")])
 def test_an_estimate_counts_the_bytes_that_a_run_holds(make: Any, scheme: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -208,8 +216,8 @@ import json, sys
 import torch
 import brim
 from brim.measure.monitor import Monitor
-from brim.run.models import prepare
-from brim.run.step_memory import Inputs
+from brim.run.model.opening import prepare
+from brim.run.fit.step_memory import Inputs
 
 brim.probe(device="cpu")
 prepare(sys.argv[1])
@@ -223,6 +231,7 @@ print(json.dumps([model.brim.plan.promise.peak_bytes["ram"], usage.ram_growth_by
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the high water from /proc")
 @pytest.mark.parametrize(
     ("scheme", "ram"), [("int8", "215MB"), pytest.param("int4", "200MB", marks=pytest.mark.slow)]

@@ -33,6 +33,7 @@ def is_as_under_python(code: int, out: str, err: str) -> None:
     assert OWN not in err, err  # no line of brim's
 
 
+@pytest.mark.thorough
 def test_an_interrupt_at_many_moments_of_the_first_call(tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, interrupting.__file__, SCRIPT, str(tmp_path), "5MiB"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=hear_interrupts)
@@ -44,6 +45,7 @@ def test_an_interrupt_at_many_moments_of_the_first_call(tmp_path: Path, environm
         is_as_under_python(code, out, f"{moment}\n{err}")
 
 
+@pytest.mark.thorough
 def test_an_interrupt_while_it_is_made_sure_that_a_model_fits(environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "brim", "run", SCRIPT, "1"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=hear_interrupts)

@@ -21,6 +21,7 @@ from launching import SCRIPTS
 PROGRAM = Path(__file__).parents[1] / "resident_set.py"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
 @pytest.mark.parametrize(
     ("name", "narrow", "wide", "ram_mib"),

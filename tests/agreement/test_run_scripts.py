@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from brim.run.launch import Settings, run
-from brim.run.launch_script import Program
+from brim.run.script.run import run
+from brim.run.script.script import Program
+from brim.run.script.settings import Settings
 from launching import OWN, SCRIPTS, Ended, budgeted, hear_interrupts, in_child, plainly, program
 
 # Name, arguments, share of the need. The two models of checkpoints are never there at once: it is half of one.
@@ -71,6 +72,7 @@ def compared(what: Program, share: float, folder: Path) -> None:
     keeps_to(ended, budget_bytes, together="checkpoints" not in what.target)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "arguments", "share"), QUICK, ids=[one[0] for one in QUICK])
 def test_a_script_under_a_budget(name: str, arguments: tuple[str, ...], share: float, tmp_path: Path) -> None:
     compared(program(name, *arguments), share, tmp_path)
@@ -82,6 +84,7 @@ def test_a_longer_script_under_a_budget(name: str, arguments: tuple[str, ...], s
     compared(program(name, *arguments), share, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_data_loader(context: str, tmp_path: Path) -> None:
     compared(program("workers", context), 0.5, tmp_path)
@@ -105,6 +108,7 @@ def test_scripts_that_a_library_ships(name: str, tmp_path: Path) -> None:
     assert ended.found["models"] == []
 
 
+@pytest.mark.thorough
 def test_what_fits_is_left_alone_and_its_need_is_what_it_takes(tmp_path: Path) -> None:
     what = program("plain_loop")
     plain = plainly(what, tmp_path)
@@ -129,6 +133,7 @@ def test_a_training_is_killed_by_ctrl_c_as_python_is(tmp_path: Path) -> None:
     assert err.splitlines()[-1] == "KeyboardInterrupt"
 
 
+@pytest.mark.thorough
 def test_both_kinds_of_report(tmp_path: Path) -> None:
     what, page = program("exits", "--code", "0"), tmp_path / "run.html"
     ended = budgeted(what, tmp_path, ram="9MiB")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from brim.run.models import prepare
+from brim.run.model.opening import prepare
 from onlooker import watched
 
 MIB = 1 << 20
@@ -67,6 +67,7 @@ def check_memory(found: dict[str, Any], budget_bytes: int) -> None:
     assert abs(measured - promised) <= 0.05 * promised
 
 
+@pytest.mark.thorough
 def test_full_fine_tuning_in_900_mib_has_the_losses_of_plain_pytorch(
     smollm2: Path, text: Path, probed_home: Path, tmp_path: Path
 ) -> None:
@@ -84,6 +85,7 @@ def test_full_fine_tuning_in_900_mib_has_the_losses_of_plain_pytorch(
     assert found["measured_bytes"]["disk"] >= 1000 * MIB  # two moments of 538 MB each
 
 
+@pytest.mark.thorough
 def test_lora_in_350_mib(smollm2: Path, text: Path, probed_home: Path, tmp_path: Path) -> None:
     arguments = [str(smollm2), *common(text, tmp_path), "--steps", str(STEPS), "--lr", "1e-3", "--ram", "350MiB"]
     arguments += ["--method", "lora", "--checkpointing", "full", "--offload-activations", "0"]

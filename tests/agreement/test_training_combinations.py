@@ -15,12 +15,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from brim.core import Promise, Timeline
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
-from brim.run.fitted import apply_choice
-from brim.run.training_choice import Choice
-from brim.techniques import checkpointing
+from brim.run.fit.step import apply_choice
+from brim.run.train.strategy.choice import Choice
 from brim.techniques.blocks import Partition, find_blocks
+from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.micro_batch import split
-from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, RING_SLOTS, STAGING_SLOTS, Weights
+from brim.techniques.streaming.weight_streaming import (
+    FROM_DISK,
+    FROM_RAM,
+    RESIDENT,
+    RING_SLOTS,
+    STAGING_SLOTS,
+    Weights,
+)
 
 STEPS, COUNT = 5, 60
 GIB = 1 << 30
@@ -116,6 +123,7 @@ def complete(choice: Choice, partition: Partition) -> Choice:
     return replace(choice, streaming=streaming)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(COUNT))
 def test_a_combination_of_lossless_techniques_changes_no_bit(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,14 +15,12 @@ from torch import nn
 import brim
 from brim.core import Hardware
 from brim.core.hardware import RAM
-from brim.run import fit as fitting_door
-from brim.run.training_choice import Choice
-from brim.run.training_prediction import Rehearsal, works_in_place
+from brim.run.fit import api as fitting_door
+from brim.run.train.strategy.choice import Choice
+from brim.run.train.strategy.prediction import Rehearsal, works_in_place
 from brim.techniques.blocks import find_blocks
-from brim.techniques.weight_streaming import Weights
+from brim.techniques.streaming.weight_streaming import Weights
 from cpu_truth import measured_peak_bytes
-
-pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 class Convolutional(nn.Module):

@@ -12,18 +12,12 @@ from torch import nn
 
 from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
-from brim.techniques import (
-    checkpointing,
-    chunked_loss,
-    inplace_activations,
-    micro_batch,
-    optimizers,
-    precision,
-)
+from brim.techniques import micro_batch, optimizers, precision
+from brim.techniques.activation_offload import inplace as inplace_activations
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.loss import chunked as chunked_loss
 from cpu_truth import measured_peak_bytes
 from trained import ResNet
-
-pytestmark = pytest.mark.usefixtures("two_threads")
 
 Apply = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 Build = Callable[[], Callable[[], Any]]
@@ -128,6 +122,7 @@ def peaks() -> Callable[[str], tuple[int, int]]:
     return of
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_the_predicted_peak_is_the_measured_one(peaks: Callable[[str], tuple[int, int]], name: str) -> None:

@@ -21,16 +21,21 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.pool import HostSource, Pool, TorchSource
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
-from brim.run.fitted import apply_choice
-from brim.run.fitting import emulated_hardware
-from brim.run.training_choice import Choice
-from brim.run.training_prediction import Prediction, Rehearsal
+from brim.run.fit.machine import emulated_hardware
+from brim.run.fit.step import apply_choice
+from brim.run.train.strategy.choice import Choice
+from brim.run.train.strategy.prediction import Prediction, Rehearsal
 from brim.techniques.blocks import find_blocks
 from brim.techniques.micro_batch import split
-from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, RING_SLOTS, STAGING_SLOTS, Weights
+from brim.techniques.streaming.weight_streaming import (
+    FROM_DISK,
+    FROM_RAM,
+    RESIDENT,
+    RING_SLOTS,
+    STAGING_SLOTS,
+    Weights,
+)
 from cpu_truth import measured_peak_bytes
-
-pytestmark = pytest.mark.usefixtures("two_threads")
 
 GIB = 1 << 30
 BATCH, SEQ, WORDS, LAYERS = 4, 192, 600, 3
@@ -139,6 +144,7 @@ def assert_agree(predicted: Prediction, measured: dict[str, int]) -> None:
     assert predicted.peak_bytes[DISK] == measured[DISK]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "micro_batch"),
@@ -164,6 +170,7 @@ def test_the_peaks_of_full_training(name: str, micro_batch: int, known_machine: 
     assert_agree(predicted, measure(model, choice))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["states in ram", "everything"])
 def test_the_peaks_of_lora(name: str, known_machine: Hardware) -> None:

@@ -46,6 +46,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
     [pytest.param(shape, marks=pytest.mark.slow) if shape == "short and wide" else shape for shape in SHAPES],

@@ -16,9 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from brim.core import EventKind, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
+from brim.run.fit.machine import (
+    Need,
+    machine,
+    make_plan,
+    predict,
+    put_in_force,
+)
 from brim.techniques.blocks import adapters
-from brim.techniques.weight_streaming import NAME, RESIDENT, Weights, WeightStreaming
+from brim.techniques.streaming.weight_streaming import NAME, RESIDENT, Weights, WeightStreaming
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # between two libraries
 
@@ -152,11 +158,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*MODELS, "llama-lora"])
 def test_five_steps_of_adamw(name: str, device: str) -> None:
     assert_same_training(make(name), make(name), device, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit", "llama-lora"])
 def test_with_the_checkpointing_of_transformers(name: str, device: str, reentrant: bool) -> None:
@@ -168,6 +176,7 @@ def test_with_the_checkpointing_of_transformers(name: str, device: str, reentran
     assert_same_training(*pair, device, name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "resnet"])
 def test_with_the_whole_model_checkpointed(name: str, device: str) -> None:
     assert_same_training(make(name), make(name), device, name, checkpointed_as_a_whole)
@@ -214,6 +223,7 @@ def small_steps(model: nn.Module, ids: torch.Tensor, handle: WeightStreaming, up
         optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("updating", [False, True], ids=["at once", "by block"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "adapters"])
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])

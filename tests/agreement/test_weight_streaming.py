@@ -14,11 +14,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
-from brim.run.fitting import Need, machine, make_plan, predict, put_in_force
-from brim.run.inference import by_parameter, materialize
-from brim.run.models import open_model
+from brim.run.fit.machine import (
+    Need,
+    machine,
+    make_plan,
+    predict,
+    put_in_force,
+)
+from brim.run.generate.load import by_parameter, materialize
+from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
-from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, Weights
+from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, Weights
 from recorded import lanes, peaks, settled
 
 STEPS = 3
@@ -110,6 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("device", "shares"),
     [

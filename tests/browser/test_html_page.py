@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from _simulated_recording import Recording
+from brim.allocator.out_of_memory import OutOfMemory
 from brim.cli import main
 from brim.core import EventKind, Timeline
-from brim.memory.out_of_memory import OutOfMemory
-from brim.report.html import Table, View, write
+from brim.report.html.page import Table, View, write
 from brim.units import MIB
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -28,6 +28,8 @@ from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+pytestmark = pytest.mark.thorough
 
 HOSTILE = "</script><img src=x onerror='window.ran=1'><svg onload='window.ran=1'><!--\u2028\u202eabc`${window.ran=1}`"
 Open = Callable[[Path], Any]
@@ -67,7 +69,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     path = tmp_path_factory.mktemp("report") / "gpt2.html"
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
-        patch.setattr("brim.cli.estimate.print_json", lambda document: printed.append(json.dumps(document)))
+        patch.setattr("brim.cli.estimate.command.print_json", lambda document: printed.append(json.dumps(document)))
         arguments = ["--batch", "2", "--seq", "128", "--gpu", "RTX 4090", "--html", str(path), "--json"]
         assert main(["estimate", "gpt2", *arguments]) == 0
     return path, json.loads(printed[0])

@@ -23,8 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from brim.run.checkpoint import Checkpointer
-from brim.run.checkpoint_reading import latest
+from brim.run.checkpoint.reading import latest
+from brim.run.checkpoint.saver import Checkpointer
 from forked import forked, was_killed
 from saved_steps import hidden, is_whole, save, save_now, watched
 

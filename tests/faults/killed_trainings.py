@@ -1,13 +1,16 @@
 """A program that trains by ``brim train``, in children of its own that it kills, and prints what came of it as JSON.
 
-killed_trainings.py MODEL DATA ROOT KILLS [OPTION...]: a run that nobody kills, then runs that are killed at random
-moments and resumed until they are done, until there were KILLS of them; each as the command line runs it. Only what a
-step takes is predicted before forking, once: the children begin with the plan's figures in memory.
+killed_trainings.py MODEL DATA ROOT KILLS [--ranks N] [OPTION...]: a run that nobody kills, then runs that are killed
+at random moments and resumed until they are done, until there were KILLS of them; each as the command line runs it.
+Only what a step takes is predicted before forking, once: the children begin with the plan's figures in memory. With
+ranks, each run is N processes that train together, and all are killed at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
 import os
 import random
@@ -22,31 +25,34 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from brim.cli import main
-from brim.run.checkpoint_reading import latest, steps
-from forked import forked, was_killed
+from brim.run.checkpoint.reading import latest, steps
+from forked import as_ranks, forked, was_killed
 from trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
 
 STEPS = 12
 COMMAND = ["--steps", str(STEPS), "--save-every", "2", "--seq", str(SEQ), "--batch", str(BATCH), "--lr", str(LR)]
-COMMAND += ["--ram", "1GiB", "--device", "cpu"]
+ALONE = ["--ram", "1GiB", "--device", "cpu"]
 
 
 class Killer:
     """Runs one command line. ``start_s`` is what it takes to begin to train, ``step_s`` a step with its share of the
     checkpoints."""
 
-    def __init__(self, model: str, data: str, root: Path, options: list[str]) -> None:
-        self._command = ["train", model, "--data", data, *COMMAND, *options]
+    def __init__(self, command: list[str], root: Path, ranks: int) -> None:
+        self._command, self._ranks = command, ranks
         self._root, self._choose = root, random.Random(0)
         self.reference = root / "whole"
         self.start_s, self.step_s = self._times()
 
     def _run(self, output: Path) -> int:
-        def child() -> None:
+        def one() -> int:
             sys.stdout = sys.stderr
-            assert main([*self._command, "--output", str(output), "--resume"]) == 0
+            return main([*self._command, "--output", str(output), "--resume"])
 
-        return forked(child)
+        def child() -> None:
+            assert (as_ranks(self._ranks, one) if self._ranks > 1 else one()) == 0
+
+        return forked(child, leads=True)
 
     def _times(self) -> tuple[float, float]:
         begin_s = time.monotonic()
@@ -70,6 +76,8 @@ class Killer:
             _wait_for(lambda: _inode(output) != before)
             _wait_for(lambda: _reached(output) >= step)
             time.sleep(self._choose.uniform(0, self.step_s * (3 if step == STEPS else 1)))
+        with contextlib.suppress(ProcessLookupError):  # not yet a group
+            os.killpg(pid, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
         return was_killed(pid)
 
@@ -85,7 +93,7 @@ def _reached(output: Path) -> int:
 
 
 def _wait_for(ready: Any) -> None:
-    stop_s = time.monotonic() + 60
+    stop_s = time.monotonic() + 180
     while not ready():
         assert time.monotonic() < stop_s
         time.sleep(0.001)
@@ -93,11 +101,17 @@ def _wait_for(ready: Any) -> None:
 
 def run(model: str, data: str, root: Path, kills: int, options: list[str]) -> dict[str, Any]:
     remember_predictions()
-    warm = ["train", model, "--data", data, *COMMAND, *options, "--output", str(root / "warm")]
-    assert main([*warm, "--json"]) == 0  # what libraries import late is here now
+    ranks = int(options[1]) if options[:1] == ["--ranks"] else 1
+    command = ["train", model, "--data", data, *COMMAND]
+    assert (
+        main([*command, *ALONE, "--output", str(root / "warm"), "--json"]) == 0
+    )  # what libraries import late is here now
+    command += options[2:] if ranks > 1 else [*ALONE, *options]
+    if ranks > 1:
+        importlib.import_module("brim.run.ranks.train")
     gc.collect()
     gc.freeze()  # or each child would look through all of it again
-    killer = Killer(model, data, root, options)
+    killer = Killer(command, root, ranks)
     resumed_at, ends = [], []
     while len(resumed_at) < kills or not ends[-1]["whole"]:
         output = root / f"run-{len(ends)}"

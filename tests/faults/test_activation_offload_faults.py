@@ -17,7 +17,7 @@ from torch import nn
 from brim.errors import BrimError, BudgetError, TransferError
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Ticket
-from brim.techniques.activation_offload import ActivationOffload, apply
+from brim.techniques.activation_offload.technique import ActivationOffload, apply
 from failing import Allocations
 from offloaded_activations import KIB, TIERS, Net, example, same, step
 from tiny_model import held

@@ -14,13 +14,13 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError
-from brim.run.fitting import Need, machine, make_plan, put_in_force
-from brim.run.inference import by_parameter, materialize
-from brim.run.models import open_model
+from brim.run.fit.machine import Need, machine, make_plan, put_in_force
+from brim.run.generate.load import by_parameter, materialize
+from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
-from brim.techniques.experts import NAME
-from brim.techniques.host_compute import compute_some_in_ram
-from brim.techniques.weight_streaming import Weights
+from brim.techniques.cpu_compute.technique import compute_some_in_ram
+from brim.techniques.experts.technique import NAME
+from brim.techniques.streaming.weight_streaming import Weights
 from failing import Allocations, Calls
 from families import inputs, make, size_of
 from tiny_model import held

@@ -111,6 +111,7 @@ def test_a_change_that_finds_no_room_is_told_and_the_handle_goes_on(scratch: Pat
     assert torch.equal(model(ids).logits, want)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", list(FITS))
 def test_fitting_and_removing_again_and_again_leaks_nothing(kind: str) -> None:
     net = make_net()
@@ -132,6 +133,7 @@ def test_fitting_and_removing_again_and_again_leaks_nothing(kind: str) -> None:
     assert min(rss[-2:]) - rss[0] < 8 * MIB  # of forty times a module of 2 MiB
 
 
+@pytest.mark.thorough
 def test_loading_and_dropping_again_and_again_leaks_nothing(saved_llama: Path) -> None:
     ids = torch.arange(4)[None]
     load_streamed(saved_llama)(ids)

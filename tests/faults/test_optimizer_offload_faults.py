@@ -14,8 +14,8 @@ import torch
 
 from brim.errors import BrimError, BudgetError, TransferError
 from brim.memory.tiers import Memory
-from brim.techniques.away import Away
-from brim.techniques.optimizer_offload import OptimizerOffload, apply
+from brim.techniques.offloaded_tensor import Away
+from brim.techniques.optimizer_offload.technique import OptimizerOffload, apply
 from failing import Allocations, Calls, full
 from offloaded import Words, assert_same, assert_same_state, backward, groups, machine, make, train
 from tiny_model import held
@@ -64,6 +64,7 @@ def repeat_until_done(optimizer: torch.optim.Optimizer) -> int:
     raise AssertionError("it never went through")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "states", "gradients"), CASES)
 def test_wherever_memory_ends_nothing_is_lost(
     kind: str, states: str, gradients: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def test_wherever_memory_ends_nothing_is_lost(
     assert held() == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "code"), [("pwrite", errno.ENOSPC), ("preadv", errno.EIO)])
 @pytest.mark.parametrize("buffer_bytes", [None, 1])
 def test_a_disk_that_fails_once_is_one_error_and_the_step_goes_on(

@@ -14,9 +14,9 @@ import brim
 from brim.errors import ModelError, TransferError
 from brim.memory.checkpoint_files import read_checkpoint
 from brim.memory.checksums import MANIFEST_NAME
-from brim.run import quantized
-from brim.run.quantized import open_quantized
-from brim.run.step_memory import Inputs
+from brim.run.fit.step_memory import Inputs
+from brim.run.model import quantized
+from brim.run.model.quantized import open_quantized
 
 INPUTS = Inputs(prompt=4, total=8)
 

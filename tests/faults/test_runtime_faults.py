@@ -19,7 +19,7 @@ from torch import nn
 import brim
 from brim.errors import ModelError, TransferError
 from brim.memory.checksums import checksum, write_manifest
-from brim.techniques.weight_streaming import WeightStreaming
+from brim.techniques.streaming.weight_streaming import WeightStreaming
 from streamed import FITS, INPUTS, X, least_bytes, load_streamed, make_net, same_values, warm
 from tiny_model import held
 
@@ -109,6 +109,7 @@ def test_a_disk_that_stays_bad_fails_every_call_and_works_again_when_it_does(
     handle.remove()
 
 
+@pytest.mark.thorough
 def test_a_failed_read_while_loading_is_one_error_that_leaves_nothing(
     saved_llama: Path, disk: Disk, tmp_path: Path
 ) -> None:
@@ -154,12 +155,13 @@ def test_a_file_that_is_cut_short_during_the_run_is_an_error_and_works_again_whe
     assert torch.equal(model(ids).logits, want)
 
 
+@pytest.mark.thorough
 def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> None:
     """Rows are looked up in the mapped file, where a missing page would end the process with SIGBUS."""
     code = (
         "import sys, os, torch, brim\nfrom brim.errors import *\n"
         "from transformers import LlamaForCausalLM\n"
-        "from brim.run.step_memory import Inputs\n"
+        "from brim.run.fit.step_memory import Inputs\n"
         "inputs = Inputs(prompt=300, total=300)\n"
         "brim.load(sys.argv[1], inputs=inputs).brim.remove()\n"
         "try: brim.load(sys.argv[1], ram=1, inputs=inputs)\n"
@@ -177,7 +179,7 @@ def test_embedding_rows_that_are_gone_are_an_error_and_no_crash(llama: Path) -> 
 
 
 def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: Any = importlib.import_module("brim.run.inference")
+    opened: Any = importlib.import_module("brim.run.generate.load")
     put_in_force = opened.put_in_force
 
     def delete_first(*arguments: Any) -> Any:
@@ -191,6 +193,7 @@ def test_a_missing_file_at_the_first_read_is_named(llama: Path, monkeypatch: pyt
     assert held() == before
 
 
+@pytest.mark.thorough
 def test_a_flipped_bit_shows_against_the_manifest_wherever_the_block_rests(llama: Path) -> None:
     from brim.memory.checkpoint_files import read_checkpoint
 
@@ -261,7 +264,7 @@ def test_a_failed_load_reads_no_more_than_it_must(saved_llama: Path, disk: Disk)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", count)
-        patch.setattr("brim.techniques.weight_streaming.Guards.install", _interrupted)
+        patch.setattr("brim.techniques.streaming.weight_streaming.Guards.install", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             load_streamed(saved_llama, least)
     assert read[0] < (saved_llama / "model.safetensors").stat().st_size

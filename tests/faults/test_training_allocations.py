@@ -10,9 +10,9 @@ import torch
 
 from brim.core.hardware import DISK
 from brim.errors import BudgetError
-from brim.run.fitted import Fitted
-from brim.run.training import Training, train
-from brim.techniques.activation_ways import ToDisk, ToRam
+from brim.run.fit.step import Fitted
+from brim.run.train.loop import Training, train
+from brim.techniques.activation_offload.ways import ToDisk, ToRam
 from failing import Allocations
 from tiny_model import held
 from trainings import course, request, same_weights
@@ -40,6 +40,7 @@ def run(model: Path, data: Path, output: Path, options: dict[str, Any], **more: 
     return train(request(model, data, output, steps=2, micro_batch=2, save_every=1, **options, **more))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "times"), [*((name, 1) for name in CASES), (next(iter(CASES)), 3)])
 def test_wherever_memory_ends_a_training_ends_right_or_with_one_error(
     name: str, times: int, tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None,
@@ -77,6 +78,7 @@ def test_wherever_memory_ends_a_training_ends_right_or_with_one_error(
     assert repeated >= 2 or times == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", range(1, 5))
 def test_a_process_that_ends_right_after_a_step_was_given_up_resumes_at_its_beginning(
     at: int, tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None,

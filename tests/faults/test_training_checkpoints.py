@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from brim.errors import ModelError, TransferError
-from brim.run import checkpoint_manifest
-from brim.run.checkpoint import Checkpointer, Tensors
-from brim.run.checkpoint_manifest import MANIFEST_NAME, read_manifest, to_text
-from brim.run.checkpoint_reading import latest, read, steps
+from brim.run.checkpoint import manifest as checkpoint_manifest
+from brim.run.checkpoint.manifest import MANIFEST_NAME, read_manifest, to_text
+from brim.run.checkpoint.reading import latest, read, steps
+from brim.run.checkpoint.saver import Checkpointer, Tensors
 from saved_steps import content, hidden, is_whole, save, save_now, tensors_of, watched
 from tiny_model import held
 
@@ -64,6 +64,7 @@ def count_calls(root: Path, step: int) -> int:
     return len(numbers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step that is there"])
 @pytest.mark.parametrize(
     ("code", "for_good"),
@@ -102,6 +103,7 @@ def run_killer(mode: str, root: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_process_killed_at_any_call_leaves_a_whole_checkpoint(folder: Path) -> None:
     found = run_killer("every", folder)
     assert len(found) > 100
@@ -112,6 +114,7 @@ def test_a_process_killed_at_any_call_leaves_a_whole_checkpoint(folder: Path) ->
     assert {report["found"]["seed"] for report in found} == {20, 30}
 
 
+@pytest.mark.thorough
 def test_a_process_killed_at_fifty_random_moments_never_loses_what_was_finished(folder: Path) -> None:
     found = run_killer("random", folder)
     assert len(found) == 50

@@ -4,17 +4,19 @@ ends where a training without faults does."""
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from brim.errors import TransferError
-from brim.run import training_report
-from brim.run.checkpoint_reading import latest, steps
-from brim.run.training import Training, train
-from brim.run.training_report import METRICS_FILE
+from brim.run.checkpoint.reading import latest, steps
+from brim.run.train import report as training_report
+from brim.run.train.loop import Training, train
+from brim.run.train.report import METRICS_FILE
 from failing import Calls, full
 from tiny_model import held
 from trainings import course, request, same_weights
@@ -33,6 +35,7 @@ def run(model: Path, data: Path, output: Path, **more: Any) -> Training:
     return train(request(model, data, output, **OPTIONS, **more))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "code", "only_states"),
     [
@@ -114,23 +117,16 @@ def test_a_training_that_needs_no_disk_needs_no_scratch_folder(
     assert found.timeline.facts["held_bytes.disk"] == 0
 
 
+@pytest.mark.parametrize("bad", [1, 3])  # as the file begins, and at the first step
 def test_a_disk_that_refuses_what_is_only_shown_does_not_end_a_training(
-    tiny: Path, text: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
+    bad: int, tiny: Path, text: Path, tmp_path: Path, quick_trainings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Refusing:
-        name = "TensorBoard"
-
-        def __init__(self, *_: object) -> None: ...
-
-        def write(self, *_: object) -> None:
-            full()
-
-        close = write
-
-    monkeypatch.setattr(training_report, "_Board", Refusing)
+    before, writes = threading.active_count(), itertools.count(1)
+    monkeypatch.setattr(training_report._Board, "_write", lambda *_: full() if next(writes) >= bad else None)
     with pytest.warns(
         UserWarning, match="TensorBoard hears no more of this training, which goes on: No space"
     ) as told:
         found = train(request(tiny, text, tmp_path / "output", steps=2, report_to=["tensorboard"]))
     assert len(found.losses) == len(course(tmp_path / "output")) == 2
     assert len(told) == 1
+    assert threading.active_count() == before

@@ -10,12 +10,13 @@ import torch
 
 from brim.core.hardware import RAM
 from brim.errors import BudgetError
-from brim.run.fitted import Fitted
-from brim.run.training import train
+from brim.run.fit.step import Fitted
+from brim.run.train.loop import train
 from tiny_model import held, save_llama
 from trainings import request
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "stream_weights",
     [

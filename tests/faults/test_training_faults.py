@@ -12,8 +12,8 @@ from torch import nn
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import TransferError
-from brim.run.fitting import Need, machine, make_plan, put_in_force
-from brim.techniques.weight_streaming import Weights, WeightStreaming
+from brim.run.fit.machine import Need, machine, make_plan, put_in_force
+from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from failing import Calls
 from streamed import MIB, X, make_net
 from tiny_model import held

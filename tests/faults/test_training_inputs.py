@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from brim.cli import main
-from brim.run.checkpoint_reading import steps
+from brim.run.checkpoint.reading import steps
 from tiny_model import held, save_tokenizer
 from trainings import course
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ SETTINGS = {
         18,
         ["--offload-optimizer", "disk", "--offload-activations", "2", "--clip-norm", "1"],
     ),
+    "four ranks": (3, ["--ranks", "4", "--zero", "3", "--batch", "4", "--timeout", "60"]),
     "an adapter in halves": (14, ["--method", "lora", "--precision", "fp16-mixed", "--schedule", "cosine"]),
 }
 
@@ -35,6 +37,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
         yield Path(made)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_killed_at_random_moments_and_resumed_is_the_run_that_nobody_killed(
     name: str, root: Path, scratch: Path
@@ -42,13 +45,31 @@ def test_a_run_killed_at_random_moments_and_resumed_is_the_run_that_nobody_kille
     kills, options = SETTINGS[name]
     found = killed(root, scratch, kills, options)
     assert len(found["resumed_at"]) >= kills
-    assert len(set(found["resumed_at"])) >= 4  # at the beginning, and from several checkpoints
+    assert len(set(found["resumed_at"])) >= min(4, kills - 1)  # at the beginning, and from several checkpoints
     for end in found["ends"]:
         assert end["whole"] and end["left"] == [], found
         assert end["steps"] == list(range(1, 13)), found
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.thorough
+def test_ranks_that_train_into_nothing_stop_at_the_last_good_checkpoint(root: Path) -> None:
+    """And what no machine has memory for is refused at once, on all of them by one error."""
+    model, data = save_llama(root / "llama", hidden=16, layers=2), write_text(root / "text.txt")
+    found = ran("ended_ranks.py", model, data, root)
+    assert [found[name]["code"] for name in found] == [0, 2, 2, 0, 2], found
+    assert found["saved"]["saved"] == found["spoiled"]["saved"] == found["no number"]["saved"] == [1, 2]
+    for name, why in (("spoiled", "beyond what the weights' type can hold"), ("no number", "Its loss is nan")):
+        told = found[name]["told"]
+        assert told.count("Error: ") == 1 and why in told and "--resume goes on from step 2" in told
+    assert [step for step, _ in found["gone on"]["course"]] == [1, 2, 3, 4, 5, 6]
+    assert all(math.isfinite(loss) for _, loss in found["gone on"]["course"])
+    told = found["absurd"]["told"]
+    assert told.count("Error: ") == 1 and "The tokens of one step and their labels" in told
+    assert all("Traceback" not in one["told"] for one in found.values())
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
 def test_an_interrupt_while_a_checkpoint_is_written_ends_with_130(count: int, root: Path, scratch: Path) -> None:
     model, data = save_llama(root / "llama", hidden=192, layers=4), write_text(root / "text.txt")
@@ -57,6 +78,7 @@ def test_an_interrupt_while_a_checkpoint_is_written_ends_with_130(count: int, ro
     assert all(end["whole"] and end["told"].strip().endswith("Interrupted.") for end in found), found
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the calls of the C library fail by a library made here")
 @pytest.mark.parametrize(
     ("kinds", "most"),
@@ -78,6 +100,14 @@ def test_a_call_of_the_c_library_that_fails_costs_nothing_that_was_saved(
     for kind, ends in found.items():
         assert ends["calls"] > 0 and ends["hung"] == 0 and ends["wrong"] == {}, (kind, ends)
         assert ends["finished"] + ends["refused"] == ends["failed"] == min(ends["calls"], ends["failed"])
+
+
+@pytest.mark.slow
+def test_a_cache_whose_maker_was_killed_is_made_anew(root: Path) -> None:
+    (root / "caches").mkdir()
+    model = save_llama(root / "llama", hidden=64, layers=2)
+    found = ran("killed_caches.py", "generate", model, root / "caches", 3)
+    assert found["whole"] == found["runs"] >= 3, found
 
 
 def killed(root: Path, scratch: Path, kills: int, options: list[str]) -> dict[str, Any]:

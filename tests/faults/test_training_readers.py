@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import brim
-from brim.run import checkpoint_contents
-from brim.run.checkpoint_reading import latest
-from brim.run.training import train
+from brim.run.checkpoint import contents as checkpoint_contents
+from brim.run.checkpoint.reading import latest
+from brim.run.train.loop import train
 from tiny_model import held
 from trainings import course, request
 
@@ -33,6 +33,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shard_bytes", [None, 8_000], ids=["one file", "shards"])
 @pytest.mark.parametrize("places", [{}, {"offload_optimizer": "disk"}], ids=["in memory", "states on disk"])
 def test_transformers_and_brim_compute_with_a_checkpoint_what_they_do_with_the_model(

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from brim.cli import main
 from brim.errors import ModelError, TransferError, UsageError
-from brim.run import checkpoint_contents, checkpoint_reading
-from brim.run.checkpoint_reading import latest, steps
-from brim.run.training import train
+from brim.run.checkpoint import contents as checkpoint_contents
+from brim.run.checkpoint import reading as checkpoint_reading
+from brim.run.checkpoint.reading import latest, steps
+from brim.run.train.loop import train
 from tiny_model import held, save_llama
 from trainings import course, request, same_weights
 
@@ -43,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resumed_training_is_the_one_that_was_not_interrupted(
     name: str, tiny: Path, text: Path, tmp_path: Path, scratch: Path, quick_trainings: None
@@ -165,6 +167,7 @@ def test_when_every_checkpoint_is_damaged_it_says_so_and_when_there_is_none_it_b
         train(request(tiny, text, tmp_path, steps=3, resume=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("place", ["step", "save"])
 def test_a_signal_during_a_step_or_a_save_ends_it_cleanly(

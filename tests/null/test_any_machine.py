@@ -20,6 +20,7 @@ from brim.memory.tiers import Memory
 PROGRAM = Path(__file__).parents[1] / "without_posix.py"
 
 
+@pytest.mark.thorough
 def test_commands_that_predict_and_explain_work_without_posix(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(tmp_path)]

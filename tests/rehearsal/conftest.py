@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import brim
+from brim.measure.user_cache import cache_folder
 from brim.rehearsal import force
 from brim.rehearsal.environment import Environment, find
 from brim.rehearsal.settings import DeviceSettings
@@ -58,9 +59,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def on_device() -> OnDevice:
     """Skips where there is no CUDA build of PyTorch: `make rehearsal` fetches one, BRIM_REHEARSAL_PYTHON names
-    another."""
+    another.
+
+    What `make rehearsal` keeps in the checkout is, in these tests, what `brim rehearse` keeps in the user's cache
+    folder: commands find the fetched build, and nothing is compiled twice.
+    """
+    kept, users = CHECKOUT / ".rehearsal", cache_folder() / "rehearsal"
+    kept.mkdir(exist_ok=True)
+    users.parent.mkdir(parents=True, exist_ok=True)
+    users.symlink_to(kept)
     named = os.environ.get("BRIM_REHEARSAL_PYTHON")
-    found = find(Path(named) if named else None, folder=CHECKOUT / ".rehearsal")
+    found = find(Path(named) if named else None)
     if found is None:
         pytest.skip("no CUDA build of PyTorch: run `make rehearsal`, or name a Python in BRIM_REHEARSAL_PYTHON")
     return OnDevice(found)

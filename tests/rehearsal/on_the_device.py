@@ -1,5 +1,7 @@
 """Run Python on the rehearsal device, every operator computed; fetches PyTorch's CUDA build where there is none.
 
+BRIM_REHEARSAL_PYTHON names another Python than the one that runs this: it has a CUDA build, or one is fetched for it.
+
 python tests/rehearsal/on_the_device.py [--card H100] [--gpus 2] [--order late] -m pytest tests/gpu
 """
 
@@ -26,7 +28,10 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="fetch and build, and run nothing")
     options, arguments = parser.parse_known_args()
     try:
-        python = prepare(confirm=lambda what: not print(what), folder=CHECKOUT / ".rehearsal")
+        named = os.environ.get("BRIM_REHEARSAL_PYTHON")
+        python = prepare(
+            Path(named) if named else None, confirm=lambda what: not print(what), folder=CHECKOUT / ".rehearsal"
+        )
         settings = DeviceSettings.of(options.card, gpus=options.gpus, order=options.order)
         variables = python.variables(settings)
     except BrimError as error:

@@ -50,6 +50,30 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return filled
 
 
+@pytest.mark.thorough
+def test_functions_that_other_packages_want_are_there(site: Path, tmp_path: Path) -> None:
+    """Those of packages for this CUDA; what a library for another one wants is nobody's affair here."""
+    packages = tmp_path / "packages"
+    for version in (12, 13):
+        folder, cudart = packages / f"cuda{version}", tmp_path / f"libcudart.so.{version}"
+        folder.mkdir(parents=True)
+        (tmp_path / "map").write_text(f"libcudart.so.{version} {{ global: cuda*; }};")
+        both = "int cudaGetDeviceCount(int *n) { return *n = -1; } int cudaBrimPrefetch(void) { return 1; }"
+        _cc(tmp_path, both, "-Wl,--version-script=map", f"-Wl,-soname,{cudart.name}", "-o", cudart.name)
+        text = "int cudaBrimPrefetch(void); int f(void) { return cudaBrimPrefetch(); }"
+        _cc(tmp_path, text, str(cudart), "-o", str(folder / "extension.so"))
+    (packages / "damaged.so").write_bytes(b"\x7fELF")
+    _cc(tmp_path, USER, str(tmp_path / "libcudart.so.13"), "-o", str(site / "torch" / "lib" / "libtorch_cuda.so"))
+
+    made = build(site, tmp_path / "cache", packages=[packages, site])
+    assert not (made / "libcudart.so.12").exists()
+    ask = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).f())"
+    environment = DeviceSettings.of("T4").environment(made, dict(os.environ))
+    command = [sys.executable, "-S", "-c", ask, str(packages / "cuda13" / "extension.so")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"] and done.stderr == ""
+
+
 def test_symbols_are_bound_to_the_versions_that_pytorch_wants(site: Path, tmp_path: Path) -> None:
     libraries = site / "torch" / "lib"
     (tmp_path / "map").write_text("libcudart.so.13 { global: cudaGetDeviceCount; };")

@@ -40,7 +40,7 @@ class Interpreter:
 
     def __init__(self, folder: Path, torch: Path | None) -> None:
         self.folder, self.python, self._log = folder, folder / "python", folder / "log"
-        self._look = json.dumps([torch and str(torch / "__init__.py"), [3, 11], "cpython-311"])
+        self._look = json.dumps([torch and str(torch / "__init__.py"), "cpython-311", []])
 
     def with_pip(self, pip: str) -> Path:
         self.python.write_text(PYTHON.format(look=self._look, log=self._log, pip=pip))

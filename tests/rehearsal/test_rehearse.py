@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from brim import cli
+from brim.rehearsal.environment import find
 from brim.rehearsal.rehearse import Rehearsal, Request, rehearse_program
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def test_running_out_of_memory_is_explained_with_exit_code_3(
     assert "Tried to allocate" in found["message"] and "torch.OutOfMemoryError" in captured.err
     assert found["memory"][0]["cause"] == "exhausted"
     assert found["memory"][0]["advice"]
+    assert found["memory"][0]["replay"]["exact"], "the simulated allocator does not do what PyTorch's did"
     assert page.read_text().startswith("<!doctype html>")
     assert cli.main(["explain", str(snapshot)]) == 0
     assert "train.py" in capfd.readouterr().out
@@ -134,9 +136,56 @@ def test_ranks_run_without_the_others(on_device: OnDevice, tmp_path: Path, monke
     assert len(held["fsdp"]) == 1 and max(held["fsdp"]) < 2.5 * weights
 
 
+def test_models_that_are_not_here_are_made_from_their_configuration(on_device: OnDevice, tmp_path: Path) -> None:
+    """Also where transformers is what imports PyTorch."""
+    described = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 768,
+        "n_head": 12,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, dtype='bfloat16').cuda()\n"
+        f"assert model.config._name_or_path == model.name_or_path == {str(tmp_path)!r}\n"
+        "assert model.lm_head.weight is model.transformer.wte.weight\n"
+        "assert model(input_ids=model.dummy_inputs['input_ids'].cuda()).logits.is_cuda\n"
+    )
+    (found,) = rehearsed(on_device, tmp_path, program, random_weights=True)
+    assert found.ended == "finished", found.message
+    layer = 12 * 768**2 + 13 * 768
+    weights = 2 * (50257 * 768 + 1024 * 768 + 2 * layer + 2 * 768)
+    assert weights < found.devices[0].allocated_bytes < weights + (16 << 20)
+
+
+def test_a_program_is_estimated_by_rehearsal_where_it_can_be(
+    on_device: OnDevice, training: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if find() is None:
+        pytest.skip("the CUDA build is another Python's: `brim estimate` goes by the one that runs it")
+    said = {}
+    for card, by in (("RTX 3060", []), ("RTX 3060", ["--by", "trace"]), ("RTX 4090", [])):
+        batch = "16" if card == "RTX 3060" else "64"
+        words = ["estimate", "--gpu", card, "--json", *by, str(training), "--", "--batch", batch]
+        assert cli.main(words) == 0, capfd.readouterr().err
+        captured = capfd.readouterr()
+        found = json.loads(captured.out)
+        said[batch, found["by"]] = found
+        assert f"By {found['by']}" in captured.err
+    rehearsal, trace, large = said["16", "rehearsal"], said["16", "trace"], said["64", "rehearsal"]
+    assert set(rehearsal) == set(trace) and rehearsal["fits"] is True and trace["fits"] is True
+    for what in ("allocated", "reserved", "process"):
+        assert rehearsal["peak_bytes"][what] == pytest.approx(trace["peak_bytes"][what], rel=0.01)
+    held = sum(rehearsal["at_peak_bytes"].values()) - rehearsal["at_peak_bytes"]["context"]
+    assert held == sum(rehearsal["per_module"].values()) <= rehearsal["peak_bytes"]["allocated"]
+    assert large["fits"] is False and large["peak_bytes"]["process"] > 24 << 30, "told as if it did fit"
+
+
 CHEAP = ["mnist", "with_trainer"]
-ALL = """char_rnn classify_pretrained dcgan ema frozen seq2seq super_resolution vae with_accelerate with_diffusers
-    with_peft word_language_model""".split()  # noqa: SIM905
+ALL = ["with_accelerate", "with_diffusers"]  # the other scripts use the CPU alone
 
 
 @pytest.mark.parametrize(

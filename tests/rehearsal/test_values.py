@@ -50,6 +50,13 @@ WHOLE = """
     result["within"] = bool(((places >= 0) & (places < 2000)).all())
     if loss > 3:
         result["branch"] = True
+    picked = weights.requires_grad_()[weights > 0.5]
+    picked.sum().backward()
+    drawn, graph = torch.zeros(1000, dtype=torch.int64, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn.random_(5, 9)
+        noise = torch.randn(16, device="cuda")
+    result["captured"] = [drawn.min().item(), drawn.max().item(), noise.unique().numel()]
     result["reads"] = InForce.now.reads.to_json()
     result["not computed"] = InForce.now.not_computed
     child = "from brim.rehearsal.force import InForce; import torch; print(InForce.now.mode)"
@@ -107,6 +114,14 @@ def test_what_is_decided_by_made_up_numbers_is_told(whole: Any) -> None:
     assert {"if loss > 3:", 'result["chosen"] = weights.argmax(-1).tolist()'} <= told
     assert not any(one["decides"] for one in whole["reads"] if "loss.item()" in lines[one["line"] - 1])
     assert not whole["not computed"]
+
+
+def test_reads_in_a_backward_pass_are_told_without_a_place(whole: Any) -> None:
+    assert [one["decides"] for one in whole["reads"] if not one["file"]] == [True]
+
+
+def test_draws_go_on_while_a_graph_is_captured(whole: Any) -> None:
+    assert whole["captured"] == [5, 8, 16]
 
 
 def test_children_are_under_it_too(whole: Any) -> None:

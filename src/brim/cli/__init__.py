@@ -8,34 +8,39 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import click
 
-from brim import __version__
 from brim.cli.signals import Terminated, signals_as_exceptions
 from brim.cli.streams import OutputError, standard_streams
-from brim.errors import BrimError
+from brim.errors import BrimError, BudgetError, UnsupportedError, is_out_of_memory
+from brim.threads import starts_that_end
+from brim.version import __version__
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM, as shells have it
 
 # name -> (module:function, first line of its docstring). A command is imported when it is called or asked for help,
 # never for `brim --help`.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "estimate": ("brim.cli.estimate:estimate", "Predict what a step of training or generation takes, without a GPU."),
+    "estimate": (
+        "brim.cli.estimate.command:estimate",
+        "Predict what a step of training or generation takes, without a GPU.",
+    ),
     "explain": (
-        "brim.cli.explain:explain",
+        "brim.cli.explain.command:explain",
         "Explain what memory did: why it ran out, what took it, what would help.",
     ),
-    "generate": ("brim.cli.generate:generate", "Generate text with a model that may be larger than memory."),
-    "plan": ("brim.cli.plan:plan", "Find the fastest ways to train or run a model that fit a machine."),
+    "generate": ("brim.cli.generate.command:generate", "Generate text with a model that may be larger than memory."),
+    "plan": ("brim.cli.plan.command:plan", "Find the fastest ways to train or run a model that fit a machine."),
     "probe": ("brim.cli.probe:probe", "Measure what this machine does: memory, disk, links, matrix rates."),
     "rehearse": (
         "brim.cli.rehearse:rehearse",
         "Run a program unchanged on GPUs that are not there: does it fit, what takes the memory, what would help.",
     ),
     "run": ("brim.cli.run:run", "Run a program unchanged inside a memory budget."),
-    "train": ("brim.cli.train:train", "Train a model that may be larger than memory."),
+    "train": ("brim.cli.train.command:train", "Train a model that may be larger than memory."),
 }
 
 
@@ -99,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _outcome(arguments: Sequence[str] | None) -> Any:
     try:
-        with _warnings_in_one_line(), signals_as_exceptions():
+        with _warnings_in_one_line(), signals_as_exceptions(), starts_that_end():
             return brim.main(args=arguments, prog_name="brim", standalone_mode=False)
     except BrimError as error:
         click.echo(f"Error: {error}", err=True)
@@ -113,6 +118,42 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
     except Terminated:
         click.echo("Terminated.", err=True)
         return TERMINATED
+    except (MemoryError, RuntimeError, OSError) as error:  # click.Abort is a RuntimeError, and above
+        if _lacks_proc(error):
+            click.echo(f"Error: {_NO_PROC}", err=True)
+            return _NO_PROC.exit_code
+        if not is_out_of_memory(error):
+            raise
+        click.echo(f"Error: {_memory_ran_out(error)}", err=True)
+        return BudgetError.exit_code
+    except Exception as error:  # psutil's own are no OSErrors
+        if not _lacks_proc(error):
+            raise
+        click.echo(f"Error: {_NO_PROC}", err=True)
+        return _NO_PROC.exit_code
+
+
+_NO_PROC = UnsupportedError(
+    "The memory of this machine was to be looked at.",
+    "Linux tells of it in /proc, which is not there.",
+    "Mount /proc in the container or the chroot.",
+)
+
+
+def _lacks_proc(error: Exception) -> bool:
+    """Whether psutil failed, itself or by a file that it opened, because there is no ``/proc``."""
+    of_psutil = type(error).__module__.startswith("psutil")
+    opened = isinstance(error, FileNotFoundError) and str(error.filename).startswith("/proc/")
+    return sys.platform == "linux" and (of_psutil or opened) and not Path("/proc/self").exists()
+
+
+def _memory_ran_out(error: BaseException) -> BudgetError:
+    """Where it has nothing to do with a budget, and so with no plan."""
+    return BudgetError(
+        "The command was to go on.",
+        f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
+        "End other programs, or allow this one more memory or threads.",
+    )
 
 
 @contextmanager

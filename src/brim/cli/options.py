@@ -16,7 +16,7 @@ from brim.errors import UsageError
 from brim.units import format_bytes, is_share, parse_bytes
 
 if TYPE_CHECKING:
-    from brim.report.html import Table, View
+    from brim.report.html.page import Table, View
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,7 +52,7 @@ class _Model(click.ParamType):  # type: ignore[type-arg]
     name = "model"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from brim.run.location import local
+        from brim.run.model.location import local
 
         local(value)
         return str(value)
@@ -66,7 +66,7 @@ class _DescribedModel(_Model):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         from brim.estimation.models import find_model
-        from brim.run.location import expanded, local
+        from brim.run.model.location import expanded, local
 
         path = expanded(value)
         if path.is_dir():
@@ -80,6 +80,19 @@ class _DescribedModel(_Model):
 
         known = [CompletionItem(name) for name in catalog.model_names() if name.startswith(incomplete.lower())]
         return known or paths(ctx, param, incomplete)
+
+
+class _Device(click.Choice):  # type: ignore[type-arg]
+    """Where to compute. Of several GPUs one by its number; whether it is there is for the command to say."""
+
+    def __init__(self) -> None:
+        super().__init__(["auto", "cuda", "cpu"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        kind, colon, number = str(value).partition(":")
+        if kind == "cuda" and colon and number.isascii() and number.isdigit():
+            return f"{kind}:{int(number)}"
+        return super().convert(value, param, ctx)
 
 
 class _Gpu(click.ParamType):  # type: ignore[type-arg]
@@ -108,6 +121,7 @@ def paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
 HTML = ("a page", (b"<!doctype html>",))
 JSON = ("a JSON document", (b"{",))
 SVG = ("an SVG picture", (b"<svg", b"<?xml"))
+SNAPSHOT = ("a memory snapshot", (b"\x80",))  # every pickle of protocol 2 or later begins so
 TRACE = ("a trace for Perfetto", (b'{"displayTimeUnit": "ms", "traceEvents"', b"\x1f\x8b"))  # gzip's first bytes
 _MOST_FIRST_BYTES = 64
 
@@ -195,7 +209,7 @@ MODEL, DESCRIBED_MODEL, GPU = _Model(), _DescribedModel(), _Gpu()
 _ANY = 1  # a whole to try a share on
 VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
 RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
-BYTES, BUDGET = _Bytes(), _Budget()
+BYTES, BUDGET, DEVICE = _Bytes(), _Budget(), _Device()
 
 
 def json_option(command: F) -> F:
@@ -211,9 +225,8 @@ def html_option(command: F) -> F:
 
 def device_option(command: F) -> F:
     """``--device``, given to the command as ``device``."""
-    choice = click.Choice(["auto", "cuda", "cpu"])
-    text = "Where to compute; auto takes CUDA where torch sees it."
-    return click.option("--device", type=choice, default="auto", show_default=True, help=text)(command)
+    text = "Where to compute; auto takes CUDA where torch sees it, cuda:1 is one of several GPUs."
+    return click.option("--device", type=DEVICE, default="auto", show_default=True, help=text)(command)
 
 
 def readable(text: str) -> str:
@@ -236,7 +249,7 @@ def write_html(
     one_axis: bool = False,
 ) -> None:
     """Write the report and say so on stderr."""
-    from brim.report.html import write
+    from brim.report.html.page import write
 
     size = write(path, views, title=title, verdict=verdict, tables=tables, notes=notes, one_axis=one_axis)
     click.echo(f"report: {path} ({format_bytes(size)})", err=True)

@@ -7,26 +7,30 @@ from typing import TYPE_CHECKING
 
 import click
 
-from brim.cli.options import Command, device_option, json_option, print_json
+from brim.cli.options import Command, json_option, print_json
 from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from brim.core.hardware import Hardware, Link
-    from brim.measure.probe import Device
 
 
 @click.command(cls=Command)
 @json_option
-@device_option
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="What to measure: cpu, or an accelerator (cuda, xpu, npu, mps); auto takes CUDA where torch sees it.",
+)
 @click.option("--refresh", is_flag=True, help="Measure again even if this machine was measured before.")
 @click.option(
     "--directory",
     type=click.Path(path_type=Path),
     help="Measure the disk under this directory, where models will be read from; by default the cache folder.",
 )
-def probe(as_json: bool, device: Device, refresh: bool, directory: Path | None) -> None:
+def probe(as_json: bool, device: str, refresh: bool, directory: Path | None) -> None:
     """Measure what this machine does: memory, disk, links, matrix rates.
 
     Takes a few seconds. The result is kept in the cache folder and used by every other command.

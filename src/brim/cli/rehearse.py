@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from brim.cli.options import BYTES, OutputFile, html_option, json_option, print_json, readable, write_html
+from brim.cli.options import BYTES, SNAPSHOT, OutputFile, html_option, json_option, print_json, readable, write_html
 from brim.cli.run import ProgramCommand
+from brim.core.replacing import replacing
 from brim.errors import UsageError
 from brim.units import format_bytes
 
 if TYPE_CHECKING:
-    from brim.cli.explained import Explained
+    from brim.cli.explain.answers import Explained
     from brim.rehearsal.environment import Environment
     from brim.rehearsal.rehearse import Rehearsal, Request
 
@@ -29,7 +31,15 @@ _UNKNOWN = (
     "Not known without the GPU: seconds, what the driver and NCCL take, memory that kernels' libraries load.",
 )
 _CUDNN = "Convolutions went through cuDNN, whose workspaces are not known and not counted."
+_OTHERS = "Each process that uses CUDA has devices of its own here, where on real ones they would share them."
 _RANKS = "Other ranks were taken to do the same as this one."
+
+
+class _SnapshotFile(OutputFile):
+    """One file, or one for each rank."""
+
+    def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
+        yield from (_of_rank(path, rank) for rank in _ranks(params["ranks"]))
 
 
 @click.command(cls=ProgramCommand, context_settings={"allow_interspersed_args": False})
@@ -38,7 +48,6 @@ _RANKS = "Other ranks were taken to do the same as this one."
 @click.option(
     "--rank",
     "ranks",
-    default="",
     metavar="R,R...",
     help="Run these ranks of a job of --gpus ranks, one process each; no other rank exists.",
 )
@@ -57,7 +66,9 @@ _RANKS = "Other ranks were taken to do the same as this one."
 @click.option(
     "--random-weights", is_flag=True, help="Make models that are not here from their configurations, untrained."
 )
-@click.option("--snapshot", type=OutputFile(), help="Keep the recording, in PyTorch's format (-rankN is added).")
+@click.option(
+    "--snapshot", type=_SnapshotFile(SNAPSHOT), help="Keep the recording, in PyTorch's format (-rankN is added)."
+)
 @click.option("--python", type=click.Path(path_type=Path), help="The Python to rehearse with. [default: this one]")
 @click.option("--yes", is_flag=True, help="Fetch PyTorch's CUDA build where there is none, without asking.")
 @html_option
@@ -65,7 +76,7 @@ _RANKS = "Other ranks were taken to do the same as this one."
 @click.option("-m", "module", metavar="MODULE", is_flag=False, help="Run a module, as python -m does.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [ARGS]...")
 def rehearse(
-    ranks: str,
+    ranks: str | None,
     vram: int | None,
     vary: str | None,
     settings: tuple[str, ...],
@@ -84,11 +95,22 @@ def rehearse(
     numbers and small tensors are right, other numbers made up. The program runs in a process of its own until memory
     stops growing; what it writes to disk is written. Exit code 3: it runs out of memory.
     """
+    from brim.allocator.config import AllocatorConfig
+    from brim.cli.explain.snapshot import BEST
     from brim.rehearsal.environment import prepare
     from brim.rehearsal.rehearse import Request
 
     if module is None and not arguments:
         raise click.UsageError("Name a script, or a module with -m.")
+    values = None if vary is None else _values(vary)
+    kept = {"--html": html, "--snapshot": snapshot, "--what-if": settings}
+    for option in (name for name, given in kept.items() if given and vary is not None):
+        raise UsageError(
+            f"--vary {vary} was given with {option}.", "It keeps no recording.", "Rehearse one value then."
+        )
+    for text in settings:
+        if text != BEST:
+            AllocatorConfig.parse(text)  # now, and not when all has run
     target, rest = (arguments[0], arguments[1:]) if module is None else (module, arguments)
     if module is None and not Path(target).exists():
         raise click.UsageError(f"There is no file {target!r}.")
@@ -102,26 +124,28 @@ def rehearse(
     )
     environment = prepare(python, confirm=lambda what: yes or _confirmed(what))
     with tempfile.TemporaryDirectory(prefix="brim-rehearsal-") as scratch:
-        if vary is not None:
-            return _vary(request, environment, Path(scratch), vary, as_json)
+        if values is not None:
+            return _vary(request, environment, Path(scratch), *values, as_json)
         found = _run(request, environment, Path(scratch))
-        if snapshot is not None:
-            _keep(found, snapshot)
         explained = [_explained(one, settings) for one in found]
-        if html is not None:
-            _write_html(html, request, found, explained)
         if as_json:
             print_json(_document(request, found, explained))
         else:
             for one, more in zip(found, explained, strict=True):
                 for line in _lines(request, one, more):
                     click.echo(readable(line))
+        if snapshot is not None:  # what was found is told, though a disk may be full
+            _keep(found, snapshot)
+        if html is not None:
+            _write_html(html, request, found, explained)
     return max(_exit_code(one) for one in found)
 
 
-def _ranks(text: str) -> tuple[int, ...]:
+def _ranks(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
     try:
-        return tuple(int(part) for part in text.split(",") if part)
+        return tuple(map(int, text.split(",")))
     except ValueError as error:
         raise UsageError(f"--rank {text} was given.", "Ranks are whole numbers.", "As in: --rank 0,63") from error
 
@@ -146,14 +170,23 @@ def _exit_code(found: Rehearsal) -> int:
 
 def _keep(found: Sequence[Rehearsal], path: Path) -> None:
     for one in found:
+        asked = f"A recording was to be written to {path}."
         if one.snapshot is None:
-            raise UsageError(f"A recording was to be written to {path}.", "The program made no use of CUDA.")
-        kept = path if one.rank is None else path.with_stem(f"{path.stem}-rank{one.rank}")
-        shutil.copyfile(one.snapshot, kept)
+            raise UsageError(asked, "There is none: the program made no use of CUDA, or its process was ended.")
+        try:
+            with replacing(path if one.rank is None else _of_rank(path, one.rank)) as made:
+                shutil.copyfile(one.snapshot, made)
+        except OSError as error:
+            raise UsageError(asked, f"{error.strerror}.", "Name another file.") from error
+
+
+def _of_rank(path: Path, rank: int) -> Path:
+    return path.with_stem(f"{path.stem}-rank{rank}")
 
 
 def _explained(found: Rehearsal, settings: tuple[str, ...]) -> Explained | None:
-    from brim.cli import explain_source, explained
+    from brim.cli.explain import answers as explained
+    from brim.cli.explain import source as explain_source
 
     if found.snapshot is None:
         return None
@@ -165,6 +198,8 @@ def _explained(found: Rehearsal, settings: tuple[str, ...]) -> Explained | None:
 def _headline(request: Request, found: Rehearsal) -> str:
     where = f"{request.gpus} x {request.gpu}" if request.gpus > 1 else request.gpu
     who = "" if found.rank is None else f"rank {found.rank} of {request.gpus}: "
+    if found.fits is None and found.ended != "failed":
+        return f"{who}Whether it fits on {where} is not known: {found.message}."
     return (
         who
         + {
@@ -193,7 +228,7 @@ def _lines(request: Request, found: Rehearsal, explained: Explained | None) -> l
     lines += [f"  {line}" for line in _facts(found)]
     if explained is not None:
         lines += explained.lines
-    return lines + [f"note: {note}" for note in _notes(found)]
+    return lines + [f"note: {note}" for note in notes_of(found)]
 
 
 def _facts(found: Rehearsal) -> list[str]:
@@ -203,11 +238,13 @@ def _facts(found: Rehearsal) -> list[str]:
         f"{format_bytes(found.memory_bytes)}"
         for one in found.devices
     ]
-    if not found.devices:
-        lines.append("The program did not use CUDA.")
-    lines.append(
-        f"of that {format_bytes(found.context_bytes)} are the CUDA context of each process ({found.context_source})"
-    )
+    if found.devices:
+        context = format_bytes(found.context_bytes)
+        lines.append(f"of that {context} are the CUDA context of each process ({found.context_source})")
+    elif found.torch or found.ended == "finished":
+        lines.append(
+            "The program did not use CUDA." if not found.other_processes else "Its own process did not use CUDA."
+        )
     if found.attention:
         kinds = ", ".join(f"{name} {times:,} times" for name, times in sorted(found.attention.items()))
         lines.append(f"attention took: {kinds}")
@@ -220,7 +257,8 @@ def _facts(found: Rehearsal) -> list[str]:
             else f"decided by made-up numbers, in {len(decided)} places:"
         )
         lines += [f"  {_read(one)}" for one in decided[:_MOST_READS]]
-    lines.append(f"the rehearsal took {found.seconds:.0f} s and {format_bytes(found.host_peak_bytes)} of RAM")
+    ram = f" and {format_bytes(found.host_peak_bytes)} of RAM" if found.host_peak_bytes else ""
+    lines.append(f"the rehearsal took {found.seconds:.0f} s{ram}")
     return lines
 
 
@@ -229,19 +267,21 @@ def _read(one: dict[str, Any]) -> str:
     return f"{where}: {one['source']}  ({one['what']}, {one['times']:,} times)"
 
 
-def _notes(found: Rehearsal) -> list[str]:
-    notes = [_CUDNN] if found.uses_cudnn else []
+def notes_of(found: Rehearsal) -> list[str]:
+    """What was assumed, and what cannot be known."""
+    notes = [_OTHERS] if found.other_processes else []
+    notes += [_CUDNN] if found.uses_cudnn else []
     notes += [_RANKS] if found.rank is not None else []
     if found.not_computed:
         notes.append(f"Not computed for want of a CPU kernel: {', '.join(found.not_computed)}.")
-    return [*notes, *_UNKNOWN]
+    return [*notes, *_UNKNOWN] if found.devices else notes
 
 
 def _document(request: Request, found: Sequence[Rehearsal], explained: Sequence[Explained | None]) -> dict[str, Any]:
     from dataclasses import asdict
 
     def one(rehearsal: Rehearsal, more: Explained | None) -> dict[str, Any]:
-        body = asdict(rehearsal) | {"fits": rehearsal.fits, "notes": _notes(rehearsal)}
+        body = asdict(rehearsal) | {"fits": rehearsal.fits, "notes": notes_of(rehearsal)}
         del body["snapshot"]
         return body | {"memory": None if more is None else more.body["devices"]}
 
@@ -257,25 +297,44 @@ def _document(request: Request, found: Sequence[Rehearsal], explained: Sequence[
 def _write_html(
     path: Path, request: Request, found: Sequence[Rehearsal], explained: Sequence[Explained | None]
 ) -> None:
-    from brim.report.html import Table, View
+    from brim.report.html.page import Table, View
 
     views, tables, notes = [], [], []
     for one, more in zip(found, explained, strict=True):
         name = "" if one.rank is None else f"rank {one.rank}, "
-        notes += [_headline(request, one), *_facts(one), *_notes(one)]
+        notes += [*_facts(one), *notes_of(one)]
         if more is not None:
             views += [View(timeline=timeline, title=f"{name}{title}") for title, timeline in more.views]
             tables += [Table(title=f"{name}{title}", columns=heads, rows=rows) for title, heads, rows in more.tables]
             notes += more.notes
-    write_html(path, views, title=f"{request.target} on {request.gpu}, rehearsed", tables=tables, notes=notes)
+    title, verdict = (
+        f"{request.target} on {request.gpu}, rehearsed",
+        " ".join(_headline(request, one) for one in found),
+    )
+    write_html(path, views, title=title, verdict=verdict, tables=tables, notes=notes)
 
 
-def _vary(request: Request, environment: Environment, folder: Path, vary: str, as_json: bool) -> int:
-    """The largest of the values that fits: between one that does and one that does not, the middle is tried."""
+def _values(vary: str) -> tuple[str, list[str]]:
+    """The option and its values."""
     option, _, text = vary.partition("=")
     values = text.split(",")
+    asked, like = f"--vary {vary} was given.", "As in: --vary batch=1,2,4,8"
     if not option or not all(values):
-        raise UsageError(f"--vary {vary} was given.", "It names no values.", "As in: --vary batch=1,2,4,8")
+        raise UsageError(asked, "It names no values." if option else "It names no option.", like)
+    if len(set(values)) < len(values):
+        raise UsageError(asked, "A value comes twice.", like)
+    numbers: list[float] = []
+    with contextlib.suppress(ValueError):  # values may be words
+        numbers = [float(value) for value in values]
+    if numbers not in (sorted(numbers), sorted(numbers, reverse=True)):
+        raise UsageError(asked, "Its values are in no order.", f"What takes least comes first. {like}")
+    return option, values
+
+
+def _vary(
+    request: Request, environment: Environment, folder: Path, option: str, values: Sequence[str], as_json: bool
+) -> int:
+    """The largest of the values that fits: between one that does and one that does not, the middle is tried."""
     tried: dict[str, list[Rehearsal]] = {}
 
     def fits(value: str) -> bool:

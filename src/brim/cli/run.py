@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from brim.cli.options import BUDGET, HTML, JSON, RAM_HELP, VRAM_HELP, Command, OutputFile, paths
+from brim.cli.options import BUDGET, DEVICE, HTML, JSON, RAM_HELP, VRAM_HELP, Command, OutputFile, paths
 
 
 class ProgramCommand(Command):
@@ -38,10 +38,11 @@ class ProgramCommand(Command):
 )
 @click.option(
     "--device",
-    type=click.Choice(["auto", "cuda", "cpu"]),
+    type=DEVICE,
     default="auto",
     show_default=True,
-    help="cpu: what the program does with CUDA is done on the CPU where there is no CUDA.",
+    help="cpu: what the program does with CUDA is done on the CPU where there is no CUDA. cuda:1: the program sees "
+    "that GPU alone.",
 )
 @click.option("--report", type=OutputFile(HTML, JSON), help="Write what became of each model: .html or .json.")
 @click.option("--managed", is_flag=True, help="In unified mode: managed memory instead of page-locked RAM.")
@@ -64,9 +65,9 @@ def run(
     Options after SCRIPT (or -m MODULE) are the program's own. Its output, exit code, signals and tracebacks are those
     of python SCRIPT. Models that fit are left alone; others are planned and fitted at their first call.
     """
-    from brim.run.launch import Settings
-    from brim.run.launch import run as launch
-    from brim.run.launch_script import Program
+    from brim.run.script.run import run as launch
+    from brim.run.script.script import Program
+    from brim.run.script.settings import Settings
 
     if module is None and not arguments:
         raise click.UsageError("Name a script, or a module with -m.")

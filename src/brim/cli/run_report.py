@@ -9,7 +9,7 @@ from brim.report.idle import attribute
 
 if TYPE_CHECKING:
     from brim.core import Plan, Timeline
-    from brim.report.html import Table, View
+    from brim.report.html.page import Table, View
 
 MOST_WAITS = 50
 
@@ -26,7 +26,7 @@ def compute_of(measured: Timeline, predicted: Timeline | None) -> dict[str, Any]
 
 def views_of(measured: Timeline, predicted: Timeline | None, plan: Plan) -> list[View]:
     """The measured run with the plan's lines, and the predicted one below it."""
-    from brim.report.html import View
+    from brim.report.html.page import View
 
     views = [View(timeline=measured, plan=plan)]
     return views if predicted is None else [*views, View(timeline=predicted)]
@@ -34,7 +34,7 @@ def views_of(measured: Timeline, predicted: Timeline | None, plan: Plan) -> list
 
 def compute_tables(compute: Mapping[str, Mapping[str, Any]]) -> Sequence[Table]:
     """``compute_of`` as tables."""
-    from brim.report.html import Table
+    from brim.report.html.page import Table
 
     known = {name: found for name, found in compute.items() if found["computed"]}
     if not known:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from brim import threads
+
 _AGAIN_S = 0.01
 
 
@@ -43,7 +45,7 @@ def signals_as_exceptions() -> Iterator[None]:
         # By another thread: sent here, it would be heard before this function is left, and be dropped once more.
         again = threading.Timer(_AGAIN_S, _send, (number, main))
         again.daemon = True
-        again.start()
+        threads.start(again)
 
     before = signal.signal(signal.SIGTERM, raise_it)
     sys.unraisablehook = send_again

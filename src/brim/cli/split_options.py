@@ -11,7 +11,7 @@ import click
 from brim.errors import UsageError
 
 if TYPE_CHECKING:
-    from brim.estimation.parallel import Split
+    from brim.estimation.ranks.split import Split
 
 _FIELDS = (
     "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "zero", "sp", "offload_shards", "interleave",
@@ -85,7 +85,7 @@ def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
         return None
     if settings.pop("batch", 1) != 1:
         raise UsageError("--batch was given with --gpus.", todo="Give --micro-batch and --global-batch.")
-    from brim.estimation.parallel import Split
+    from brim.estimation.ranks.split import Split
 
     values = {name: taken[name] for name in given}
     if "sp" in values:

@@ -8,7 +8,7 @@ from brim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from brim.estimation.estimate import Estimate
-    from brim.run.planning_request import Answer
+    from brim.run.plan.request import Answer
 
 
 def of_estimate(found: Estimate, total_bytes: int | None, largest_batch: int | None = None) -> str:

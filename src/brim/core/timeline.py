@@ -116,13 +116,13 @@ class Timeline:
         self,
         kinds: Sequence[int],
         numbers: Mapping[str, Iterable[Any]],
-        texts: Mapping[str, tuple[Sequence[int], Sequence[str]]],
+        texts: Mapping[str, tuple[Sequence[int], Sequence[str]] | memoryview],
     ) -> None:
         """Append many events at once, given as columns of one length.
 
-        ``texts`` holds indices and the texts that they point to. Columns that are left out are as in ``add``; those
-        that are given as a memoryview of the column's own type are copied as they are. Each is asked for once, one
-        after the other. Raises ValueError for columns of other lengths.
+        ``texts`` holds indices and the texts that they point to, or what ``numbered`` tells of each. Columns that are
+        left out are as in ``add``; those that are given as a memoryview of the column's own type are copied as they
+        are. Each is asked for once, one after the other. Raises ValueError for columns of other lengths.
         """
         end = len(self) + len(kinds)
         for key, column in self._columns.items():
@@ -133,11 +133,19 @@ class Timeline:
             else:
                 column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
         for key, column in self._text_columns.items():
-            indices, names = texts.get(key, (array("i", [0]) * len(kinds), ("",)))
-            known = [self._texts.setdefault(name, len(self._texts)) for name in names]
+            given = texts.get(key)
+            if isinstance(given, memoryview):
+                column.frombytes(given.cast("B") if len(given) else b"")
+                continue
+            indices, names = given or (array("i", [0]) * len(kinds), ("",))
+            known = self.numbered(names)
             column.extend(map(known.__getitem__, indices))
         if any(len(column) != end for column in self._all_columns().values()):
             raise ValueError("Columns of events are of different lengths.")
+
+    def numbered(self, texts: Iterable[str]) -> list[int]:
+        """The number that each text has in this Timeline's columns from now on."""
+        return [self._texts.setdefault(text, len(self._texts)) for text in texts]
 
     def __len__(self) -> int:
         return len(self._columns["kind"])

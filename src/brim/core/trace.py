@@ -60,11 +60,28 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """A reduction whose workspace this is: its bytes go in steps, so at other sizes they are told by this shape.
+
+    ``reduced`` and ``kept``: (size, stride) of the dimensions, in elements, from the smallest stride up.
+    ``counters``: whether this is the counters' memory, not that of the parts.
+    """
+
+    reduced: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
+    part_bytes: int
+    multiprocessors: int
+    threads: int  # that one multiprocessor holds
+    counters: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
     """One allocation and its life: from tick ``born`` to tick ``died`` (None: alive at the end).
 
     ``stream`` numbers the stream that it was made on (0: the default one): the allocator keeps their blocks apart.
     ``in_ram``: of a program that keeps some tensors in RAM, one of those.
+    ``reduction``: of a reduction's workspace, which has no bytes where a reduction of its shape takes none.
     """
 
     id: int
@@ -76,6 +93,7 @@ class Storage:
     dtype: str = ""
     stream: int = 0
     in_ram: bool = False
+    reduction: Reduction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brim import catalog
+from brim.allocator.device_memory import SimulatedDevice
 from brim.core import Op, Timeline, Trace
 from brim.estimation.simulation import Place, simulate
 from brim.estimation.workspaces import CONVOLUTIONS, ENGINES, with_workspaces
-from brim.memory.device_memory import SimulatedDevice
 from brim.predict.cost import base_name
 from brim.units import MIB, format_bytes
 
@@ -49,7 +49,7 @@ def margins(
         return ()
     found = (
         _addresses(trace, timeline, alloc_conf),
-        _context(place),
+        context_margin(place),
         _convolutions(trace, timeline, place, alloc_conf),
         _not_modelled(trace),
         _routing(crowded, timeline, alloc_conf),
@@ -66,7 +66,8 @@ def _addresses(trace: Trace, timeline: Timeline, alloc_conf: str) -> Margin:
     )
 
 
-def _context(place: Place) -> Margin:
+def context_margin(place: Place) -> Margin:
+    """How much larger the CUDA context may be than ``place`` says; 0 bytes where it is the largest known."""
     largest = max(catalog.known_contexts(), key=lambda context: context.bytes)
     if place.context in catalog.known_contexts() and place.context.cuda:
         why = "this GPU's context was measured before kernels were loaded; the largest known one has more of them"

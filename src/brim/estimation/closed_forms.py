@@ -11,7 +11,7 @@ import torch
 from brim.errors import BrimError, ModelError, UsageError
 from brim.estimation.models import Source, short
 from brim.estimation.quantization import SCHEMES
-from brim.estimation.quiet import quiet
+from brim.estimation.silence import quiet
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 from brim.predict.formulas import (

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from brim.core import Trace
-from brim.estimation.insertion import deepened
+from brim.estimation.layer_extrapolation import Template, deepened
 from brim.estimation.models import Source, class_of, transformers_config
 from brim.estimation.steps import Job
 
@@ -34,27 +34,6 @@ class Depth:
     layers: int
     special: int
 
-    def job(self, job: Job, layers: int) -> Job:
-        """The job of the same model with fewer layers."""
-        source = replace(job.source, config={**job.source.config, self.field: layers})
-        return Job(source, job.workload, asked=job.asked, later=job.later)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Template:
-    """A shallow model's trace whose storages those of a deep one are copies of: ``storages`` gives their positions.
-
-    ``depth`` and ``layers`` make the same shallow model of another job.
-    """
-
-    depth: Depth
-    layers: int
-    trace: Trace
-    storages: tuple[int, ...]
-
-    def job(self, job: Job) -> Job:
-        return self.depth.job(job, self.layers)
-
 
 def repeated(job: Job, traced: Callable[[Job], Trace]) -> tuple[Trace, Template] | None:
     """The trace of a deep model from three of a few layers; None where its layers differ or too few are left out."""
@@ -62,13 +41,13 @@ def repeated(job: Job, traced: Callable[[Job], Trace]) -> tuple[Trace, Template]
     if depth is None:
         return None
     few = depth.special + _REGULAR
-    jobs = [depth.job(job, few + more) for more in range(3)]
-    traces = [traced(one) for one in jobs]
-    found = deepened(traces, depth.layers - few)
-    if found is None:
+    shallow_jobs = [job.with_layers(depth.field, few + more) for more in range(3)]
+    traces = [traced(shallow) for shallow in shallow_jobs]
+    deep = deepened(traces, depth.layers - few)
+    if deep is None:
         return None
-    job.adopt(jobs[0])
-    return found.trace, Template(depth=depth, layers=few + 1, trace=traces[1], storages=found.templates)
+    job.adopt(shallow_jobs[0])
+    return deep.trace, Template(field=depth.field, layers=few + 1, trace=traces[1], storages=deep.templates)
 
 
 def depth_of(source: Source, model: nn.Module | None = None) -> Depth | None:

@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from brim import catalog
+from brim.allocator.caching_allocator import CachingAllocator
+from brim.allocator.config import AllocatorConfig
+from brim.allocator.device_memory import SimulatedDevice
 from brim.core import Hardware, Timeline, Trace
-from brim.errors import BrimError, ModelError, UnsupportedError
+from brim.errors import BrimError, ModelError, OperationError, UnsupportedError
 from brim.estimation import growth as growing
 from brim.estimation.bounds import Margin, margins
 from brim.estimation.breakdown import Breakdown, at_peak
-from brim.estimation.depth import Template, repeated
+from brim.estimation.depth import repeated
+from brim.estimation.layer_extrapolation import Template
 from brim.estimation.models import Source, find_model, place_in, short
-from brim.estimation.quiet import quiet
 from brim.estimation.repetition import TRACED_TOKENS, stretched
+from brim.estimation.silence import quiet
 from brim.estimation.simulation import Place, place_of, simulate
 from brim.estimation.steps import Job
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
-from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import AllocatorConfig
-from brim.memory.device_memory import SimulatedDevice
 from brim.predict import cost
 from brim.predict.tracer import trace, trace_program
 
@@ -54,7 +55,8 @@ class Estimate:
     ``peak_bytes.allocated``. Weights' buffers count as parameters.
     ``upper_bound_bytes`` is ``peak_bytes.process`` and the ``margins``. ``step_s`` is None without a GPU, ``fits``
     too; a step that does not fit is described as if it did. ``flops`` counts the last step. ``not_modelled`` names
-    operations whose inner allocations are unknown. ``notes`` says what was assumed.
+    operations whose inner allocations are unknown. ``notes`` says what was assumed. ``by``: ``trace``, or
+    ``rehearsal`` of a program, where ``step_s`` and ``flops`` are None.
     """
 
     model: str
@@ -67,12 +69,13 @@ class Estimate:
     per_module: dict[str, int]
     rounding_bytes: int
     step_s: float | None
-    flops: int
+    flops: int | None
     not_modelled: tuple[str, ...]
     fits: bool | None
     notes: tuple[str, ...]
     out_of_memory: str = ""  # the operation that does not fit, and PyTorch's message
     is_program: bool = False  # which decides itself what ``workload`` tells of others
+    by: str = "trace"
 
     @property
     def title(self) -> str:
@@ -80,7 +83,7 @@ class Estimate:
 
     @property
     def settings(self) -> str:
-        return "as it is" if self.is_program else self.workload.describe()
+        return f"as it is, by {self.by}" if self.is_program else self.workload.describe()
 
     def describe(self) -> str:
         """What was asked, in one line."""
@@ -102,6 +105,7 @@ class Estimate:
             "flops": self.flops,
             "not_modelled": list(self.not_modelled),
             "fits": self.fits,
+            "by": self.by,
         }
 
 
@@ -221,7 +225,7 @@ class Study:
         if template is None:
             return traced(job, self.capability, checked=False)
         with quiet():
-            return _traced_whole(template.job(job), self.capability)
+            return _traced_whole(job.with_layers(template.field, template.layers), self.capability)
 
     def _again(self, workload: Workload) -> growing.Known:
         job = Job(self.source, workload)
@@ -277,6 +281,8 @@ def _traced_whole(job: Job, capability: tuple[int, int], routing: str = "balance
                 job.build, steps=_STEPS[job.workload.task], target="cuda", model=job.source.name,
                 capability=capability, routing=routing,
             )  # fmt: skip
+    except OperationError as error:
+        raise _failed(job, error.__cause__ or error) from error
     except BrimError:
         raise
     except (Exception, SystemExit) as error:
@@ -295,6 +301,8 @@ def _failed(job: Job, error: BaseException) -> ModelError:
         return ModelError(
             asked, f"It fails{place_in(error, job.source.file)}: {short(error)}", "Correct the function."
         )
+    if isinstance(error, ModuleNotFoundError):
+        return ModelError(asked, f"{error.name} is not installed.", f"Run pip install {error.name}.")
     return ModelError(asked, f"It fails: {short(error)}", "Correct the configuration: its sizes may not go together.")
 
 

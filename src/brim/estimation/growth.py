@@ -3,7 +3,7 @@
 The size of nearly every tensor of a step is a constant times powers of the batch and of the sequence length. One more
 trace, with three times the batch and another length, tells the powers apart (``sizes``). Where a size is of another
 form, the batch's straight line and the length's parabola are drawn through more traces. The simulated allocator does
-the rest. Of a deep model, one shallow trace tells the sizes of all layers (``depth.Template``).
+the rest. Of a deep model, one shallow trace tells the sizes of all layers (``layer_extrapolation.Template``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from brim.core import Trace
 from brim.errors import BrimError
-from brim.estimation.depth import Template
+from brim.estimation.layer_extrapolation import Template
 from brim.estimation.models import Source
 from brim.estimation.simulation import Place, Replay
-from brim.estimation.sizes import Powers, Sizes, Through, powers, structure
+from brim.estimation.sizes import Powers, Sizes, Through, WithWorkspaces, numbers, powers, structure
 from brim.estimation.workload import Workload
 
 _LARGEST_BATCH = 1 << 20
@@ -120,7 +120,7 @@ class _Solver:
         self.workload = known.workload
         self.batch, self.seq = known.workload.batch, known.workload.seq
         self.replay = Replay(known.trace, setting.alloc_conf)
-        self.bytes = [storage.bytes for storage in known.trace.storages]
+        self.numbers = numbers(known.trace.storages)
         self.failure = ""  # of a trace at another size
 
     def solve(self) -> Growth:
@@ -143,7 +143,7 @@ class _Solver:
     # -- other sizes ---------------------------------------------------------------------------------------------
 
     def _sample(self, batch: int, seq: int | None) -> list[int] | None:
-        """Every storage's bytes at other sizes; None where the step does other things there."""
+        """The ``numbers`` of every storage at other sizes; None where the step does other things there."""
         template = self.known.template
         try:
             trace = self.setting.sample(replace(self.workload, batch=batch, seq=seq), template)
@@ -153,18 +153,19 @@ class _Solver:
         like = template.trace if template is not None else self.known.trace
         if structure(trace) != structure(like):
             return None
-        bytes = [storage.bytes for storage in trace.storages]
-        return bytes if template is None else [bytes[position] for position in template.storages]
+        if template is None:
+            return numbers(trace.storages)
+        return numbers([trace.storages[position] for position in template.storages])
 
     def _powers(self, batch: int, seq: int | None) -> Powers | None:
         found = self._sample(batch, seq)
-        return None if found is None else powers(self.bytes, found, (self.batch, self.seq), (batch, seq))
+        return None if found is None else powers(self.numbers, found, (self.batch, self.seq), (batch, seq))
 
     def by_batch(self) -> Sizes | None:
         """From one more trace: every size is a straight line in the batch. None where the step does other things."""
         more = self.batch * _MORE
         found = self._sample(more, self.seq)
-        return None if found is None else Through(((self.batch, self.bytes), (more, found))).by_batch
+        return None if found is None else Through(((self.batch, self.numbers), (more, found))).by_batch
 
     def _other_length(self) -> int | None:
         """A second sequence length to trace at: upwards, as kernels change their ways below, if positions allow."""
@@ -193,14 +194,14 @@ class _Solver:
         second = self._sample(self.batch, other)
         if second is None:
             return None
-        found = powers(self.bytes, second, (self.batch, seq), (self.batch, other))
+        found = powers(self.numbers, second, (self.batch, seq), (self.batch, other))
         if found is not None:
             return found
         third = 2 * other if other > seq else other // 2
         if third % _COARSEST_LENGTH or third > self._most:
             return None
         last = self._sample(self.batch, third)
-        return None if last is None else Through(((seq, self.bytes), (other, second), (third, last))).by_seq
+        return None if last is None else Through(((seq, self.numbers), (other, second), (third, last))).by_seq
 
     @property
     def _most(self) -> int:
@@ -210,17 +211,22 @@ class _Solver:
 
     def point(self, sizes: Sizes | None, *, batch: int | None = None, seq: int | None = None) -> Point:
         batch, seq = batch or self.batch, seq or self.seq or 0
-        peaks = self.replay.peaks(sizes(batch, seq) if sizes is not None else None, self.place)
+        bytes = self._bytes(sizes)(batch, seq) if sizes is not None else None
+        peaks = self.replay.peaks(bytes, self.place)
         return Point(
             batch=batch, seq=seq, allocated_bytes=peaks.allocated_bytes, reserved_bytes=peaks.reserved_bytes,
             process_bytes=peaks.reserved_bytes + self.place.context.bytes,
         )  # fmt: skip
+
+    def _bytes(self, sizes: Sizes) -> Sizes:
+        return WithWorkspaces.of(sizes, self.known.trace.storages)
 
     def _largest(self, sizes: Sizes) -> int | None:
         """Where allocated bytes alone no longer fit is solved; below it the allocator decides."""
         available, seq = self.place.available_bytes, self.seq or 0
         if available is None:
             return None
+        sizes = self._bytes(sizes)
 
         def least_bytes(batch: int) -> int:
             return self.replay.least_bytes(sizes(batch, seq))

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from brim import catalog
+from brim.allocator.blocks import Block
+from brim.allocator.caching_allocator import CachingAllocator
+from brim.allocator.config import MIN_BLOCK_BYTES, AllocatorConfig
+from brim.allocator.device_memory import DeviceMemory, SimulatedDevice
+from brim.allocator.out_of_memory import OutOfMemory
 from brim.core import Category, EventKind, Hardware, Op, Storage, Timeline, Trace
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import CONTEXT_BYTES
 from brim.core.trace import EMPTY_CACHE, Phase
 from brim.errors import UsageError
-from brim.memory.allocator import CachingAllocator
-from brim.memory.allocator_config import MIN_BLOCK_BYTES, AllocatorConfig
-from brim.memory.blocks import Block
-from brim.memory.device_memory import DeviceMemory, SimulatedDevice
-from brim.memory.out_of_memory import OutOfMemory
 from brim.units import format_bytes, parse_bytes
 
 _SEGMENT_KINDS = {

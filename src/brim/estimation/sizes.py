@@ -6,10 +6,12 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from brim.core import Trace
+from brim.core import Storage, Trace
+from brim.core.trace import Reduction
+from brim.predict.lowering.cuda_reductions import workspace_bytes
 
 Sizes = Callable[[int, int], list[int]]  # (batch, sequence length) -> bytes of every storage
 Power = tuple[int, int, int]  # of the batch, of the length, and what is added to the length first
@@ -90,13 +92,47 @@ def _weight(xs: Sequence[int], index: int, value: int) -> Fraction:
     return weight
 
 
-def structure(trace: Trace) -> list[tuple[int, bool]]:
-    """Births and deaths by the storage's number, without the clock and the order of deaths in a row."""
+def numbers(storages: Sequence[Storage]) -> list[int]:
+    """What grows by powers: every storage's bytes, and behind them the shapes that reductions' workspaces follow."""
+    found = [0 if storage.reduction is not None else storage.bytes for storage in storages]
+    for storage in storages:
+        if storage.reduction is not None:
+            found += itertools.chain(*storage.reduction.reduced, *storage.reduction.kept)
+    return found
+
+
+@dataclass(frozen=True)
+class WithWorkspaces:
+    """Bytes of every storage, from what ``sizes`` says of their ``numbers``."""
+
+    sizes: Sizes
+    count: int
+    reductions: Sequence[tuple[int, Reduction]]  # by the storage's position
+
+    @classmethod
+    def of(cls, sizes: Sizes, storages: Sequence[Storage]) -> WithWorkspaces:
+        found = [(index, s.reduction) for index, s in enumerate(storages) if s.reduction is not None]
+        return cls(sizes, len(storages), found)
+
+    def __call__(self, batch: int, seq: int) -> list[int]:
+        found = self.sizes(batch, seq)
+        bytes, shapes = found[: self.count], iter(found[self.count :])
+        pairs = zip(shapes, shapes, strict=True)
+        for index, reduction in self.reductions:
+            reduced, kept = (tuple(itertools.islice(pairs, len(o))) for o in (reduction.reduced, reduction.kept))
+            bytes[index] = workspace_bytes(replace(reduction, reduced=reduced, kept=kept))
+        return bytes
+
+
+def structure(trace: Trace) -> tuple[list[tuple[int, bool]], list[tuple[int, int, int]]]:
+    """Births and deaths by the storage's number, without the clock and the order of deaths in a row; and by that
+    number how many dimensions reductions have."""
     changes = [(storage.born, index, True) for index, storage in enumerate(trace.storages)]
     changes += [(s.died, index, False) for index, s in enumerate(trace.storages) if s.died is not None]
     changes.sort()
     found: list[tuple[int, bool]] = []
     for born, group in itertools.groupby(changes, key=lambda change: change[2]):
-        numbers = [index for _, index, _ in group]
-        found += [(index, born) for index in (numbers if born else sorted(numbers))]
-    return found
+        indices = [index for _, index, _ in group]
+        found += [(index, born) for index in (indices if born else sorted(indices))]
+    shapes = ((index, s.reduction) for index, s in enumerate(trace.storages))
+    return found, [(index, len(one.reduced), len(one.kept)) for index, one in shapes if one is not None]

@@ -7,23 +7,21 @@ import functools
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation import inputs as making
+from brim.estimation.layer_extrapolation import Template
 from brim.estimation.models import Source, class_of, short, transformers_config
 from brim.estimation.optimizers import make_optimizer
 from brim.estimation.quantization import SCHEMES, lora_layers, quantize
-from brim.estimation.quiet import quiet
+from brim.estimation.silence import quiet
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
-from brim.techniques.checkpointing import selective_contexts
+from brim.techniques.checkpointing.technique import selective_contexts
 from brim.techniques.dry_run import as_arguments
-
-if TYPE_CHECKING:
-    from brim.estimation.depth import Template  # which makes jobs
 
 Step = Callable[[], Any]
 
@@ -42,6 +40,11 @@ class Job:
         self.ignored: list[str] = []  # settings that mean nothing to this model
         self.notes: dict[str, str] = {}  # what was assumed, by subject
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
+
+    def with_layers(self, field: str, layers: int) -> Job:
+        """The job of the same model with ``layers`` in its configuration's ``field``."""
+        source = dataclasses.replace(self.source, config={**self.source.config, field: layers})
+        return Job(source, self.workload, asked=self.asked, later=self.later)
 
     def adopt(self, done: Job) -> None:
         """Take over what another job of this model found out."""

@@ -28,7 +28,7 @@ _CHOICES = {
 }
 DEFAULT_NEW_TOKENS = 128
 _TRAINING_ONLY = ("optimizer", "method", "checkpointing")
-_LARGEST = 1 << 40  # more tokens or sequences than that are a slip of the hand
+LARGEST = 1 << 40  # more tokens or sequences than that are a slip of the hand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class Workload:
                 raise _unknown(name, value, choices)
         for name in ("batch", "seq", "new_tokens", "lora_rank"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value <= _LARGEST):
-                raise UsageError(f"{name}={value!r} was given.", f"It must be a whole number, 1 to {_LARGEST:,}.")
+            if value is not None and (type(value) is not int or not 1 <= value <= LARGEST):
+                raise UsageError(f"{name}={value!r} was given.", f"It must be a whole number, 1 to {LARGEST:,}.")
         self._check_task()
 
     def _check_task(self) -> None:

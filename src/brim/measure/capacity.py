@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from brim import accelerator
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.units import is_share, parse_bytes
@@ -40,16 +41,20 @@ def free_bytes(tier: str, *, directory: Path | None = None, proc: Path = _PROC) 
     """Bytes of a tier that nobody uses at this moment.
 
     RAM: MemAvailable, or what is left below a cgroup's limit where that is less (page cache counts as free: the
-    kernel drops it before anything fails). VRAM: what the driver says is free on the current CUDA device, up to the
-    memory fraction that the program has set, plus what PyTorch holds reserved but unused. Disk: of ``directory``, or
-    the current one. Raises UsageError for any other name, UnsupportedError for VRAM without CUDA.
+    kernel drops it before anything fails). VRAM: what the driver says is free on the current device of CUDA, or
+    of the accelerator that torch has instead, up to the memory fraction that the program has set, plus what PyTorch
+    holds reserved but unused. Disk: of ``directory``, or the current one. Raises UsageError for any other name,
+    UnsupportedError for VRAM without an accelerator, or one that does not tell.
     """
     if tier == RAM:
         return min([int(psutil.virtual_memory().available), *(room for _, room in _cgroup_limits(proc))])
     if tier == DISK:
         return disk_free_bytes(directory or Path.cwd())
     if tier == VRAM:
-        return _vram_free_bytes()
+        device = accelerator.available()
+        if device is None:
+            raise UnsupportedError("The free bytes of VRAM were asked.", "torch sees no accelerator here.")
+        return device_free_bytes(device)
     raise UsageError(f"The free bytes of tier {tier!r} were asked.", f"Tiers are {VRAM}, {RAM} and {DISK}.")
 
 
@@ -59,9 +64,8 @@ def total_bytes(tier: str, *, directory: Path | None = None) -> int:
     """
     if tier != VRAM:
         return ram_capacity_bytes() if tier == RAM else free_bytes(tier, directory=directory)
-    import torch
-
-    return int(torch.cuda.mem_get_info()[1]) if torch.cuda.is_available() else ram_capacity_bytes()
+    device = accelerator.available(accelerator.CUDA)
+    return device.memory_bytes()[1] if device is not None else ram_capacity_bytes()
 
 
 def amount_bytes(amount: str | int, tier: str, *, directory: Path | None = None) -> int:
@@ -69,31 +73,20 @@ def amount_bytes(amount: str | int, tier: str, *, directory: Path | None = None)
     return parse_bytes(amount, total_bytes(tier, directory=directory) if is_share(amount) else None)
 
 
-def _vram_free_bytes() -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError("The free bytes of VRAM were asked.", "torch sees no CUDA device here.")
-    free, total = (int(count) for count in torch.cuda.mem_get_info())
-    if not counts_memory():
+def device_free_bytes(device: accelerator.Accelerator) -> int:
+    """``free_bytes`` of its current device."""
+    free, total = device.memory_bytes()
+    if not device.counts_memory():
         return free
-    reserved = torch.cuda.memory_reserved()
-    allowed = int(total * memory_fraction()) - reserved
-    return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated()
-
-
-def counts_memory() -> bool:
-    """Whether PyTorch's own allocator serves CUDA tensors: another (RMM's) has neither statistics nor a limit."""
-    import torch
-
-    return torch.cuda.memory.get_allocator_backend() != "pluggable"
+    reserved = device.reserved_bytes()
+    allowed = int(total * device.memory_fraction()) - reserved
+    return max(0, min(free, allowed)) + reserved - device.allocated_bytes()
 
 
 def memory_fraction() -> float:
     """How much of the current CUDA device the program lets PyTorch's allocator have; 1 where it has another one."""
-    import torch
-
-    return float(torch.cuda.get_per_process_memory_fraction()) if counts_memory() else 1.0
+    device = accelerator.available(accelerator.CUDA)
+    return 1.0 if device is None else device.memory_fraction()
 
 
 def _cgroup_limits(proc: Path) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import psutil
 
+from brim import accelerator, threads
 from brim.errors import UsageError
 
 _PROC = Path("/proc/self")
@@ -23,9 +24,9 @@ class Usage:
 
     ``ram_growth_bytes`` is the high water of the resident set (VmHWM; file pages that are mapped count) over the
     resident set at entry, never below 0. ``disk_read_bytes`` came from storage, not from the page cache.
-    ``vram_allocated_bytes`` and ``vram_reserved_bytes`` are PyTorch's peaks over all CUDA devices summed, 0 while
-    CUDA is not in use; ``vram_process_bytes`` adds to the reserved peak what the driver counts on top of it
-    (context, libraries).
+    ``vram_allocated_bytes`` and ``vram_reserved_bytes`` are PyTorch's peaks over all devices of accelerators summed,
+    0 while none is in use; ``vram_process_bytes`` adds to the reserved peak what the driver counts on top of it
+    (context, libraries), which only CUDA's tells.
     """
 
     ram_entry_bytes: int
@@ -93,7 +94,7 @@ class SampledMeter:
         self.reset()
         self._stopped.clear()
         self._thread = threading.Thread(target=self._sample, name="brim-monitor", daemon=True)
-        self._thread.start()
+        threads.start(self._thread)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -236,39 +237,36 @@ def _disk_read_bytes() -> int | None:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
-def _cuda_devices() -> range:
-    """The CUDA devices in use. Monitoring neither imports torch nor starts CUDA: that would cost what it measures."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return range(0)
-    return range(torch.cuda.device_count())
-
-
 def _reset_vram_peaks() -> None:
-    for device in _cuda_devices():
-        sys.modules["torch"].cuda.reset_peak_memory_stats(device)
+    for device, index in accelerator.in_use():
+        device.reset_peaks(index)
 
 
 def _vram_peaks() -> _Peaks:
     peaks = _Peaks()
-    for device in _cuda_devices():
-        peaks.allocated_bytes += sys.modules["torch"].cuda.max_memory_allocated(device)
-        peaks.reserved_bytes += sys.modules["torch"].cuda.max_memory_reserved(device)
+    for device, index in accelerator.in_use():
+        allocated, reserved = device.peak_bytes(index)
+        peaks.allocated_bytes += allocated
+        peaks.reserved_bytes += reserved
     return peaks
 
 
 def _vram_process_bytes(reserved_peak_bytes: int) -> int | None:
-    """The reserved peak and what the driver counts for this process beyond PyTorch's reserve at this moment."""
-    devices = _cuda_devices()
+    """The reserved peak and what the driver counts for this process beyond PyTorch's reserve at this moment.
+
+    A GPU that the process has nothing on is none of the driver's news, and counts for nothing.
+    """
+    devices = [index for device, index in accelerator.in_use() if device.type == accelerator.CUDA]
     if not devices:
         return None
     from brim.measure.nvml import process_bytes
 
     cuda = sys.modules["torch"].cuda
-    total = 0
+    beyond: list[int] = []
     for device in devices:
-        used = process_bytes(f"GPU-{cuda.get_device_properties(device).uuid}")
-        if used is None:
+        used, reserved = process_bytes(f"GPU-{cuda.get_device_properties(device).uuid}"), cuda.memory_reserved(device)
+        if used is not None:
+            beyond.append(used - reserved)
+        elif reserved:
             return None
-        total += used - cuda.memory_reserved(device)
-    return reserved_peak_bytes + total
+    return reserved_peak_bytes + sum(beyond) if beyond else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 
 
 class _ProcessInfo(ctypes.Structure):
@@ -26,11 +25,11 @@ _ROOM = 1024  # processes on one device
 
 def driver_version() -> str:
     """The NVIDIA driver's version, or "" where there is no driver."""
-    with _nvml() as library:
-        text = ctypes.create_string_buffer(96)
-        if library is None or library.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):
-            return ""
-        return text.value.decode()
+    library = _nvml()
+    text = ctypes.create_string_buffer(96)
+    if library is None or library.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))):
+        return ""
+    return text.value.decode()
 
 
 def process_bytes(uuid: str) -> int | None:
@@ -38,44 +37,42 @@ def process_bytes(uuid: str) -> int | None:
 
     None where the driver does not tell: no NVIDIA driver, or a container that hides process ids.
     """
-    with _nvml() as library:
-        device = ctypes.c_void_p()
-        if library is None or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
-            return None
-        rows = (_ProcessInfo * _ROOM)()
-        count = ctypes.c_uint(_ROOM)
-        try:
-            status = library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), rows)
-        except AttributeError:  # a driver from before 2021
-            return None
-        if status:
-            return None
-        mine = [row.used_bytes for row in rows[: count.value] if row.pid == os.getpid()]
-        return mine[0] if mine and mine[0] != _NOT_AVAILABLE else None
+    library = _nvml()
+    device = ctypes.c_void_p()
+    if library is None or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
+        return None
+    rows = (_ProcessInfo * _ROOM)()
+    count = ctypes.c_uint(_ROOM)
+    try:
+        status = library.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), rows)
+    except AttributeError:  # a driver from before 2021
+        return None
+    if status:
+        return None
+    mine = [row.used_bytes for row in rows[: count.value] if row.pid == os.getpid()]
+    return mine[0] if mine and mine[0] != _NOT_AVAILABLE else None
 
 
 def busy_share(uuid: str) -> float | None:
     """Of the driver's last sample period (a sixth of a second to a second), the share in which the device ``uuid``
     ran a kernel of anybody's. None where the driver does not tell."""
-    with _nvml() as library:
-        device, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # nvmlUtilization_t: gpu, memory; per cent
-        if library is None or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
-            return None
-        return None if library.nvmlDeviceGetUtilizationRates(device, rates) else rates[0] / 100
+    library = _nvml()
+    device, rates = ctypes.c_void_p(), (ctypes.c_uint * 2)()  # nvmlUtilization_t: gpu, memory; per cent
+    if library is None or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
+        return None
+    return None if library.nvmlDeviceGetUtilizationRates(device, rates) else rates[0] / 100
 
 
-@contextmanager
-def _nvml() -> Iterator[ctypes.CDLL | None]:
+def _nvml() -> ctypes.CDLL | None:
     """The library, initialized, or None on a machine without it."""
+    return _of_process(os.getpid())
+
+
+@cache
+def _of_process(process: int) -> ctypes.CDLL | None:
+    """Set up once: the driver takes milliseconds for it, and a step asks twice. A fork sets up its own."""
     try:
         library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     except OSError:
-        yield None
-        return
-    if library.nvmlInit_v2():
-        yield None
-        return
-    try:
-        yield library
-    finally:
-        library.nvmlShutdown()
+        return None
+    return None if library.nvmlInit_v2() else library

@@ -8,27 +8,29 @@ import hashlib
 import json
 import os
 import platform
+import time
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from brim import accelerator
+from brim.accelerator import Accelerator
 from brim.core.hardware import DISK, RAM, VRAM, Hardware, Link, Tier
 from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
-from brim.measure.cache import cache_folder, keep, kept
 from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
-
-Device = Literal["auto", "cuda", "cpu"]
-
+from brim.measure.user_cache import cache_folder, keep, kept
 
 # Raised when what is measured, or how, changes: what was remembered before is measured again.
 _METHOD = 3
 # Processors and memory stay what they are. A drive fills up, wears, and has others who use it.
 _DISK_GOOD_FOR_S = 24 * 3600.0
 _OF_DISK = ", disk of "  # begins what a source says of it
+# When this process looked at a disk again, by its own clock: a file's age goes by the system's and the server's.
+_disks_of_today: dict[Path, float] = {}
 
 
-def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | None = None) -> Hardware:
-    """Measure RAM, the disk under ``directory``, the processor and with CUDA the current device; a few seconds.
+def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None = None) -> Hardware:
+    """Measure RAM, the disk under ``directory``, the processor and an accelerator's current device; a few seconds.
 
     The result is remembered per machine, device, driver, torch and filesystem, and the disk's part of it for a day;
     ``refresh`` measures all again. Capacities are read afresh each time. ``directory`` is where models will be read
@@ -36,20 +38,21 @@ def probe(*, refresh: bool = False, device: Device = "auto", directory: Path | N
     that is damaged or cannot be written is warned about and does not stop anything. Measuring takes up to 350 MiB of
     RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched.
 
-    Rates are medians. Compute is VRAM with CUDA (``device="cuda"``, or "auto" where torch sees one), else RAM.
-    Raises UsageError for a directory that does not exist or an unknown device, UnsupportedError for "cuda" where
-    there is none, TransferError when the disk fails.
+    Rates are medians. Compute is VRAM with CUDA (``device="cuda"``, or "auto" where torch sees one), and with another
+    accelerator where that is named ("xpu", "npu", "mps"), else RAM. Raises UsageError for a directory that does not
+    exist or an unknown device, UnsupportedError for a device that is not there or cannot be measured, TransferError
+    when the disk fails.
     """
-    compute = _compute_tier(device)
+    on = _accelerator(device)
     place = drive_folder() if directory is None else directory
     if not place.is_dir():
         raise UsageError(f"The disk under {place} was to be measured.", "There is no such directory.")
-    facts = _fingerprint(compute, place)
+    facts = _fingerprint(on, place)
     path = _remembered_at(facts)
     remembered = None if refresh else _remembered(path)
     if remembered is not None:
-        return _with_capacities(_with_the_disk_of_today(*remembered, path, place), place)
-    hardware = _measured(compute, place, facts)
+        return _with_capacities(_with_the_disk_of_today(*remembered, path, place), place, on)
+    hardware = _measured(on, place, facts)
     _remember(hardware, path)
     return hardware
 
@@ -58,22 +61,24 @@ def _remembered_at(facts: dict[str, Any]) -> Path:
     return cache_folder() / f"hardware-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
 
 
-def _compute_tier(device: str) -> str:
-    if device not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"Device {device!r} was to be measured.", "Devices are auto, cuda and cpu.")
+def _accelerator(device: str) -> Accelerator | None:
+    """What ``device`` names; None: the processor. "auto" is what models are computed on."""
     if device == "cpu":
-        return RAM
+        return None
     import torch
 
-    if torch.cuda.is_available():
-        return VRAM
-    if device == "cuda":
+    kinds = accelerator.kinds()
+    if device not in ("auto", *kinds):
+        raise UsageError(f"Device {device!r} was to be measured.", f"Devices are auto, {', '.join(kinds)} and cpu.")
+    found = accelerator.available(accelerator.CUDA if device == "auto" else device)
+    if found is None and device != "auto":
+        name = accelerator.NAMES.get(device, device)
         raise UnsupportedError(
-            "A CUDA device was to be measured.",
+            f"A device of {name} was to be measured.",
             f"torch {torch.__version__} sees none on this machine.",
-            "Use device auto or cpu, or install a CUDA build of torch.",
+            f"Use device auto or cpu, or install a build of torch for {name}.",
         )
-    return RAM
+    return found
 
 
 def _with_the_disk_of_today(hardware: Hardware, age_s: float, path: Path, directory: Path) -> Hardware:
@@ -81,8 +86,10 @@ def _with_the_disk_of_today(hardware: Hardware, age_s: float, path: Path, direct
 
     One that cannot be measured now (it is full) stays as it is known, with a warning.
     """
-    if 0 <= age_s <= _DISK_GOOD_FOR_S:
+    looked_s = _disks_of_today.get(path)
+    if 0 <= age_s <= _DISK_GOOD_FOR_S or (looked_s is not None and time.monotonic() - looked_s < _DISK_GOOD_FOR_S):
         return hardware
+    _disks_of_today[path] = time.monotonic()
     try:
         links, source = _disk(directory)
     except (TransferError, UsageError) as error:
@@ -113,7 +120,7 @@ def _today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
+def _measured(on: Accelerator | None, directory: Path, facts: dict[str, Any]) -> Hardware:
     from brim.measure import bandwidth
 
     disk, of_disk = _disk(directory, _libraries() if directory == cache_folder() else None)
@@ -122,48 +129,46 @@ def _measured(compute: str, directory: Path, facts: dict[str, Any]) -> Hardware:
         Tier(name=DISK, capacity_bytes=0, bytes_per_s=disk[0].bytes_per_s),
     ]
     links: list[Link] = [*disk, bandwidth.ram_link()]
-    if compute == VRAM:
-        from brim.measure import cuda
+    if on is not None:
+        from brim.measure import device_rates
 
-        tiers.insert(0, Tier(name=VRAM, capacity_bytes=0, bytes_per_s=cuda.vram_read_rate()))
-        links += cuda.cuda_links()
-        rates = cuda.cuda_matrix_rates()
-        cuda.give_back()
+        with device_rates.unnoticed(on):
+            tiers.insert(0, Tier(name=VRAM, capacity_bytes=0, bytes_per_s=device_rates.vram_read_rate(on)))
+            links += device_rates.links(on)
+            rates = device_rates.matrix_rates(on)
     else:
         rates = bandwidth.cpu_matrix_rates()
     source = f"measured {_today()}, torch {facts['torch']}{of_disk}"
     hardware = Hardware(
         name=facts["device"] or f"{facts['processor']}, {facts['cores']} cores",
-        compute=compute,
+        compute=RAM if on is None else VRAM,
         tiers=tuple(tiers),
         links=tuple(links),
         flops_per_s=rates,
         source=source,
     )
-    return _with_capacities(hardware, directory)
+    return _with_capacities(hardware, directory, on)
 
 
-def _with_capacities(hardware: Hardware, directory: Path) -> Hardware:
+def _with_capacities(hardware: Hardware, directory: Path, on: Accelerator | None) -> Hardware:
     """The same rates with what the tiers hold today: the disk fills up, a container gets another limit."""
     capacities = {RAM: ram_capacity_bytes(), DISK: disk_free_bytes(directory)}
-    if hardware.compute == VRAM:
-        import torch
-
-        capacities[VRAM] = int(torch.cuda.mem_get_info()[1])
+    if on is not None:
+        capacities[VRAM] = on.memory_bytes()[1]
     tiers = tuple(dataclasses.replace(tier, capacity_bytes=capacities[tier.name]) for tier in hardware.tiers)
     return dataclasses.replace(hardware, tiers=tiers)
 
 
-def _fingerprint(compute: str, directory: Path) -> dict[str, Any]:
+def _fingerprint(on: Accelerator | None, directory: Path) -> dict[str, Any]:
     """What the figures depend on. Measured again when any of it changes."""
     import psutil
     import torch
 
     device = driver = ""
-    if compute == VRAM:
+    if on is not None:
         from brim.measure.nvml import driver_version
 
-        device, driver = torch.cuda.get_device_name(), driver_version()
+        device, driver = on.name, driver_version() if on.type == accelerator.CUDA else ""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import psutil
 
+from brim import threads
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM
 from brim.core.replacing import replacing
@@ -209,7 +209,7 @@ class RamRecorder:
 
     def start(self, on_out_of_memory: Callable[[], None]) -> None:
         self._sample()
-        self._thread.start()
+        threads.start(self._thread)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -258,9 +258,3 @@ class RamRecorder:
         pairs = zip(self._samples[::2], self._samples[1::2], strict=False)
         kept = [max(pair, key=lambda sample: sample[1]) for pair in pairs]
         return kept + self._samples[len(kept) * 2 :]
-
-
-def write_snapshot(path: Path, snapshot: Any) -> None:
-    """A snapshot as ``torch.cuda.memory._dump_snapshot`` writes it: plain values, pickled."""
-    with path.open("wb") as file:
-        pickle.dump(snapshot, file, protocol=4)

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from brim.errors import UsageError
-from brim.measure.watch import write_snapshot
 
 
 class _Observer:
@@ -61,3 +62,9 @@ class CudaRecorder:
 
     def write(self, path: Path, *, why: str) -> None:
         write_snapshot(path, torch.cuda.memory._snapshot())
+
+
+def write_snapshot(path: Path, snapshot: Any) -> None:
+    """A snapshot as ``torch.cuda.memory._dump_snapshot`` writes it: plain values, pickled."""
+    with path.open("wb") as file:
+        pickle.dump(snapshot, file, protocol=4)

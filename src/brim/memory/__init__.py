@@ -1,1 +1,1 @@
-
+"""Budgets, buffers and the bytes that move between them: pools, backing stores, transfer engines."""

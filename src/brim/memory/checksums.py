@@ -128,11 +128,16 @@ def verify_hub_blob(path: str | Path) -> bool:
 @cache
 def _factors() -> torch.Tensor:
     """Odd 64-bit factors, the splitmix64 finalizer of the position (Steele, Lea, Flood 2014)."""
-    values = []
-    for position in range(1, _CHUNK_WORDS + 1):
-        mixed = position * 0x9E3779B97F4A7C15 & _MASK
-        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
-        mixed = (mixed ^ mixed >> 31) | 1
-        values.append(mixed - (1 << 64) if mixed >> 63 else mixed)
-    return torch.tensor(values, dtype=torch.int64)
+    mixed = torch.arange(1, _CHUNK_WORDS + 1) * _signed(0x9E3779B97F4A7C15)  # int64 wraps around: modulo 2**64
+    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, with zeros coming in: int64's own shift brings its sign in."""
+    return words >> by & (1 << 64 - by) - 1

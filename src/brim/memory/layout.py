@@ -12,8 +12,11 @@ from brim.memory.pool import PAGE_BYTES, round_up
 
 # Reading a small hole between two tensors is cheaper than a second request.
 _LARGEST_GAP_BYTES = 64 << 10
-# What torch's CPU allocator gives, four times what CUDA kernels want, and what the files that brim writes have.
+# What torch's CPU allocator gives, and four times what most CUDA kernels want.
 PACKED_ALIGNMENT_BYTES = 64
+# What torch's CUDA allocator gives. cublasLt chooses its kernels by the alignment of a weight, up to 256 bytes
+# (PyTorch, aten/src/ATen/cuda/CUDABlas.cpp, _getAlignment): with less a streamed layer might round otherwise.
+WEIGHT_ALIGNMENT_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +95,7 @@ def packed_layout(sources: Sequence[TensorSource], start: int = 0) -> BlockLayou
     offsets: dict[str, int] = {}
     cursor = start
     for source in sources:
-        cursor = round_up(cursor, PACKED_ALIGNMENT_BYTES)
+        cursor = round_up(cursor, WEIGHT_ALIGNMENT_BYTES)
         offsets[source.name] = cursor
         for extent in source.extents:
             _append_run(runs, extent, cursor)
@@ -127,7 +130,7 @@ def _append_run(runs: list[ReadRun], extent: Extent, at: int) -> None:
     """Add what fills ``at``, to the last run where the file continues like the buffer does (padding included)."""
     last = runs[-1] if runs else None
     gap = extent.offset - last.offset - last.bytes if last else -1
-    if last and last.path == extent.path and 0 <= gap == at - last.at - last.bytes < PACKED_ALIGNMENT_BYTES:
+    if last and last.path == extent.path and 0 <= gap == at - last.at - last.bytes < WEIGHT_ALIGNMENT_BYTES:
         runs[-1] = replace(last, bytes=last.bytes + gap + extent.bytes)
     else:
         runs.append(ReadRun(path=extent.path, offset=extent.offset, bytes=extent.bytes, at=at, direct=False))

@@ -16,7 +16,7 @@ from brim.errors import BudgetError, TransferError
 from brim.memory import system
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.direct_io import OpenFiles
-from brim.memory.layout import PACKED_ALIGNMENT_BYTES
+from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES
 from brim.memory.mapped import MappedFile
 from brim.memory.pool import PAGE_BYTES, round_up
 from brim.units import format_bytes
@@ -73,7 +73,7 @@ class PlannedScratch:
         """Append ``tensors`` in the form that a block has in memory; returns where they are now."""
         stored, end = [], self._end
         for source, tensor in zip(sources, tensors, strict=True):
-            end = round_up(end, PACKED_ALIGNMENT_BYTES)
+            end = round_up(end, WEIGHT_ALIGNMENT_BYTES)
             size = tensor.numel() * tensor.element_size()
             extent = Extent(path=SCRATCH_PATH, offset=end, bytes=size)
             stored.append(

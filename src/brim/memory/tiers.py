@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from brim import accelerator
+from brim.accelerator import CUDA
 from brim.core import Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory import system
@@ -54,6 +56,14 @@ class Memory:
         same = None in (device.index, self.device.index) or device.index == self.device.index
         return device.type == self.device.type and same
 
+    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on the GPU that kernels work on."""
+        return self.device.type != "cpu" and self.is_compute(tensor.device)
+
+    def is_traced_on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether a trace would go on counting the tensor's memory in VRAM if somebody kept it."""
+        return self.fake and self.is_on_gpu(tensor)
+
     @property
     def ram(self) -> Pool:
         return self.host or self.compute
@@ -91,10 +101,10 @@ class Memory:
 
     def give_back(self) -> None:
         """Let the device have what PyTorch keeps of it for nothing: what a model had there before it was fitted."""
-        if self.device.type == "cuda" and not self.fake:
-            with torch.cuda.device(self.device):
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            on = accelerator.of(self.device)
+            on.synchronize()
+            on.empty_cache()
 
     def close(self) -> None:
         """End the threads and close the files. Safe to call twice."""
@@ -125,15 +135,15 @@ def emulated_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int) -> M
     return Memory(compute=Pool(VRAM, vram_bytes, HostSource(), recorder), host=host, recorder=recorder)
 
 
-def cuda_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int, device: torch.device) -> Memory:
-    """VRAM through PyTorch's caching allocator, page-locked host memory, and a copy stream."""
-    from brim.memory.cuda import CudaEngine, PinnedSource
+def device_memory(timeline: Timeline, *, vram_bytes: int, ram_bytes: int, device: torch.device) -> Memory:
+    """VRAM through PyTorch's caching allocator, a copy stream each way, and host memory, page-locked for CUDA."""
+    from brim.memory.streams import PinnedSource, StreamEngine
 
     recorder = Recorder(timeline)
-    host = Pool(RAM, ram_bytes, PinnedSource(device), recorder)
+    host = Pool(RAM, ram_bytes, PinnedSource(device) if device.type == CUDA else HostSource(), recorder)
     compute = Pool(VRAM, vram_bytes, TorchSource(device), recorder)
     memory = Memory(compute=compute, host=host, recorder=recorder, device=device)
-    memory.engine = CudaEngine(recorder, memory.files, memory._bounce, device)
+    memory.engine = StreamEngine(recorder, memory.files, memory._bounce, device)
     return memory
 
 

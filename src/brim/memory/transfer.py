@@ -1,8 +1,8 @@
 """Moving bytes between tiers: one interface, three engines.
 
-``ThreadEngine`` moves with threads (disk -> RAM, RAM -> a pool in RAM that plays VRAM), ``CudaEngine`` (``cuda.py``)
-with streams and events, ``NullEngine`` only writes down what would be moved, for fake tensors. The code above them is
-the same, so what is predicted, what is tested without a GPU and what runs on one cannot differ.
+``ThreadEngine`` moves with threads (disk -> RAM, RAM -> a pool in RAM that plays VRAM), ``StreamEngine``
+(``streams.py``) with streams and events, ``NullEngine`` only writes down what would be moved, for fake tensors. The
+code above them is the same, so what is predicted, what is tested without a GPU and what runs on one cannot differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from brim.memory.direct_io import CHUNK_BYTES, DirectReader, OpenFiles, write_pa
 from brim.memory.layout import ReadRun
 from brim.memory.pool import Buffer
 from brim.memory.recorder import Recorder
-from brim.memory.threads import Flag, Worker
+from brim.threads import Flag, Worker
 
 _THREAD_NAME = "brim-transfer"
 
@@ -150,8 +150,9 @@ class _Lane:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = Worker(self._work, f"{_THREAD_NAME}-{self._name}", daemon=True)
-            self._thread.start()
+            thread = Worker(self._work, f"{_THREAD_NAME}-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def close(self) -> None:
         self.stopped.set()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
 from brim.planner.schedule import COMPUTE, Contention, Schedule, Task, simulate, way
-from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
 CPU = "cpu"  # the lane of what the processor computes beside a GPU
 STAGING = 2  # slots in RAM between disk and VRAM: one being read into, one being copied from

@@ -30,7 +30,7 @@ from brim.planner.passes import (
 from brim.planner.problem import Beside, BlockClass, Column, Counts, Pool, Problem
 from brim.planner.schedule import COMPUTE, way
 from brim.planner.search import solve
-from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
 _RING, _STAGING, _ACTIVATIONS = "ring", "staging", "activations in RAM"
 _LOADING = f"{RAM}@loading"  # RAM while residents pass through it

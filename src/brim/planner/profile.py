@@ -9,9 +9,10 @@ from brim.core import Category, Hardware, Op, Phase, Trace
 from brim.core.hardware import RAM
 from brim.planner.step_profile import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE, BlockProfile, StepProfile
 from brim.predict.cost import EAGER, op_s
-from brim.techniques import activation_offload, checkpointing
+from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.base import Option
 from brim.techniques.blocks import Partition
+from brim.techniques.checkpointing import technique as checkpointing
 
 
 def profile_of(

@@ -34,6 +34,7 @@ from brim.planner.greedy import greedy
 from brim.planner.problem import SERIAL, Beside, Counts, Problem, busiest, room_bytes
 
 _TRAFFIC = 1e-3  # of about equally fast ways, the one that moves and computes less
+MOST_NODES = 1000  # programs of a training step take 5 at most
 _GIB = float(1 << 30)  # bytes in GiB and seconds as shares of the slowest way keep the matrix well scaled
 
 
@@ -50,13 +51,15 @@ class Solution:
     gap: float
 
 
-def solve(problem: Problem, *, time_limit_s: float = 5.0, traffic: float = _TRAFFIC) -> Solution | None:
-    """The best choice, or the best found in ``time_limit_s``; None where nothing fits (or nothing was found in time).
+def solve(problem: Problem, *, most_nodes: int = MOST_NODES, traffic: float = _TRAFFIC) -> Solution | None:
+    """The best choice, or the best found in ``most_nodes`` of the search tree; None where nothing fits or was found.
+
+    Nodes, not seconds: a plan must not depend on how fast this computer is.
 
     The search begins at the greedy choice, where that one fits, and never ends worse. Without weight on ``traffic``
     the bound is the sharpest, and of about equally fast choices any is taken.
     """
-    return _Program(problem, traffic).solve(time_limit_s, greedy(problem))
+    return _Program(problem, traffic).solve(most_nodes, greedy(problem))
 
 
 class _Program:
@@ -168,9 +171,9 @@ class _Program:
             room = room_bytes(problem, tier) / _GIB
             self._row(-highspy.kHighsInf, room, terms)
 
-    def solve(self, time_limit_s: float, start: Counts | None) -> Solution | None:
+    def solve(self, most_nodes: int, start: Counts | None) -> Solution | None:
         model = self._model
-        model.setOptionValue("time_limit", time_limit_s)
+        model.setOptionValue("mip_max_nodes", most_nodes)
         if start is not None:
             given = highspy.HighsSolution()
             given.col_value = self._values(start)
@@ -181,7 +184,7 @@ class _Program:
             return self._solution(self._counts(list(model.getSolution().col_value)), info.mip_dual_bound)
         if start is None or model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             return None
-        return self._solution(start, 0.0)  # the time was over before anything was known of the bound
+        return self._solution(start, 0.0)  # the nodes were used up before anything was known of the bound
 
     def _values(self, start: Counts) -> list[float]:
         counts = [start[found.name].get(column.name, 0) for found, column in self._columns]

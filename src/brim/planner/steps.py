@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.columns import CPU, copy_s, update_lanes
+from brim.planner.cost_model import CPU, copy_s, update_lanes
 from brim.planner.schedule import COMPUTE, UPDATE, Contention, Schedule, Task, simulate, way
 from brim.planner.step_profile import KEEP, OFFLOAD, BlockProfile, StepProfile, Way
-from brim.techniques.placement import FROM_DISK, RESIDENT
+from brim.techniques.streaming.placement import FROM_DISK, RESIDENT
 
 _STEPS = 4  # the first two fill the pipeline, the third is looked at, the last works beside its end
 _MICROS = 3  # of more of them, each takes what the third does

@@ -11,9 +11,16 @@ from brim.errors import BudgetError
 from brim.planner.passes import STAGING, BlockCost, Job, chain_s, move_s, pass_s, ways_of
 from brim.planner.placing import placements
 from brim.planner.schedule import COMPUTE, way
-from brim.planner.ties import Weighed, as_fast_s, quietest
-from brim.techniques.placement import COMPUTE_RAM
-from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
+from brim.planner.tie_break import Weighed, as_fast_s, quietest
+from brim.techniques.streaming.placement import COMPUTE_RAM
+from brim.techniques.streaming.weight_streaming import (
+    FROM_DISK,
+    FROM_RAM,
+    NAME,
+    RESIDENT,
+    RING_SLOTS,
+    STAGING_SLOTS,
+)
 from brim.units import format_bytes
 
 CHOICES = (RESIDENT, FROM_RAM, FROM_DISK, COMPUTE_RAM)

@@ -13,13 +13,20 @@ from itertools import product
 
 from brim.core import Hardware
 from brim.core.hardware import DISK, RAM
-from brim.planner.columns import WHOLE, choices, frames, held_bytes, kinds, peak_bytes, problem
+from brim.planner.cost_model import (
+    WHOLE,
+    choices,
+    frames,
+    held_bytes,
+    kinds,
+    peak_bytes,
+    problem,
+)
 from brim.planner.search import Solution, solve
 from brim.planner.step_profile import FULL, KEEP, Frame, Limits, Shape, StepProfile, Way
-from brim.techniques.placement import FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM, RESIDENT
 
 _RING_SLOTS = (2, 3)
-_TIME_LIMIT_S = 2.0  # programs take 0.15 at most, on a machine that does nothing else
 _CLOSE = 1 / 64  # a budget is the smallest when one this much smaller does not do
 _ENDLESS_BYTES = 1 << 60
 
@@ -44,25 +51,18 @@ def shapes(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator
             yield Shape(micro_batch=size, slots=slots, states=states, in_backward=in_backward)
 
 
-def best(
-    profile: StepProfile, hardware: Hardware, limits: Limits, *, time_limit_s: float = _TIME_LIMIT_S
-) -> Iterator[Way]:
+def best(profile: StepProfile, hardware: Hardware, limits: Limits) -> Iterator[Way]:
     """A way for every shape in which one fits, by the seconds of its busiest lane."""
-    found = [
-        solve_shape(profile, hardware, limits, shape, time_limit_s=time_limit_s)
-        for shape in shapes(profile, hardware, limits)
-    ]
+    found = [solve_shape(profile, hardware, limits, shape) for shape in shapes(profile, hardware, limits)]
     yield from sorted((made for made in found if made is not None), key=lambda made: made.bound_s)
 
 
-def solve_shape(
-    profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape, *, time_limit_s: float = _TIME_LIMIT_S
-) -> Way | None:
+def solve_shape(profile: StepProfile, hardware: Hardware, limits: Limits, shape: Shape) -> Way | None:
     """The way of this shape whose busiest lane is the least busy; None where none fits."""
     possible = frames(hardware, limits, profile, shape)
     if not possible:
         return None
-    solution = solve(problem(profile, hardware, limits, shape, possible), time_limit_s=time_limit_s)
+    solution = solve(problem(profile, hardware, limits, shape, possible))
     if solution is None:
         return None
     (chosen,) = solution.counts[WHOLE]

@@ -48,6 +48,8 @@ _ORDERED: dict[Any, Callable[[float, float], bool]] = {
 _NEVER = {_aten.eq, _aten.isnan, _aten.isinf, _aten.isneginf, _aten.isposinf}
 _CHOICES = {_aten.argmax, _aten.argmin, _aten.max, _aten.min, _aten.topk, _aten.multinomial, _aten.kthvalue,
             _aten.median, _aten.mode, _aten.cummax, _aten.cummin}  # fmt: skip
+_COMPARISONS = {_aten.equal.default, _aten.allclose.default}
+_CHOOSERS = {"torchvision::nms"}
 _PERMUTATIONS = {_aten.sort, _aten.argsort}
 
 
@@ -80,7 +82,9 @@ class Values:
     # -- questions of the program ----------------------------------------------------------------------------------
 
     def read(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
-        """What a question about a value (``item``) is answered with; None where it cannot be."""
+        """What a question about values (``item``, ``equal``) is answered with; None where it cannot be."""
+        if func in _COMPARISONS:
+            return self._compared(func, args, kwargs)
         if func is not _aten._local_scalar_dense.default:
             return None
         source = known(args[0])
@@ -96,6 +100,20 @@ class Values:
             return Item(complex(number) if args[0].dtype.is_complex else number)
         self.asked.assumed[failures.line()] = None
         return Item(True if args[0].dtype == torch.bool else 1)
+
+    def _compared(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Item | None:
+        """Whether two tensors are the same: a check, which holds, where one is not known."""
+        sources = [known(one) for one in args[:2]]
+        real = [source.value for source in sources if source is not None]
+        if len(real) == len(sources):
+            for source in sources:
+                self.note(source.state.origin if source else 0)
+            with _disable_current_modes():
+                return Item(func(*real, *args[2:], **kwargs))
+        if self.strict:
+            return None
+        self.asked.checks = True
+        return Item(args[0].shape == args[1].shape or func is _aten.allclose.default)
 
     def note(self, origin: int, dtype: torch.dtype | None = None) -> None:
         """Something that rests on ``origin`` was asked for."""
@@ -152,6 +170,8 @@ class Values:
 
     def shape_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs of an operation whose shape depends on values; None for others, and where it is not known."""
+        if func.namespace != "aten" and (chosen := self._all_of(func, args)) is not None:
+            return chosen
         if not shape_depends_on_values(func):
             return None
         if func is _aten.index.Tensor:
@@ -167,7 +187,7 @@ class Values:
             return None
         else:
             with _disable_current_modes():
-                real = func(*_filled(args), **_filled(kwargs))
+                real = func(*filled(args), **filled(kwargs))
         origin = ASSUMED if unknown else 0
         for tensor in sources:
             origin |= 0 if (source := peek(tensor)) is None else source.state.origin
@@ -177,6 +197,17 @@ class Values:
             if not unknown or not value.is_floating_point():
                 give(fake, value, origin)
         return fakes[0] if isinstance(real, torch.Tensor) else tuple(fakes)
+
+    def _all_of(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """What an operator of another library chooses from its first argument: all of it, the worst case. None for
+        others."""
+        if func.name() not in _CHOOSERS or self.strict:
+            return None
+        self.asked.assumed[failures.line()] = None
+        count = args[0].size(0)
+        made: torch.Tensor = args[0].new_empty(count, dtype=torch.long)
+        give_later(made, lambda: torch.arange(count), ASSUMED)
+        return made
 
     def _masked_index(self, source: torch.Tensor, asked: Any) -> Any:
         """``source[mask]``: the same as indexing with the mask's positions."""
@@ -336,13 +367,13 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
         return steps.view(tuple(tensor.shape)).to(tensor.dtype if tensor.element_size() >= 4 else exact)
 
 
-def _filled(value: Any) -> Any:
+def filled(value: Any) -> Any:
     """With real tensors for all fake ones."""
     if isinstance(value, torch.Tensor):
         source = known(value)
         return _distinct(value) if source is None else source.value
     if isinstance(value, (tuple, list)):
-        return type(value)(_filled(item) for item in value)
+        return type(value)(filled(item) for item in value)
     if isinstance(value, dict):
-        return {key: _filled(item) for key, item in value.items()}
+        return {key: filled(item) for key, item in value.items()}
     return value

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._higher_order_ops.out_dtype import out_dtype, out_dtype_dense
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -21,24 +22,28 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 
 from brim.core import Category, Phase
-from brim.predict import failures, inplace
+from brim.predict import failures, inplace, sparse
 from brim.predict.assumptions import Values
-from brim.predict.flops import is_view, op_name, op_work
+from brim.predict.flops import Work, is_view, op_name, op_work
+from brim.predict.host_residency import Resting
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
-from brim.predict.resting import Resting
 from brim.predict.shapes import Answer, result_of
 
 _add = torch.ops.aten.add.Tensor
 _device_of = torch.ops.prim.device.default
 # Below autograd these are made of others, on every device.
 _IN_PARTS = {torch.ops.aten._euclidean_dist.default, torch.ops.aten.binary_cross_entropy_with_logits.default}
-_META = torch.device("meta")
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 class RecordingMode(TorchDispatchMode):
@@ -61,11 +66,13 @@ class RecordingMode(TorchDispatchMode):
         self._live: dict[int, tuple[Life, weakref.ref[torch.UntypedStorage]]] = {}
         self.on_device = True  # whether factories make their tensors on the device that is traced
         self._placed: bool | None = None
+        self.pretends = False  # whether a CUDA device is pretended, by fake tensors of the CPU
         self.after_backward: Callable[[], None] = lambda: None
         self._graph_task = -1  # of the backward pass that is running
         self._in_linear = False
         self.inside = False  # whether an operation is being worked out: fake tensors then show their true device
         self._fakes: FakeTensorMode | None = None  # the mode below, which makes fake tensors
+        self._sparse: sparse.SparseOperations | None = None  # once there is a sparse tensor
         self._alone = False  # whether nobody below waits to see the operations that fake kernels are asked for
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -90,11 +97,11 @@ class RecordingMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return self._of_operators(func, args, kwargs or {})
         if func is _device_of:  # C++ asks where a tensor lies, once for every operation; nothing runs
             return _device(args[0])
-        if any(
-            kind is not FakeTensor and kind.__name__ == "DTensor" for kind in types
-        ):  # it runs on each rank's share, which comes back here
+        if any(kind is not FakeTensor and wraps(kind) for kind in types):  # it runs on parts, which come back here
             return NotImplemented
         # Within a function of PyTorch modes for functions are off. In the backward pass, which calls none, they would
         # see each look at a tensor from here on.
@@ -108,6 +115,13 @@ class RecordingMode(TorchDispatchMode):
         if func in _IN_PARTS and not any(isinstance(mode, type(self)) for mode in _get_current_dispatch_mode_stack()):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        if self.pretends and kwargs and _names_cuda(kwargs.get("device")):
+            # Python functions of PyTorch call one another with the mode for functions off.
+            self.recorder.uses_device = True
+            with self.placed(True):
+                return self._seen(func, args, kwargs | {"device": _CPU})
+        if (self._sparse is not None and sparse.given(args, kwargs)) or sparse.makes(func, args):
+            return self._of_sparse(func, args, kwargs)
         func = inplace.as_plain(func, args)
         self._notice_backward()
         known = self.values.read(func, args, kwargs)
@@ -119,6 +133,8 @@ class RecordingMode(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise failures.data_dependent(func) from error
         except (UnsupportedOperatorException, NotImplementedError) as error:
+            if sparse.given(args, kwargs):  # the first, made outside of the trace
+                return self._of_sparse(func, args, kwargs)
             raise failures.no_fake_kernel(func) from error
         except RuntimeError as error:
             if "no fake impl registered" in str(error):
@@ -126,6 +142,28 @@ class RecordingMode(TorchDispatchMode):
             raise
         finally:
             self.inside = was_inside
+
+    supports_higher_order_operators = True
+
+    def _of_operators(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator of operators: a product that is asked for wider results is made of what it stands for."""
+        if func is not out_dtype:
+            raise failures.not_traced(f"torch.ops.higher_order.{func.name()}", "Call what it is given by itself.")
+        with self:
+            return out_dtype_dense(*args)
+
+    def _of_sparse(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._notice_backward()
+        if self._sparse is None:
+            assert self._fakes is not None
+            self._sparse = sparse.SparseOperations(
+                self.values, self._fakes, self._describe, self.recorder.not_modelled
+            )
+        with self:
+            return self._sparse.run(func, args, kwargs)
+
+    def _describe(self, name: str, work: Work) -> None:
+        self.recorder.describe_op(self.recorder.begin_op(name, self.phase(), self.modules.current()), work)
 
     def _remembered(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -149,21 +187,25 @@ class RecordingMode(TorchDispatchMode):
         fresh = self._fresh(outputs)
         resized = self._resized(func, args, kwargs)
         in_ram = self.resting.used and self.resting.made_of(life.in_ram for life in self._lives_of(args, kwargs))
-        rule = None if in_ram else self._rule_for(func)
+        on_device = self._place(func, args, kwargs)
+        # Until a program names a device, its tensors may be meant to be there: what they take is then the device's.
+        counts = (on_device or not recorder.uses_device) and not in_ram
+        rule = self._rule_for(func) if counts else None
         if fresh or resized or rule is not None or not is_view(func):
             index = recorder.begin_op(self.resting.named(op_name(func, args)), phase, module)
             work = op_work(func, args, kwargs, result) if answer is None or answer.work is None else answer.work
             if answer is not None:
                 answer.work = work
             recorder.describe_op(index, work, in_ram=in_ram)
-            kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result)
+            from_host = self._placed is True and not any(life.on_device for life in self._lives_of(args, kwargs))
+            kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result, on_device, from_host)
             if rule is not None:
                 rule(kernel)
                 if kernel.unknown:
                     recorder.not_modelled.add(kernel.unknown)
             for life, bytes in resized:
                 self._resize(life, bytes, phase)
-            self._play(kernel, fresh, phase, module, self._place(func, args, kwargs))
+            self._play(kernel, fresh, phase, module, on_device)
             for tensor, _ in fresh if in_ram else ():
                 self.rest_in_ram(tensor)
         return result
@@ -217,6 +259,8 @@ class RecordingMode(TorchDispatchMode):
 
     def life_of(self, tensor: torch.Tensor) -> Life | None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor is this rank's share of it
+        if self._sparse is not None and sparse.is_sparse(tensor):
+            tensor = sparse.values_of(tensor)
         entry = self._live.get(tensor.untyped_storage()._cdata)
         return entry[0] if entry else None
 
@@ -312,8 +356,9 @@ class RecordingMode(TorchDispatchMode):
         for what, handle, bytes in kernel.script:
             if what == "alloc":
                 held[handle] = recorder.alloc(
-                    bytes, phase=phase, module=module, on_device=on_device, category=Category.TEMPORARY
-                )
+                    bytes, phase=phase, module=module, on_device=on_device, category=Category.TEMPORARY,
+                    reduction=kernel.reductions.get(handle),
+                )  # fmt: skip
             elif what == "keep":
                 category, library = Category.WORKSPACE, kernel.library
                 recorder.alloc(bytes, phase=phase, module=-1, on_device=on_device, category=category, library=library)
@@ -329,7 +374,9 @@ class RecordingMode(TorchDispatchMode):
 
     def _output(self, tensor: torch.Tensor, bytes: int, phase: Phase, module: int, on_device: bool) -> Life | None:
         if bytes == 0:  # memory that no allocator of PyTorch gave
-            self._watch(tensor, self.recorder.unrecorded(tensor.untyped_storage().nbytes()))
+            taken = tensor.untyped_storage().nbytes()
+            # A tensor without elements takes nothing, and what is made of it lies where it lies.
+            self._watch(tensor, self.recorder.unrecorded(taken, on_device=on_device and not taken))
             return None
         life = self.recorder.alloc(bytes, phase=phase, module=module, dtype=_dtype(tensor), on_device=on_device)
         self._watch(tensor, life)
@@ -379,6 +426,13 @@ def on_host() -> Iterator[None]:
 
 
 @cache
+def wraps(kind: type) -> bool:
+    """Whether a kind of tensor is made of others: a rank's share, jagged rows, quantized weights. What waits for a
+    collective is asked for its result below."""
+    return is_traceable_wrapper_subclass_type(kind) and kind.__name__ != "AsyncCollectiveTensor"
+
+
+@cache
 def _decomposes(func: torch._ops.OpOverload) -> bool:
     """Without autograd (inference mode) composite operations arrive whole; PyTorch runs their parts."""
     if func in FAKES:
@@ -400,6 +454,10 @@ def _device(tensor: torch.Tensor) -> Any:
     if not isinstance(tensor, FakeTensor):
         return _device_of(tensor)
     return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def _names_cuda(device: Any) -> bool:
+    return isinstance(device, torch.device) and device.type == "cuda"
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-from brim.errors import UnsupportedError
+from brim.errors import OperationError, UnsupportedError
 
+# What sees the program's calls of PyTorch, and its backward passes.
+_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_run_backward")
+_NO_DATA = "its data is not allocated yet"  # as C++ says that it was to read a fake tensor
+# As C++ says that it has no memory to read, no object of that kind, or no CUDA.
+_FAKE = (
+    _NO_DATA,
+    "python object of type FakeTensor",
+    "ATen_cuda library",
+    "Cannot access data pointer",
+    "unknown parameter type",
+)
 _OWN = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
@@ -52,6 +64,31 @@ def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
     )
 
 
+def of_operation(error: Exception) -> OperationError | None:
+    """What an operation of the program raised, with its line; None where something else of the program raised it.
+
+    A program may expect an operation's error, so it sees PyTorch's own; this is for what it does not catch.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [number for number, frame in enumerate(frames) if not frame.filename.startswith((*_OWN, "<frozen"))]
+    asked = outside[-1] + 1 if outside else 0
+    if not any(frame.name in _HANDLERS for frame in frames[asked:]) and not _is_of_fakes(error, frames):
+        return None
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if _NO_DATA in what:
+        what = "it reads the values of a tensor, and a trace has none."
+    return OperationError(
+        f"An operation failed in a trace: {what}",
+        f"Called at {_shown(list(frames[:asked]))}.",
+        "Correct the line if it fails on a GPU as well; if it does not, a trace cannot stand for it.",
+    )
+
+
+def _is_of_fakes(error: Exception, frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether C++ was given a fake tensor where it takes none, or PyTorch's fake tensors failed."""
+    return any(text in str(error) for text in _FAKE) or (bool(frames) and "_subclasses" in frames[-1].filename)
+
+
 def line() -> str:
     """The file and number of the user's own line that is running; of a library's where there is none."""
     library = ""
@@ -69,7 +106,11 @@ def line() -> str:
 
 def _place() -> str:
     """The innermost line outside of PyTorch and brim; where that is in a library, the user's own line as well."""
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith((*_OWN, "<frozen"))]
+    return _shown(traceback.extract_stack())
+
+
+def _shown(stack: Sequence[traceback.FrameSummary]) -> str:
+    frames = [frame for frame in stack if not frame.filename.startswith((*_OWN, "<frozen"))]
     if not frames:
         return "a line inside PyTorch"
     inner = frames[-1]

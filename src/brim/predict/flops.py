@@ -38,6 +38,12 @@ _GATHERS = frozenset({
 # fmt: on
 
 
+# Attention kernels that take (batch, rows, heads, width), where PyTorch's counts of a whole batch read heads first;
+# with the position of the argument that says where sequences of other lengths begin.
+_ROWS_BEFORE_HEADS = {
+    aten._efficient_attention_forward: 4, aten._efficient_attention_backward: 6, aten._flash_attention_forward: 3,
+    aten._flash_attention_backward: 6,
+}  # fmt: skip
 OVER = "@"  # in the name of a functional collective, before that of its group
 
 
@@ -75,6 +81,9 @@ def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
         return attention(*args, causal=_is_causal(func, args, kwargs))
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
+        lengths = _ROWS_BEFORE_HEADS.get(func.overloadpacket)
+        if lengths is not None and args[lengths] is None:
+            args = [arg.transpose(1, 2) if isinstance(arg, torch.Tensor) and arg.dim() == 4 else arg for arg in args]
         return int(count(*args, **kwargs, out_val=out))
     product = _products().get(func.overloadpacket)
     if product is not None:

@@ -17,6 +17,7 @@ _aten = torch.ops.aten
 
 # How often a tensor that only the caller in C++ holds is counted while a dispatch mode looks at it; so its storage.
 _TENSOR_USES, _STORAGE_USES = 4, 2
+_MORE_USES = {_aten.index_put.default: 1}  # the formula itself holds the tensor too
 
 # Backward formulas that write into a tensor they have just made (torch/csrc/autograd/FunctionsManual.cpp,
 # aten/src/ATen/native/TensorAdvancedIndexing.cpp), with the form that a plain run uses.
@@ -38,11 +39,24 @@ _ON_FRESH_TENSOR = {
 def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.OpOverload:
     """The operation that a run with plain tensors makes in the place of ``func``."""
     if func is _aten.add.Tensor:
-        if len(args) == 2 and _called_by_engine() and _may_be_overwritten(args[0]) and not _formula_adds():
-            return _aten.add_.Tensor  # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
-    elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(args[0]):
+        if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _formula_adds():
+            # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
+            return _aten.add_.Tensor if _fits(args[0], args[1]) else func
+    elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(func, args[0]):
+        if func in _LOGICAL and not _fits(args[0], args[1]):
+            return func
         return func if _in_node("ScatterReduce") else _ON_FRESH_TENSOR[func]  # it scatters into a copy
     return func
+
+
+_LOGICAL = (_aten.logical_and.default, _aten.logical_or.default)
+
+
+def _fits(first: torch.Tensor, second: Any) -> bool:
+    """Whether the first tensor has room for the result: a formula that broadcasts it makes a new one."""
+    if not isinstance(second, torch.Tensor):
+        return True
+    return first.shape == second.shape or first.shape == torch.broadcast_shapes(first.shape, second.shape)
 
 
 # Nodes whose own formula adds two tensors; every other sum made in C++ is of gradients that meet at one input.
@@ -107,10 +121,10 @@ def _called_by_engine() -> bool:
 _WRAPPERS = ("_seen", "__torch_dispatch__", "_fn", "inner")  # PyTorch may wrap the dispatch so that dynamo skips it
 
 
-def _may_be_overwritten(tensor: torch.Tensor) -> bool:
+def _may_be_overwritten(func: torch._ops.OpOverload, tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     return (
-        tensor._use_count() <= _TENSOR_USES  # type: ignore[attr-defined]
+        tensor._use_count() <= _TENSOR_USES + _MORE_USES.get(func, 0)  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(storage._cdata) <= _STORAGE_USES
         and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
     )

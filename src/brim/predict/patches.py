@@ -3,6 +3,7 @@ look whether a tensor is fake, although the step they stand for does not."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -13,15 +14,16 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.predict import packed
-from brim.predict.compiled import as_written
+from brim.predict.compiled.torch_compile import as_written
 from brim.predict.dispatch import RecordingMode
+from brim.predict.io_boundary import as_tensor_of_file, models_save_nothing, outside_world
 from brim.predict.lowering import flex_attention
-from brim.predict.outside import as_tensor_of_file, models_save_nothing, outside_world
-from brim.predict.unknown import UnknownNumber, mark_made_up, unknown_in, unknown_numbers
+from brim.predict.unbacked_values import UnknownNumber, mark_made_up, unknown_in, unknown_numbers
 from brim.predict.values import MADE_UP, give, known
 
 # Questions whether values are finite, and the answer of a run that is well.
@@ -31,6 +33,7 @@ _FINITE = {
 }  # fmt: skip
 
 _LINEAR = torch.nn.functional.linear
+_OF_LISTS = {torch.tensor, torch.as_tensor, torch.asarray}
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a slot of C
 
@@ -60,6 +63,8 @@ class ValueMode(TorchFunctionMode):
             return padded, self._on_host(lengths)
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **kwargs)
+        if func in _OF_LISTS and args and isinstance(args[0], (list, tuple)):
+            args = (_as_numbers(args[0]), *args[1:])
         if func == _SET_DATA:  # other values now: those of the new data, if they are known
             args[0]._brim_known = getattr(args[1], "_brim_known", None)
         if func in _FINITE and isinstance(args[0], FakeTensor):
@@ -101,6 +106,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch.UntypedStorage, "resize_", _resizing(mode)), \
          _linear_is_told(mode), \
          mock.patch.object(FakeTensor, "__deepcopy__", _deep_copy, create=True), \
+         mock.patch.object(FakeTensor, "get_nested_int", _nested_int), \
          mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _truncated_normal), \
          mock.patch.object(torch, "get_rng_state", _rng_state), \
          mock.patch.object(torch.random, "get_rng_state", _rng_state), \
@@ -135,14 +141,30 @@ def _resizing(mode: ValueMode) -> Callable[..., Any]:
     return resize_
 
 
+class _ToldLinear:
+    """``torch.nn.functional.linear``; libraries that are imported during the trace find it in their tables as it."""
+
+    __name__ = "linear"
+
+    def __init__(self, mode: ValueMode) -> None:
+        self._mode = mode
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        with self._mode.recording.linear():
+            return _LINEAR(input, weight, bias)
+
+    def __hash__(self) -> int:
+        return hash(_LINEAR)
+
+    def __eq__(self, other: object) -> bool:
+        return other is _LINEAR or other is self
+
+
 @contextmanager
 def _linear_is_told(mode: ValueMode) -> Iterator[None]:
     """Functions of torch.nn.functional that call it do so with the mode off."""
 
-    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        with mode.recording.linear():
-            return _LINEAR(input, weight, bias)
-
+    linear = _ToldLinear(mode)
     table = torch.jit._builtins._get_builtin_table()  # what torch.jit.script makes of it goes by its identity
     table[id(linear)] = table[id(_LINEAR)]
     try:
@@ -191,8 +213,20 @@ def _transformers_sees_plain_tensors() -> Iterator[None]:
 
 
 def _set_data(first: torch.Tensor, second: torch.Tensor) -> None:
-    """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones."""
-    first.data = second.data
+    """``nn.Module.to`` swaps fake tensors where it sets ``.data`` of plain ones, but for those on meta: they take
+    one another's place."""
+    if (first.device.type == "meta") != (second.device.type == "meta"):
+        torch._C._swap_tensor_impl(first, second)
+        first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    else:
+        first.data = second.data
+
+
+def _as_numbers(data: Any) -> Any:
+    """Lists of numbers for lists of tensors: PyTorch reads their values in C++."""
+    if isinstance(data, (list, tuple)):
+        return [_as_numbers(part) for part in data]
+    return data.tolist() if isinstance(data, FakeTensor) else data
 
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -212,6 +246,19 @@ def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
     found: torch.Tensor = memo[id(tensor)]
     return found
+
+
+_nested_ints = itertools.count(1 << 20)  # apart from those that PyTorch gives to real tensors
+
+
+def _nested_int(tensor: FakeTensor, *, coeff: int = 1) -> Any:
+    """The size of a jagged dimension, by which PyTorch tells such dimensions apart; for a compiler it would be a
+    symbol."""
+    if coeff != 1:
+        return torch.SymInt(NestedIntNode(next(_nested_ints), coeff))
+    if tensor.nested_int_memo is None:
+        tensor.nested_int_memo = torch.SymInt(NestedIntNode(next(_nested_ints), 1))
+    return tensor.nested_int_memo
 
 
 def _rng_state() -> torch.Tensor:

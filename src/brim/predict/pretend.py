@@ -16,16 +16,21 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nested._internal import sdpa
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.nn.attention import SDPBackend
 from torch.optim import optimizer
 
-from brim.predict.dispatch import RecordingMode
+from brim.predict import failures, sparse
+from brim.predict.dispatch import RecordingMode, wraps
 from brim.predict.lowering import cuda_attention, cuda_norms, cuda_recurrent
 from brim.predict.patches import ValueMode
-from brim.predict.torch_cuda import in_place, torch_cuda
+from brim.predict.torch_cuda import Generator, in_place, torch_cuda
 
 _CUDA = torch.device("cuda", 0)
 _is_cuda: Any = torch.Tensor.is_cuda
 _is_cpu: Any = torch.Tensor.is_cpu
+_device: Any = torch.Tensor.device
 _pretended: ContextVar[tuple[int, int] | None] = ContextVar("pretended", default=None)
 
 
@@ -48,22 +53,32 @@ class PretendCuda(ValueMode):
             torch.Tensor.pin_memory: lambda tensor, *args, **kwargs: tensor,
             torch.Tensor.is_pinned: lambda tensor, *args, **kwargs: False,
             torch.Tensor.get_device: lambda tensor: 0 if self.on_device(tensor) else -1,
-            torch.Tensor.record_stream: lambda tensor, stream: None,
             _is_cuda.__get__: self.on_device,
+            _device.__get__: self._device,
             _is_cpu.__get__: lambda tensor: not self.on_device(tensor),
             torch.nn.functional.scaled_dot_product_attention: self.attention,
             torch.dropout: self._dropout,
             torch.rms_norm: self.rms_norm,
             torch.nn.functional.rms_norm: self.rms_norm,
             torch.nn.functional.dropout: self.dropout,
+            **{make: functools.partial(self._sparse, make) for make in sparse.FACTORIES},
+            torch.lstm_cell: functools.partial(self._cell, cuda_recurrent.lstm_cell, torch.lstm_cell),
+            torch.gru_cell: functools.partial(self._cell, cuda_recurrent.gru_cell, torch.gru_cell),
             **{kind: functools.partial(cuda_recurrent.layer, kind) for kind in cuda_recurrent.KINDS},
         }
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        if not isinstance(tensor, FakeTensor):  # one that stands for something computed later knows where
-            return tensor.device.type == "cuda"
+        if not isinstance(tensor, FakeTensor):
+            if wraps(type(tensor)):  # it lies where its parts lie
+                parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+                return any(self.on_device(part) for part in parts if isinstance(part, torch.Tensor))
+            return tensor.device.type == "cuda"  # one that stands for something computed later knows where
         life = self.recording.life_of(tensor)
         return life is not None and life.on_device
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        found: torch.device = _device.__get__(tensor)
+        return _CUDA if found.type == "cpu" and wraps(type(tensor)) and self.on_device(tensor) else found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,6 +100,22 @@ class PretendCuda(ValueMode):
             kwargs |= {"device": "meta" if _is_meta(device) else "cpu"}
             return super().__torch_function__(func, types, args, kwargs)
 
+    def _sparse(self, make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        """Its parts are moved to the device that is named, values first."""
+        if device is None:
+            return super().__torch_function__(make, (), sparse.sized(make, args, kwargs), kwargs)
+        cuda = is_cuda(device)
+        self.recording.recorder.uses_device |= cuda
+        moved = [self._placed_at(part, cuda) for part in reversed(args[: sparse.FACTORIES[make]])]
+        args = (*reversed(moved), *args[len(moved) :])
+        return super().__torch_function__(make, (), sparse.sized(make, args, kwargs), kwargs)
+
+    def _placed_at(self, part: Any, cuda: bool) -> Any:
+        if isinstance(part, torch.Tensor):
+            return self._move(part, cuda)
+        with self.recording.placed(cuda):
+            return torch.tensor(part)
+
     def _any_on_device(self, args: Any) -> bool:
         for arg in args:
             if isinstance(arg, FakeTensor):
@@ -99,6 +130,8 @@ class PretendCuda(ValueMode):
         return self._move(tensor, True)
 
     def _move(self, tensor: torch.Tensor, cuda: bool) -> torch.Tensor:
+        if wraps(type(tensor)) and type(tensor).__name__ != "DTensor" and self.on_device(tensor) != cuda:
+            return torch.Tensor.to(tensor, _CUDA if cuda else torch.device("cpu"))
         if not isinstance(tensor, FakeTensor) or self.on_device(tensor) == cuda:
             return tensor
         with self.recording.placed(cuda):
@@ -118,6 +151,8 @@ class PretendCuda(ValueMode):
             return torch.Tensor.to(tensor, "meta", *args, **kwargs)
         cuda = is_cuda(device)
         self.recording.recorder.uses_device |= cuda
+        if wraps(type(tensor)) and type(tensor).__name__ != "DTensor":
+            return torch.Tensor.to(tensor, _CUDA if cuda else torch.device("cpu"), *args, **kwargs)
         moves = self.on_device(tensor) != cuda
         dtype = kwargs.pop("dtype", None) or (args[0] if args and _is_dtype(args[0]) else tensor.dtype)
         kwargs.pop("non_blocking", None)
@@ -129,12 +164,20 @@ class PretendCuda(ValueMode):
     ) -> Any:
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         options = dict(zip(names, args, strict=False)) | kwargs
+        if isinstance(query, NestedTensor):
+            return _jagged_attention(query, key, value, **options)
         with self.recording.factories(self._any_on_device((query,))):
             return cuda_attention.attention(query, key, value, capability=self.capability, **options)
 
     def rms_norm(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.recording.factories(self._any_on_device((input,))):
             return cuda_norms.rms_norm(input, *args, **kwargs)
+
+    def _cell(self, cell: Callable[..., Any], on_host: Callable[..., Any], input: torch.Tensor, *args: Any) -> Any:
+        if not self.on_device(input):
+            return on_host(input, *args)
+        with self.recording.factories(True):
+            return cell(input, *args)
 
     def _dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         """CUDA fuses dropout and keeps a boolean mask (aten/src/ATen/native/Dropout.cpp)."""
@@ -177,12 +220,17 @@ def _copies(func: Any) -> bool:
 def pretending(mode: PretendCuda) -> Iterator[None]:
     """Everything besides ``mode`` itself that makes CUDA seem present, for the duration of one trace."""
     recording = mode.recording
-    recording.on_device = False
+    recording.on_device, recording.pretends = False, True
     functional = torch.nn.functional
     with contextlib.ExitStack() as stack:
         stack.enter_context(in_place(torch_cuda(recording, mode.capability)))
         stack.enter_context(mock.patch.object(torch.nn.DataParallel, "scatter", _one_replica))
-        stack.enter_context(mock.patch.object(torch.nn.RNNBase, "flatten_parameters", _leave))
+        stack.enter_context(mock.patch.object(torch.nn.RNNBase, "flatten_parameters", _flatten(mode)))
+        stack.enter_context(mock.patch.object(torch.cuda.jiterator._JittedFunction, "__call__", _compiled_kernel))
+        # Its argument is checked in C++ before a mode sees the call.
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", _nothing))
+        stack.enter_context(mock.patch.object(torch, "Generator", Generator))
+        stack.enter_context(mock.patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(_made_on_the_cpu)))
         stack.enter_context(_default_device(mode))
         stack.enter_context(mock.patch.object(FakeTensor, "device", _device_property(mode, recording)))
         stack.enter_context(_autocast_state())
@@ -197,13 +245,39 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         yield
 
 
+def _compiled_kernel(*args: Any, **kwargs: Any) -> Any:
+    raise failures.not_traced("A kernel of torch.cuda.jiterator", "Write it with PyTorch's own operations.")
+
+
+def _jagged_attention(query: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Of rows that end where they end; PyTorch asks CUDA which of its kernels can."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    chosen = SDPBackend.FLASH_ATTENTION if half else SDPBackend.EFFICIENT_ATTENTION
+    with mock.patch.object(sdpa, "_select_sdp_backend", lambda *args, **kwargs: chosen):
+        return sdpa.jagged_scaled_dot_product_attention(query, *args, **options)
+
+
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
+
+def _made_on_the_cpu(*args: Any, **kwargs: Any) -> Any:
+    """A tensor that is made of others lies where fake ones do: autograd would ask CUDA for its streams."""
+    placed = [torch.device("cpu") if isinstance(arg, torch.device) and is_cuda(arg) else arg for arg in args]
+    if is_cuda(kwargs.get("device")):
+        kwargs["device"] = torch.device("cpu")
+    return _make_wrapper(*placed, **kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
 def _one_replica(parallel: Any, inputs: Any, kwargs: Any, device_ids: Any) -> tuple[Any, Any]:
     """On one GPU the inputs stay as they are (nn/parallel/data_parallel.py then calls the module itself)."""
     return (inputs,), (kwargs,)
 
 
-def _leave(layer: torch.nn.RNNBase) -> None:
-    """Weights stay where they are: moved into one buffer they take as much."""
+def _flatten(mode: PretendCuda) -> Callable[[torch.nn.RNNBase], None]:
+    return lambda layer: cuda_recurrent.flatten(layer, mode.on_device)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from brim.core import Category, Op, Phase, Storage
+from brim.core.trace import Reduction
 from brim.predict.flops import Work
 
 
@@ -28,6 +29,7 @@ class Life:
     library: str = ""  # whose workspace this is
     stream: int = 0
     in_ram: bool = False
+    reduction: Reduction | None = None
 
 
 @dataclass(slots=True)
@@ -106,6 +108,7 @@ class Recorder:
         category: Category | None = None,
         library: str = "",
         in_ram: bool = False,
+        reduction: Reduction | None = None,
     ) -> Life:
         life = Life(
             id=len(self.lives),
@@ -121,15 +124,16 @@ class Recorder:
             library=library,
             stream=self.stream(),
             in_ram=in_ram,
+            reduction=reduction,
         )
         self.lives.append(life)
         return life
 
-    def unrecorded(self, bytes: int) -> Life:
+    def unrecorded(self, bytes: int, *, on_device: bool = False) -> Life:
         """A life that is told apart from others and is not part of the trace."""
         return Life(
             id=-1, bytes=bytes, module=-1, phase=self.phase, step=self.step, dtype="", born=self._tick,
-            on_device=False, from_factory=False,
+            on_device=on_device, from_factory=False,
         )  # fmt: skip
 
     def free(self, life: Life, phase: Phase) -> None:
@@ -149,6 +153,7 @@ class Recorder:
                 dtype=life.dtype,
                 stream=life.stream,
                 in_ram=life.in_ram,
+                reduction=life.reduction,
             )
             for index, life in enumerate(kept)
         )

@@ -67,6 +67,7 @@ class SideEffects:
             {os.path.join(os.path.realpath(path), "") for path in (temporary, "/dev", "/proc")}  # noqa: PTH118
             | {os.path.join(temporary, "")}  # noqa: PTH118
         )
+        self.saved: dict[Any, Any] = {}  # what torch.save was given, by the file that stands for it
 
     def end(self) -> None:
         if self._root:

@@ -166,6 +166,31 @@ class NoGraph:
         raise failures.not_traced("A CUDA graph", "Trace the function that is captured, called as it is.")
 
 
+_Generator = torch.Generator
+
+
+class _Generators(type(_Generator)):  # type: ignore[misc]
+    """Whatever PyTorch itself makes is one as well."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _Generator)
+
+
+class Generator(_Generator, metaclass=_Generators):
+    """A generator of the GPU draws as one of the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        made: Generator = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        made._asked = torch.device(device)
+        return made
+
+    _asked: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0) if self._asked.type == "cuda" else self._asked
+
+
 class Device:
     """``with torch.cuda.device(0)``: there is one."""
 

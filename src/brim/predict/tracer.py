@@ -19,8 +19,8 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from brim.core import Category, Trace
-from brim.errors import UsageError
-from brim.predict import patches, side_effects
+from brim.errors import BrimError, UsageError
+from brim.predict import failures, patches, side_effects
 from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
@@ -57,13 +57,14 @@ def trace(
     share ``assume``, above 0 and at most 1, is taken to be true (1, all of it, is the worst case); other whole
     numbers are 1. ``Trace.notes`` names the lines that asked. ``strict`` refuses them instead.
 
-    Raises UsageError for a wrong call, UnsupportedError for an operation that has no fake kernel (naming it), one
-    whose result nothing bounds, and with ``strict`` for a step that needs a value that is not known (with the line).
+    Raises UsageError for a wrong call, OperationError for an operation that fails (with the line), UnsupportedError
+    for one that has no fake kernel (naming it), one whose result nothing bounds, and with ``strict`` for a step that
+    needs a value that is not known (with the line).
     """
     _check(steps, target, routing, assume)
     mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))
     with _generators_restored(), _watching(mode, target, capability):
-        held = _run(mode, build, steps)
+        held = _run_named(mode, build, steps)
         made = _written(mode, target, model or _name(mode.modules, build))
         del held
     return made
@@ -234,6 +235,19 @@ def _watching(mode: RecordingMode, target: str, capability: tuple[int, int]) -> 
             stack.enter_context(cuda_lists())
         stack.enter_context(patches.while_tracing(functions))
         yield
+
+
+def _run_named(mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int) -> Callable[[], Any]:
+    """``_run``; an operation's error names the line of the program."""
+    try:
+        return _run(mode, build, steps)
+    except BrimError:
+        raise
+    except Exception as error:
+        refused = failures.of_operation(error)
+        if refused is None:
+            raise
+        raise refused from error
 
 
 def _run(mode: RecordingMode, build: Callable[[], Callable[[], Any]], steps: int) -> Callable[[], Any]:

@@ -200,6 +200,10 @@ class KnownValues:
         if _written_positions(func):
             return func is _CHECKED or self._write(func, args, kwargs, result)
         tensors = flat_leaves(args, kwargs)
+        if func.namespace == "c10d":  # they write without saying so
+            for tensor in tensors:
+                forget(tensor)
+            return False
         if func in _LIKE:
             args = tuple(_stand_in(arg, func) for arg in args)
             tensors = []
@@ -212,7 +216,11 @@ class KnownValues:
             waits |= source.made is None
             depth = max(depth, source.depth)
         made = [result] if isinstance(result, torch.Tensor) else list(leaves(result))
-        if not made or not all(fits(tensor) for tensor in made) or (not tensors and func.namespace != "aten"):
+        if not made or not all(fits(tensor) for tensor in made):
+            return False
+        if not tensors and (
+            func.namespace != "aten" or _views_first(func)
+        ):  # a view of a number: C++ made a tensor of it
             return False
         seed = self._seed(func, kwargs, made)
         call = _Call(_really(func), _known_parts(args), _known_parts(kwargs), depth + 1, seed)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from brim.errors import UnsupportedError
-from brim.measure.cache import build_once, cache_folder, fingerprint
+from brim.measure.user_cache import build_once, cache_folder, fingerprint
 from brim.rehearsal import stubs
 from brim.rehearsal.device import LIBRARY, SOURCES
 
@@ -26,10 +26,11 @@ PROCESSORS = ("x86_64", "aarch64")
 _OLDEST, _NEWEST = (12, 0), (13, 99)  # the CUDA versions whose structures the sources know
 
 
-def build(site_packages: Path, folder: Path | None = None) -> Path:
+def build(site_packages: Path, folder: Path | None = None, *, packages: Sequence[Path] = ()) -> Path:
     """The library folder for the torch in ``site_packages``, built where it is not there yet.
 
-    ``folder`` is where it is kept: ``rehearsal`` in the user's cache folder by default.
+    ``folder`` is where it is kept: ``rehearsal`` in the user's cache folder by default. ``packages``: folders of
+    installed packages, whose own CUDA code may want functions that PyTorch does not.
     Raises UnsupportedError where this cannot be: another system than Linux on x86-64 or aarch64, a torch that is no
     CUDA build, no C compiler; TransferError where the cache folder cannot be written.
     """
@@ -50,6 +51,7 @@ def build(site_packages: Path, folder: Path | None = None) -> Path:
         )
     libraries = sorted((torch / "lib").glob("*.so"))
     launchers = sorted((site_packages / "triton" / "backends" / "nvidia").glob("driver.*"))
+    libraries += stubs.extensions(packages, libraries)
     sources = sorted(SOURCES.glob("*.[ch]"))
     key = fingerprint([*libraries, *launchers, *sources, Path(stubs.__file__), Path(__file__)], version)
     name = f"cuda{version[0]}.{version[1]}-{key}"

@@ -15,10 +15,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
-from brim.measure.cache import build_once, cache_folder, fingerprint
+from brim.measure.user_cache import build_once, cache_folder, fingerprint
 from brim.rehearsal.build import build, cuda_version
 from brim.rehearsal.elf import ElfFile
 from brim.rehearsal.settings import DeviceSettings
@@ -30,7 +31,8 @@ _GPU_CODE = ".nv_fatbin"  # kernels as the GPU runs them: two fifths of the whee
 _LOOK = """
 import importlib.util, json, sys
 found = importlib.util.find_spec("torch")
-print(json.dumps([found and found.origin, list(sys.version_info[:2]), sys.implementation.cache_tag]))
+packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+print(json.dumps([found and found.origin, sys.implementation.cache_tag, packages]))
 """
 
 
@@ -39,17 +41,18 @@ class Environment:
     """A Python that has a CUDA build of PyTorch.
 
     ``first`` goes before everything else on its path (PYTHONPATH); None where it finds that build by itself.
-    ``site_packages`` is where the build lies.
+    ``site_packages`` is where the build lies, ``packages`` are the folders of all that is installed.
     """
 
     python: Path
     site_packages: Path
     first: Path | None
     folder: Path
+    packages: tuple[Path, ...] = ()
 
     def variables(self, settings: DeviceSettings, before: Mapping[str, str] = os.environ) -> dict[str, str]:
         """The environment ``before``, changed so that ``python`` runs on the device. Builds the device if need be."""
-        variables = settings.environment(build(self.site_packages, self.folder), before)
+        variables = settings.environment(build(self.site_packages, self.folder, packages=self.packages), before)
         if self.first:
             paths = [str(self.first), *filter(None, before.get("PYTHONPATH", "").split(":"))]
             variables["PYTHONPATH"] = ":".join(dict.fromkeys(paths))
@@ -63,18 +66,19 @@ def find(python: Path | None = None, *, folder: Path | None = None) -> Environme
     """
     executable, folder = python or Path(sys.executable), folder or _folder()
     installed = _installed(executable)
+    made = partial(Environment, python=executable, folder=folder, packages=installed.packages)
     if cuda_version(installed.torch) is None:
         fetched = folder / installed.fetched_name
         if not (fetched / "torch").is_dir():
             return None
-        return Environment(python=executable, site_packages=fetched, first=fetched, folder=folder)
+        return made(site_packages=fetched, first=fetched)
     site = installed.torch.parent
     if not _brings_libraries(installed.torch):
-        return Environment(python=executable, site_packages=site, first=None, folder=folder)
+        return made(site_packages=site, first=None)
     linked = build_once(
         folder / f"links-{fingerprint([installed.torch / 'version.py'])}", lambda into: _link(installed.torch, into)
     )
-    return Environment(python=executable, site_packages=site, first=linked, folder=folder)
+    return made(site_packages=site, first=linked)
 
 
 def prepare(
@@ -112,6 +116,7 @@ def prepare(
 class _Installed:
     torch: Path
     python_tag: str
+    packages: tuple[Path, ...]
 
     @property
     def release(self) -> str:
@@ -134,7 +139,7 @@ def _folder() -> Path:
 def _installed(python: Path) -> _Installed:
     try:
         done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, errors="replace")
-        origin, _, tag = json.loads(done.stdout)
+        origin, tag, packages = json.loads(done.stdout)
     except (OSError, ValueError) as error:
         raise UnsupportedError(
             f"A rehearsal with {python} was asked for.", f"It does not run: {error}.", "Name a Python interpreter."
@@ -143,7 +148,7 @@ def _installed(python: Path) -> _Installed:
         raise UnsupportedError(
             f"A rehearsal with {python} was asked for.", "It has no PyTorch.", "Install any build of PyTorch there."
         )
-    return _Installed(Path(origin).parent, tag)
+    return _Installed(Path(origin).parent, tag, tuple(map(Path, packages)))
 
 
 # ---- a build that is there ----

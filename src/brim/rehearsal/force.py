@@ -16,7 +16,7 @@ from pathlib import Path
 
 from brim.errors import UnsupportedError, UsageError
 from brim.rehearsal import device
-from brim.run.launch_torch import when_imported
+from brim.run.script.import_hook import when_imported
 
 VARIABLE = "BRIM_REHEARSAL_VALUES"
 MODES = ("whole", "all")
@@ -97,12 +97,17 @@ class InForce:
         return {name: int(times) for name, times in map(str.split, lines)}
 
     def _join_device(self) -> None:
-        """Of a device that works behind the program's back, what a stream is ordered after is waited for."""
+        """Of a device that works behind the program's back, what a stream is ordered after is waited for; whether a
+        graph is being captured is asked."""
         try:
             library = device.loaded().library
         except UnsupportedError:
             return  # another stand-in for CUDA, which works at once
-        functions = (library.brim_device_begin_kernel, library.brim_device_kernel_access)
+        functions = (
+            library.brim_device_begin_kernel,
+            library.brim_device_kernel_access,
+            library.cudaStreamIsCapturing,
+        )
         self._native.brim_values_device(*(ctypes.cast(one, ctypes.c_void_p) for one in functions))
 
     def _callbacks(self) -> None:

@@ -115,7 +115,7 @@ class Reads:
 
     def note(self, what: str, whole: bool) -> None:
         """A number was read by the code that runs. ``whole``: a whole number or a boolean."""
-        frame = _own_frame(sys._getframe(1))
+        frame = _own_frame(sys._getframe().f_back)  # None in a backward pass, whose threads run no Python
         file, line, function = ("", 0, "") if frame is None else _place(frame)
         branch = _branches(file)(line) if file else False
         source = linecache.getline(file, line).strip() if file else ""

@@ -42,12 +42,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         if change is None:
             return None
         spec = importlib.util.find_spec(fullname)
+        self._left[fullname] = change  # this may have been a question alone
         if spec is not None and spec.loader is not None:
             loader = spec.loader
 
             def exec_module(module: types.ModuleType) -> None:
                 del vars(loader)["exec_module"]
                 loader.exec_module(module)
+                self._left.pop(fullname, None)
                 change(module)
 
             vars(loader)["exec_module"] = exec_module
@@ -97,4 +99,5 @@ def _made(cls: Any, name: Any, named: dict[str, Any]) -> Any:
         model = cls._from_config(config, dtype=dtype)
     model.to_empty(device=device or "cpu")
     model.tie_weights()
+    model.config.name_or_path = model.name_or_path = str(name)  # by which trainers look for its tokenizer
     return model.eval()

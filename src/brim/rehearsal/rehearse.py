@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from brim.errors import UsageError
-from brim.rehearsal import force, values_library
+from brim.rehearsal import force, others, values_library
 from brim.rehearsal.environment import Environment
 from brim.rehearsal.settings import DeviceSettings
 from brim.rehearsal.watched import Run
@@ -30,7 +31,8 @@ class Request:
 
     ``ranks``: run these ranks of a job of ``gpus`` ranks, one process each, and no other; empty: one process that
     sees ``gpus`` cards. ``steps``: end after so many optimizer steps; None: when memory grows no more.
-    ``memory_bytes`` takes the place of the card's.
+    ``memory_bytes`` takes the place of the card's. ``alloc_conf``: settings of the allocator in the place of those in
+    the environment.
     """
 
     target: str
@@ -42,14 +44,19 @@ class Request:
     steps: int | None = None
     random_weights: bool = False
     memory_bytes: int | None = None
+    alloc_conf: str = ""
 
     def __post_init__(self) -> None:
         asked = f"A rehearsal of {self.target} was asked for."
+        if self.gpus < 1:
+            raise UsageError(asked, f"gpus is {self.gpus}.", "At least one GPU is needed.")
         if self.steps is not None and self.steps < 1:
             raise UsageError(asked, f"steps is {self.steps}.", "At least one step is needed.")
         for rank in self.ranks:
             if not 0 <= rank < self.gpus:
                 raise UsageError(asked, f"There is no rank {rank}.", f"Ranks are 0 to {self.gpus - 1}.")
+        if len(set(self.ranks)) < len(self.ranks):
+            raise UsageError(asked, f"Ranks are {', '.join(map(str, self.ranks))}.", "Name each of them once.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,9 @@ class Rehearsal:
 
     ``ended``: ``finished`` by itself; ``enough``, ended by the rehearsal after ``steps`` optimizer steps; ``out of
     memory``; ``failed`` for another reason. ``message`` is the program's own. ``grew_until``: the last step with a
-    new peak, None without steps. ``snapshot``: the recording, in PyTorch's format, None where CUDA was not used.
+    new peak, None without steps. ``other_processes``: how many that the program started used CUDA, each on a device
+    of its own of which nothing else is known. ``snapshot``: the recording, in PyTorch's format, None where CUDA was
+    not used.
     ``attention``: what scaled_dot_product_attention chose, and how often; ``kernels``: attention's kernels by name.
     ``reads``: where made-up numbers were read. ``seconds`` are the rehearsal's own.
     """
@@ -87,6 +96,7 @@ class Rehearsal:
     reads: tuple[dict[str, Any], ...] = ()
     not_computed: tuple[str, ...] = ()
     uses_cudnn: bool = False
+    other_processes: int = 0
     torch: str = ""
     seconds: float
     host_peak_bytes: int
@@ -94,8 +104,10 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool | None:
-        """None where the program failed for another reason."""
-        return None if self.ended == "failed" else self.ended != "out of memory"
+        """None where the program failed for another reason, or other processes of its own used CUDA."""
+        if self.ended == "out of memory":
+            return False
+        return None if self.ended == "failed" or self.other_processes else True
 
 
 def rehearse_program(
@@ -150,20 +162,35 @@ def _process(
         random_weights=request.random_weights,
     )
     variables = variables | run.variables()
+    if request.alloc_conf:
+        variables |= dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), request.alloc_conf)
     if rank is not None:
         variables |= _of_rank(rank, request.gpus)
     begun_s = time.monotonic()
     done = subprocess.run(
-        [environment.python, "-m", "brim.rehearsal.watched"], env=variables, stdout=output, check=False
+        [environment.python, "-m", "brim.rehearsal.watched"],
+        env=variables,
+        stdout=output,
+        check=False,
+        close_fds=False,  # the program may be one of those that this process was given, as in <(...)
     )
     seconds = time.monotonic() - begun_s
-    if not result.exists():
-        raise UsageError(
-            f"{request.target} was rehearsed.",
-            f"Its process ended with {done.returncode} and left no result.",
-            "A process that ends itself (os._exit, a signal) cannot be looked into.",
-        )
-    return _read(json.loads(result.read_text(encoding="utf-8")), settings, rank, seconds, snapshot)
+    if result.exists():
+        document = json.loads(result.read_text(encoding="utf-8"))
+    else:
+        document = {"ended": "failed", "message": _death(done.returncode), "steps": [], "devices": []}
+    document["other_processes"] = others.count(Path(f"{result}.others"))
+    return _read(document, settings, rank, seconds, snapshot)
+
+
+def _death(code: int) -> str:
+    """How a process ended that could not say it itself."""
+    if code >= 0:
+        return f"its process ended with exit code {code} and left no result"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"its process was ended by {name}" + (
+        ", by which Linux also ends what takes too much RAM" if -code == signal.SIGKILL else ""
+    )
 
 
 def _of_rank(rank: int, world_size: int) -> dict[str, str]:
@@ -198,13 +225,17 @@ def _read(
         for before, one in zip([{"devices": None}, *steps], steps, strict=False)
         if one["devices"] != before["devices"]
     ]
+    count, message = document["other_processes"], document["message"]
+    if count and document["ended"] in ("finished", "enough"):
+        started = "1 process" if count == 1 else f"{count} processes"
+        message = f"{started} that it started used CUDA, and what they took is not known"
     used = [
         DevicePeak(device=number, **one) for number, one in enumerate(document["devices"]) if one["reserved_bytes"]
     ]
     return Rehearsal(
         rank=rank,
         ended=document["ended"],
-        message=document["message"],
+        message=message,
         steps=len(steps),
         grew_until=grew[-1] if grew else None,
         devices=tuple(used),
@@ -216,9 +247,10 @@ def _read(
         reads=tuple(document.get("reads", ())),
         not_computed=tuple(document.get("not_computed", ())),
         uses_cudnn=bool(document.get("cudnn")),
+        other_processes=count,
         torch=document.get("torch", ""),
         seconds=seconds,
-        host_peak_bytes=document["host_peak_bytes"],
+        host_peak_bytes=document.get("host_peak_bytes", 0),
         snapshot=snapshot if snapshot.exists() else None,
     )
 

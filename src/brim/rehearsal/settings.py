@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from brim.catalog.gpus import Gpu, gpu
 from brim.errors import UnsupportedError, UsageError
+from brim.units import format_bytes
 
 VARIABLE = "BRIM_REHEARSAL_DEVICE"
 MAX_GPUS = 64
@@ -71,8 +72,8 @@ class DeviceSettings:
             raise UsageError(f"{self.count} GPUs were asked for.", f"A rehearsal has 1 to {MAX_GPUS} in one process.")
         if self.context_bytes >= self.memory_bytes:
             raise UsageError(
-                f"A GPU of {self.memory_bytes} bytes was asked for.",
-                f"Its context alone takes {self.context_bytes}.",
+                f"A GPU of {format_bytes(self.memory_bytes)} was asked for.",
+                f"Its context alone takes {format_bytes(self.context_bytes)}.",
                 "Give it more memory.",
             )
         if self.capability not in _MULTIPROCESSORS:

@@ -1,24 +1,26 @@
-"""Stubs for what a build of PyTorch wants from CUDA's libraries and the device does not define.
+"""Stubs for what PyTorch, and packages beside it, want from CUDA's libraries and the device does not define.
 
-Each PyTorch wants other functions. So its libraries are asked: which symbols are undefined, of which version nodes,
+Each wants other functions. So their libraries are asked: which symbols are undefined, of which version nodes,
 from which libraries. What ``device/*.c`` does not define becomes a function that counts its calls and returns 0.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from brim.errors import FormatError
 from brim.rehearsal.elf import ElfFile
 
 # Functions of CUDA's libraries, and the libraries that have them.
 _FUNCTION = re.compile(
-    r"_*(cuda|cu[A-Z]|cu(blas|dnn|fft|file|pti|rand|solver|sparse)|nccl|nvtx|nv(ml|rtc|shmem|JitLink)\w)"
+    r"_*(cuda|cu[A-Z]|cu(blas|dnn|fft|file|pti|rand|solver|sparse)|nccl|nvtx|nv(ml|rtc|shmem|JitLink|jpeg)\w)"
 )
 _LIBRARY = re.compile(
-    r"lib(cuda|cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvJit|nvTools|nvidia)"
+    r"lib(cuda|cublas|cudnn|cufft|cufile|cupti|curand|cusolver|cusparse|nccl|nvrtc|nvshmem|nvJit|nvjpeg|nvTools|nvidia)"
 )
 OPENED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 
@@ -87,6 +89,33 @@ class Wanted:
 
     versions: dict[str, str]
     libraries: tuple[str, ...]
+
+
+def extensions(packages: Iterable[Path], libraries: Iterable[Path]) -> list[Path]:
+    """The shared libraries in folders of installed packages that are linked to CUDA's, PyTorch's ``libraries`` aside.
+
+    Left out is what is made for another major version of CUDA than PyTorch: such a library is not loaded with it.
+    """
+    own = {path.parents[1].resolve() for path in libraries}
+    versions = {name.split(".so")[0]: name for path in libraries for name in _needed(path)}
+    found = []
+    for package in packages:
+        for folder, folders, files in os.walk(package):
+            folders[:] = [one for one in folders if (Path(folder) / one).resolve() not in own]
+            for path in (Path(folder) / name for name in files if name.endswith(".so")):
+                needed = _needed(path)
+                if needed and all(versions.get(name.split(".so")[0], name) == name for name in needed):
+                    found.append(path)
+    return sorted(found)
+
+
+def _needed(path: Path) -> list[str]:
+    """The libraries of CUDA's that this one is linked to; none of a file that is no library for this machine."""
+    try:
+        with ElfFile(path) as library:
+            return [name for name in library.needed() if _LIBRARY.match(name)]
+    except (FormatError, OSError):
+        return []
 
 
 def wanted_by(libraries: Iterable[Path], sources: Iterable[Path] = ()) -> Wanted:

@@ -22,6 +22,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -45,6 +46,7 @@ constexpr int64_t NOTED = 1 << 16;          // elements: larger copies to the ho
 bool all_computed = false;
 void (*begin_kernel)(void*) = nullptr;  // of the device: see its queue.c
 void (*kernel_access)(void*, const void*, size_t, int, const char*) = nullptr;
+int (*is_capturing)(void*, int*) = nullptr;  // cudaStreamIsCapturing
 thread_local int depth = 0;
 
 std::mutex made_up_lock;
@@ -166,6 +168,13 @@ uint64_t mixed(uint64_t seed, uint64_t offset) {  // the finalizer of splitmix64
   v = (v ^ (v >> 27)) * 0x94D049BB133111EBull;
   return v ^ (v >> 31);
 }
+// While a graph is captured, where the device's generator stands is a number on the device: its draws are counted here.
+uint64_t offset_of(const at::Generator& theirs, int device) {
+  static std::atomic<uint64_t> captured{0};
+  int capturing = 0;
+  if (is_capturing) is_capturing(stream_of(device), &capturing);
+  return capturing ? captured++ : theirs.get_offset();
+}
 // A CPU generator that follows from where the device's stands: what is drawn again there is drawn again here.
 at::Generator generator_for(const Operator& op, const Stack& stack, size_t begin) {
   at::Generator theirs;
@@ -175,7 +184,7 @@ at::Generator generator_for(const Operator& op, const Stack& stack, size_t begin
         at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(stack, begin))));
   at::Generator made = at::globalContext().defaultGenerator(at::kCPU).clone();
   std::lock_guard<std::mutex> hold(theirs.mutex());
-  made.set_current_seed(mixed(theirs.current_seed(), theirs.get_offset()));
+  made.set_current_seed(mixed(theirs.current_seed(), offset_of(theirs, theirs.device().index())));
   return made;
 }
 
@@ -574,11 +583,12 @@ __attribute__((visibility("default"))) int brim_values_replace(const char* name,
 }
 __attribute__((visibility("default"))) const char* brim_values_error() { return told.c_str(); }
 __attribute__((visibility("default"))) void brim_values_mode(int everything) { all_computed = everything != 0; }
-// The device's own functions, for tests in which it works late; NULL: it works at once.
+// The device's own functions: for tests in which it works late, and whether a stream is being captured.
 __attribute__((visibility("default"))) void brim_values_device(
-    void (*begins)(void*), void (*accesses)(void*, const void*, size_t, int, const char*)) {
+    void (*begins)(void*), void (*accesses)(void*, const void*, size_t, int, const char*), int (*captures)(void*, int*)) {
   begin_kernel = begins;
   kernel_access = accesses;
+  is_capturing = captures;
 }
 // A seed for what a reference draws.
 __attribute__((visibility("default"))) unsigned long long brim_values_seed() {

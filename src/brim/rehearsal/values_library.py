@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from brim.errors import UnsupportedError
-from brim.measure.cache import build_once, cache_folder, fingerprint
+from brim.measure.user_cache import build_once, cache_folder, fingerprint
 
 _SOURCE = Path(__file__).with_name("values.cpp")
 _LIBRARY = "libbrimvalues.so"
@@ -25,7 +25,7 @@ def load(site_packages: Path) -> ctypes.CDLL:
     library.brim_values_attention.restype = ctypes.c_char_p
     library.brim_values_seed.restype = ctypes.c_ulonglong
     library.brim_values_written.argtypes = [ctypes.c_void_p]
-    library.brim_values_device.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.brim_values_device.argtypes = [ctypes.c_void_p] * 3
     return library
 
 

@@ -12,11 +12,12 @@ import pickle
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from brim.rehearsal import others, random_weights
 from brim.rehearsal.force import InForce
-from brim.run.launch_script import Program, end_as_python, execute
-from brim.run.launch_torch import when_imported
+from brim.run.script.import_hook import when_imported
+from brim.run.script.script import Program, end_as_python, execute
 
 VARIABLE = "BRIM_REHEARSAL_RUN"
 SETTLED = 2  # steps without a new peak after which memory is said to grow no more
@@ -48,7 +49,7 @@ class Run:
         return cls(**found | {"arguments": tuple(found["arguments"])})
 
     def variables(self) -> dict[str, str]:
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {VARIABLE: json.dumps(asdict(self)), others.VARIABLE: f"{self.result}.others"}
 
 
 class _Enough(BaseException):
@@ -64,6 +65,12 @@ class Watch:
         self.steps: list[dict[str, Any]] = []
         self.out_of_memory: list[str] = []
         self._begun = False
+        self._process = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that is watched, and not one that it has forked."""
+        return os.getpid() == self._process
 
     def begin(self) -> None:
         """PyTorch is there, its CUDA not yet in use."""
@@ -76,14 +83,13 @@ class Watch:
             from brim.rehearsal import lone_rank
 
             lone_rank.put(self._run.world_size)
-        if self._run.random_weights:
-            from brim.rehearsal import random_weights
-
-            random_weights.allow()
 
     def _record(self) -> None:
         import torch
 
+        if not self.here:
+            others.tell()
+            return
         if torch._C._cuda_isHistoryEnabled():
             return  # the program records itself
         torch.cuda.memory._record_memory_history(
@@ -94,9 +100,12 @@ class Watch:
 
     def _ran_out(self, device: int, *_: int) -> None:
         """Where the allocation fails, before anything is undone: this may be the end."""
-        self.write_snapshot()
+        if self.here:
+            self.write_snapshot()
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if not self.here:
+            return
         steps = self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         if steps <= len(self.steps):
             return  # another optimizer of the same iteration
@@ -149,32 +158,57 @@ def main() -> None:
     run = Run.of_environment()
     watch = Watch(run)
     when_imported(watch.begin)
+    if run.random_weights:  # before transformers, which may be what imports PyTorch
+        random_weights.allow()
     program = Program(target=run.target, arguments=run.arguments, is_module=run.is_module)
     error: BaseException | None = None
+    _look_before_leaving(run, watch)
     try:
         execute(program)
     except BaseException as raised:
         error = raised
-    ended, told, code = _ended(error)
-    _write(run, watch, ended, told)
+    if watch.here:
+        _write_or_tell(run, watch, *_ended(error))
     if isinstance(error, (_Enough, type(None))):
         sys.exit(0)
     if isinstance(error, SystemExit):
         raise error
     end_as_python(error)
-    sys.exit(code)
+    sys.exit(1)
 
 
-def _ended(error: BaseException | None) -> tuple[str, str, int]:
+def _look_before_leaving(run: Run, watch: Watch) -> None:
+    """Programs may end by ``os._exit`` so that no library's clearing up is waited for."""
+    leave = os._exit
+
+    def look_and_leave(status: int) -> NoReturn:
+        try:
+            if watch.here:
+                _write_or_tell(run, watch, *_ended(SystemExit(status)))
+        finally:
+            leave(status)
+
+    os._exit = look_and_leave
+
+
+def _ended(error: BaseException | None) -> tuple[str, str]:
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return "finished", "", 0
+        return "finished", ""
     if isinstance(error, _Enough):
-        return "enough", "", 0
+        return "enough", ""
     if isinstance(error, SystemExit):
-        return "failed", f"SystemExit: {error.code}", 1
+        return "failed", f"it ended with exit code {error.code}" if isinstance(error.code, int) else str(error.code)
     if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
-        return "out of memory", str(error), 1
-    return "failed", f"{type(error).__name__}: {error}", 1
+        return "out of memory", str(error)
+    return "failed", f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _write_or_tell(run: Run, watch: Watch, ended: str, told: str) -> None:
+    try:
+        _write(run, watch, ended, told)
+    except OSError as error:
+        Path(run.result).unlink(missing_ok=True)
+        sys.stderr.write(f"brim: what memory did could not be written: {error}\n")
 
 
 def _write(run: Run, watch: Watch, ended: str, told: str) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from brim.errors import UsageError
-from brim.predict.compiled import is_traced, note_not_compiled
-from brim.predict.compiled_block import CompiledBlock, NotOneGraph
-from brim.techniques.checkpointing import blocks
-from brim.techniques.stand_in import StandIn, in_force
+from brim.predict.compiled.block import CompiledBlock, NotOneGraph
+from brim.predict.compiled.torch_compile import is_traced, note_not_compiled
+from brim.techniques.checkpointing.technique import blocks
+from brim.techniques.forward_override import StandIn, in_force
 
 NAME = "compiling"
 

@@ -19,6 +19,8 @@ from brim.errors import UsageError
 def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
     """While open, operations are fake; gives ``example`` as fake tensors, for ``call_with``.
 
+    True ones go to where the model is: it may be about to be moved to where they are.
+
     What other modes there are (a trace's recorder) does not see it: a real run has no memory of it either. Buffers
     are replaced meanwhile, for fake tensors write through to small constants.
     """
@@ -34,6 +36,8 @@ def dry_run(model: nn.Module, example: Any) -> Iterator[Any]:
     with _disable_current_modes():
         inputs = tree_map_only(torch.Tensor, fake, example)
         with mode:
+            if not own and (first := next(model.parameters(), None)) is not None:
+                inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(first.device), inputs)
             try:
                 for module, buffers in before:
                     module._buffers.update({n: None if b is None else fake(b).clone() for n, b in buffers.items()})

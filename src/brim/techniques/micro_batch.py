@@ -14,7 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from brim.errors import BudgetError, UsageError
-from brim.techniques.base import Option
 from brim.units import format_bytes
 
 NAME = "micro_batch"
@@ -99,17 +98,6 @@ def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int
         else:
             fails, most = guess, found
     return fits
-
-
-def options(predict: Callable[[int], int], rows: int, *, tier: str) -> list[Option]:
-    """Halves of ``rows``, each with what it saves of the whole batch's bytes in ``tier``."""
-    sizes, whole = [rows], predict(rows)
-    while sizes[-1] > 1:
-        sizes.append(-(-sizes[-1] // 2))
-    return [
-        Option(technique=NAME, block="", choice=str(size), saves_bytes={tier: whole - predict(size)})
-        for size in sizes[1:]
-    ]
 
 
 def _labels(batch: Any, labels: str | int | None) -> torch.Tensor | None:

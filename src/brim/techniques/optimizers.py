@@ -9,17 +9,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brim.core.hardware import RAM
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.formulas import optimizer_state
-from brim.techniques.base import Option
 
 NAME = "optimizers"
 
@@ -98,21 +96,6 @@ def state_bytes(name: str, parameters: Iterable[torch.Tensor]) -> list[int]:
     return [
         int(optimizer_state(name, [tuple(p.shape)], dtype=str(p.dtype).removeprefix("torch.")).value)
         for p in parameters
-    ]
-
-
-def options(parameters: Sequence[torch.Tensor], *, tier: str = RAM) -> list[Option]:
-    """Every optimizer against AdamW, for the whole model: what its state in ``tier`` is smaller by."""
-    most = sum(state_bytes("adamw", parameters))
-    return [
-        Option(
-            technique=NAME,
-            block="",
-            choice=name,
-            saves_bytes={tier: most - sum(state_bytes(name, parameters))},
-            lossless=name == "adamw",
-        )
-        for name in OPTIMIZERS
     ]
 
 

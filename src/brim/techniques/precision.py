@@ -16,8 +16,8 @@ Only ``fp32`` is lossless.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,10 +25,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from brim.core import Category, Hardware, Trace
 from brim.errors import UnsupportedError, UsageError
-from brim.techniques.base import Option
-from brim.techniques.rounding import WideSteps
+from brim.techniques.optimizer_offload.rounding import WideSteps
 
 NAME = "precision"
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")
@@ -37,6 +35,17 @@ _MARK = "brim_precision"
 _PURE = ("bf16", "bf16-stochastic", "bf16-master")
 _FP8_CAPABILITY = (8, 9)  # Ada Lovelace
 _TF32_CAPABILITY = (8, 0)  # Ampere
+
+
+@contextmanager
+def autocast_cache(enabled: bool) -> Iterator[None]:
+    """Within, autocast keeps what it makes of weights only if it did before, and ``enabled``."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(before and enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def apply(
@@ -339,33 +348,3 @@ def _need_gpu(model: nn.Module, device: torch.device, precision: str, kind: str,
         f"{needed}, and {found}.",
         "Use bf16-mixed.",
     )
-
-
-def options(trace: Trace, hardware: Hardware) -> list[Option]:
-    """Every precision against float32, for the whole model, from a ``trace`` in float32.
-
-    Mixed precisions halve what products keep for backward, but autocast keeps halves of the weights beside; pure ones
-    halve weights, gradients and activations, and all but ``bf16-master`` the optimizer's state.
-    """
-    start = trace.step_starts[-1]
-    held = dict.fromkeys(Category, 0)
-    for storage in trace.storages:
-        made_now = storage.category in (Category.ACTIVATION, Category.GRADIENT)
-        alive = storage.born >= start if made_now else storage.died is None
-        if alive and storage.dtype == "float32":
-            held[storage.category] += storage.bytes
-    weights, activations = held[Category.PARAMETER], held[Category.ACTIVATION]
-    pure = (weights + held[Category.GRADIENT] + activations) // 2
-    saves = {
-        "fp32": 0, "tf32": 0, "fp8": 0,
-        "bf16-mixed": activations // 2 - weights // 2,
-        "fp16-mixed": activations // 2 - weights // 2,
-        "bf16": pure + held[Category.OPTIMIZER_STATE] // 2,
-        "bf16-stochastic": pure + held[Category.OPTIMIZER_STATE] // 2,
-        "bf16-master": pure - weights,
-    }  # fmt: skip
-    tier = hardware.compute
-    return [
-        Option(technique=NAME, block="", choice=name, saves_bytes={tier: saves[name]}, lossless=name == "fp32")
-        for name in PRECISIONS
-    ]

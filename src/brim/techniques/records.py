@@ -40,16 +40,27 @@ class _Place:
 class Records:
     """``sizes`` in bytes by record. ``tier`` is ``ram`` (each has its own memory) or ``disk``.
 
-    ``buffer_bytes`` bounds the RAM that records on disk pass through; the largest needs that much at least.
+    ``buffer_bytes`` bounds the RAM that records on disk pass through; the largest needs that much at least. With
+    ``brief`` it is taken when a record first comes, and ``let_go`` gives it back until one comes again.
     """
 
-    def __init__(self, memory: Memory, sizes: Mapping[int, int], *, tier: str, buffer_bytes: int, label: str) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        sizes: Mapping[int, int],
+        *,
+        tier: str,
+        buffer_bytes: int,
+        label: str,
+        brief: bool = False,
+    ) -> None:
         self.tier, self._memory, self._label = tier, memory, label
         self.sizes = {record: round_up(bytes, PAGE_BYTES) for record, bytes in sizes.items()}
         self.read_bytes = self.written_bytes = 0  # of the disk, since the beginning
         self._homes: dict[int, Buffer] = {}
         self._extents: dict[int, Extent] = {}
         self._places: list[_Place] = []  # the least recently used first
+        self._brief, self._buffer_bytes = brief, 0
         self._buffer: Buffer | None = None
         try:
             self._reserve(buffer_bytes)
@@ -65,8 +76,23 @@ class Records:
                 self._homes[record] = self._memory.ram.allocate(bytes, f"{self._label} {record}")
         if self._extents:
             largest = max(self.sizes.values())
-            size = round_up(max(buffer_bytes, largest), PAGE_BYTES)
-            self._buffer = self._memory.ram.allocate(size, f"{self._label} on their way")
+            self._buffer_bytes = round_up(max(buffer_bytes, largest), PAGE_BYTES)
+            if not self._brief:
+                self._whole_buffer()
+
+    def _whole_buffer(self) -> Buffer:
+        if self._buffer is None:
+            self._buffer = self._memory.ram.allocate(self._buffer_bytes, f"{self._label} on their way")
+        return self._buffer
+
+    def let_go(self) -> None:
+        """Give back a brief buffer, once all in it is on the disk. Raises the TransferError of a write that failed;
+        then it stays."""
+        if self._brief and self._buffer is not None:
+            self.settle()
+            self._places.clear()
+            buffer, self._buffer = self._buffer, None
+            buffer.free()
 
     # -- coming and going
 
@@ -226,10 +252,10 @@ class Records:
 
     def _rooms(self, bytes: int, keep: Collection[int]) -> Iterator[tuple[int, int]]:
         """Where a record could go: how recently what is there was used (the least is best), and the offset."""
-        assert self._buffer is not None
+        buffer = self._whole_buffer()
         for begin in {0, *(place.begin + place.bytes for place in self._places)}:
             there = [(age, p) for age, p in enumerate(self._places, 1) if p.overlaps(begin, bytes)]
-            if begin + bytes <= self._buffer.bytes and not any(p.used or p.record in keep for _, p in there):
+            if begin + bytes <= buffer.bytes and not any(p.used or p.record in keep for _, p in there):
                 yield max((age for age, _ in there), default=0), begin
 
     def _freed(self, displaced: Sequence[_Place]) -> list[Waitable]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import brim
-from brim.measure import snapshot
+from brim.recordings import snapshot
 from brim.units import GIB, MIB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA")]

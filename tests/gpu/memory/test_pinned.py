@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-import brim
-from brim.memory.cuda import PinnedSource
+from brim import accelerator
+from brim.measure import device_rates
+from brim.memory.streams import PinnedSource
+from placed import place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,21 +49,36 @@ def test_a_refused_lock_leaves_memory_that_is_copied_all_the_same(monkeypatch):
         cudaHostUnregister = staticmethod(lambda *args: pytest.fail("it was not registered"))
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
-    with pytest.warns(UserWarning, match="page-locked"):
-        tensor = PinnedSource(DEVICE).make(MIB)
+    with pytest.warns(UserWarning, match="page-locked") as warned:
+        source = PinnedSource(DEVICE)
+        tensor, other = source.make(MIB), source.make(2 * MIB)
+    assert len(warned) == 1
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     tensor.fill_(7)
     assert not tensor.is_pinned() and bool((tensor.cuda().cpu() == 7).all())
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "cudart", lambda: Refusing)
-        del tensor
+        del tensor, other
+
+
+def test_links_are_measured_where_nothing_can_be_locked(monkeypatch):
+    told = torch.cuda.cudart().cudaMemGetInfo
+    refusing = SimpleNamespace(cudaHostRegister=lambda *args: 304, cudaMemGetInfo=told)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(device_rates, "_COPY_BYTES", MIB)
+    on = accelerator.available(accelerator.CUDA)
+    assert on is not None
+    with device_rates.unnoticed(on):
+        there, back = device_rates.links(on)
+    assert there.bytes_per_s > 0 and back.bytes_per_s > 0
+    torch.zeros(1, device=DEVICE)  # no error is left over
 
 
 @torch.no_grad()
 def test_models_that_are_closed_removed_or_dropped_lock_nothing_that_stays():
     for end in ("remove", "close", "drop", "remove", "drop"):
         model = net()
-        handle = brim.fit(model, vram=MIB, ram="64MiB", device="cuda", activations="64KiB")
+        handle = place(model, vram=MIB, ram="64MiB", device="cuda", activations="64KiB")
         model(torch.ones(2, 256).cuda())
         if end != "drop":
             getattr(handle, end)()

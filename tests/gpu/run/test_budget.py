@@ -1,4 +1,4 @@
-"""What a fit leaves reserved of a GPU, and what a program without a budget gets of it."""
+"""What a fit reserves of a GPU, and what a program without a budget gets of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 import brim
+from brim import accelerator
+from brim.errors import BudgetError
+from brim.measure import device_rates as measuring
 from brim.measure.capacity import free_bytes
-from brim.run.fitting import budgets, held_vram_bytes, machine
+from brim.run.fit.machine import budgets, held_vram_bytes, machine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +39,101 @@ def test_what_a_model_had_on_the_device_is_given_back_when_it_is_fitted():
     assert torch.cuda.memory_reserved() - before <= 72 * MIB
     assert torch.cuda.max_memory_reserved() - before <= 128 * MIB + 72 * MIB
     handle.remove()
+
+
+def small_layers(count: int = 16, width: int = 1024) -> nn.Sequential:
+    """Layers of 4 MiB, five of which share a segment."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(count)])
+
+
+def start_anew() -> None:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+X = torch.randn(4, 1024, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("vram_bytes", [64 * MIB, 100 * MIB, 120 * MIB], ids=lambda count: f"{count // MIB} MiB")
+@pytest.mark.parametrize("example", [X, None], ids=["known", "unknown"])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+@torch.no_grad()
+def test_a_call_reserves_what_is_promised(vram_bytes: int, example: torch.Tensor | None, where: str) -> None:
+    """cuBLAS's workspace and what lies unused in segments included."""
+    model = small_layers()
+    expected = model(X)
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    model.to(where)
+    handle = brim.fit(model, vram=vram_bytes, ram="1GiB", device="cuda", example=example, activations="4MiB")
+    if where == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    got = [model(X.cuda()).cpu() for _ in range(2)]
+    reserved, promise = torch.cuda.max_memory_reserved() - before, handle.plan.promise.peak_bytes["vram"]
+    handle.remove()
+    assert promise <= vram_bytes
+    assert reserved <= promise
+    assert reserved == promise or before  # what earlier tests have left may have room for something
+    assert torch.equal(got[0], expected) and torch.equal(got[1], expected)
+    assert torch.equal(model.to("cpu")(X), expected)
+
+
+def test_the_smallest_budget_that_a_refusal_names_is_enough() -> None:
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    with pytest.raises(BudgetError, match="with what PyTorch and cuBLAS hold") as refused:
+        brim.fit(small_layers(), vram=24 * MIB, ram="1GiB", device="cuda", example=X)
+    smallest = refused.value.smallest_bytes["vram"]
+    model = small_layers()
+    handle = brim.fit(model, vram=smallest, ram="1GiB", device="cuda", example=X)
+    with torch.no_grad():
+        model(X.cuda())
+    assert torch.cuda.max_memory_reserved() - before <= smallest
+    handle.remove()
+
+
+@pytest.mark.parametrize("example", [X, None], ids=["known", "unknown"])
+def test_the_smallest_budget_of_a_training_is_enough(example: torch.Tensor | None) -> None:
+    def fitted(vram_bytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = small_layers(4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        brim.fit(model, optimizer, vram=vram_bytes, ram="1GiB", device="cuda", example=example, activations="4MiB")
+        return model, optimizer
+
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    with pytest.raises(BudgetError) as refused:
+        fitted(16 * MIB)
+    smallest = refused.value.smallest_bytes["vram"]
+    model, optimizer = fitted(smallest)
+    for _ in range(2):
+        model(X.cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_reserved() - before <= smallest
+    model.brim.remove()
+
+
+def test_what_was_removed_holds_nothing_though_its_handle_is_kept() -> None:
+    start_anew()
+    before = torch.cuda.memory_allocated()
+    handle = brim.fit(small_layers(), vram=64 * MIB, ram="1GiB", device="cuda", example=X)
+    assert torch.cuda.memory_allocated() > before
+    handle.remove()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_measuring_leaves_neither_memory_nor_a_peak() -> None:
+    start_anew()
+    before = torch.cuda.memory_reserved()
+    on = accelerator.available(accelerator.CUDA)
+    assert on is not None
+    with measuring.unnoticed(on):
+        measuring.links(on)
+    assert torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved() == before
 
 
 def test_a_budget_that_nobody_gave_has_what_the_model_holds_already():

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from brim.estimation.parallel import Split
-from brim.estimation.ranks import estimate_ranks
+from brim.estimation.ranks.estimate import estimate_ranks
+from brim.estimation.ranks.split import Split
 from splitting import BATCH, LR, SEQ, STEPS, trained
 from tiny_model import save_llama
 from trainings import plain, write_text
@@ -28,7 +28,7 @@ PROGRAM = textwrap.dedent("""
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
-    from brim.techniques import sharding
+    from brim.techniques.parallel import sharding
 
     folder, tokens, offload = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "offload"
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import brim
 from brim.errors import TransferError
 from brim.memory import direct_io
+from placed import place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
 def test_after_disk_errors_the_values_are_those_of_the_blocks_that_were_asked_for(monkeypatch):
     x = torch.ones(2, 256, device="cuda")
     expected, model = net().cuda()(x), net()
-    handle = brim.fit(model, vram=MIB, ram=3 * MIB // 2, device="cuda", activations="64KiB")
+    handle = place(model, vram=MIB, ram=3 * MIB // 2, device="cuda", activations="64KiB")
     assert "stream:disk" in handle.plan.choices("weight_streaming").values()
     plain, left = direct_io.os.preadv, 0
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import brim
 from brim.errors import UsageError
+from placed import place
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,10 +30,10 @@ def test_a_model_streams_on_the_device_that_is_named_or_that_it_lies_on(where):
     model = net().eval()
     before = torch.cuda.memory_allocated(0)
     if where == "named":
-        handle = brim.fit(model, vram=MIB, ram="64MiB", device="cuda:1", activations="64KiB")
+        handle = place(model, vram=MIB, ram="64MiB", device="cuda:1", activations="64KiB")
     else:
         model.to("cuda:1")
-        handle = brim.fit(model, vram=MIB, ram="64MiB", activations="64KiB")
+        handle = place(model, vram=MIB, ram="64MiB", activations="64KiB")
     assert torch.cuda.current_device() == 0
     assert {p.device for p in [*model.parameters(), *model.buffers()]} == {torch.device("cuda", 1)}
     for _ in range(3):
@@ -49,7 +50,7 @@ def test_two_models_on_two_devices():
         expected = net().eval()(x)
         models = [net().eval() for _ in range(2)]
         handles = [
-            brim.fit(model, vram=MIB, ram="64MiB", device=f"cuda:{index}", activations="64KiB")
+            place(model, vram=MIB, ram="64MiB", device=f"cuda:{index}", activations="64KiB")
             for index, model in enumerate(models)
         ]
         for _ in range(2):
@@ -72,7 +73,7 @@ def test_a_model_on_two_devices_and_names_of_none_are_refused():
 
 def test_a_fitted_model_is_not_moved_to_another_device():
     model = net()
-    brim.fit(model, vram=MIB, ram="64MiB", device="cuda:1", activations="64KiB")
+    place(model, vram=MIB, ram="64MiB", device="cuda:1", activations="64KiB")
     model.to("cuda:1")
     with pytest.raises(brim.errors.UnsupportedError, match="moved"):
         model.to("cuda:0")

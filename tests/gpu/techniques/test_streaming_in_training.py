@@ -7,9 +7,9 @@ import torch
 
 from brim.core import Timeline
 from brim.core.hardware import DISK, RAM, VRAM
-from brim.memory.tiers import cuda_memory
+from brim.memory.tiers import device_memory
 from brim.techniques.blocks import find_blocks
-from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, Weights, apply
+from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights, apply
 from streamed_training import IDS, Net, plan_of
 
 pytestmark = [
@@ -31,7 +31,9 @@ def test_steps_of_adamw_block_by_block(choice: str, tied: bool, repeats: bool) -
     for layer in [*net.layers, *twin.layers]:
         layer.repeats = repeats
     partition, device = find_blocks(net), torch.device("cuda", torch.cuda.current_device())
-    memory = cuda_memory(Timeline("training", measured=True), vram_bytes=64 << 20, ram_bytes=64 << 20, device=device)
+    memory = device_memory(
+        Timeline("training", measured=True), vram_bytes=64 << 20, ram_bytes=64 << 20, device=device
+    )
     handle = apply(net, partition, plan_of(partition, choice, 2), memory, Weights(), training=True)
     ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (net, twin))
     for _ in range(4):

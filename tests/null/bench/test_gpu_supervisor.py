@@ -52,6 +52,7 @@ def test_what_crashes_or_hangs_is_told_and_the_rest_is_run(supervisor):
     assert [record.get("factor") for record in made] == [2, None, 2, None, 2]
 
 
+@pytest.mark.thorough
 def test_what_there_is_no_time_for_is_left_out(supervisor):
     made = supervisor(left_s=2.0, case_limit_s=30.0).run(cases("run", "hang", "run"), lambda record: None)
     assert [record["case"]["name"] for record in made] == ["0-run"]

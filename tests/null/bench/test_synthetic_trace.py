@@ -6,7 +6,7 @@ import json
 
 import _synthetic_trace
 from brim.core import EventKind
-from brim.measure import profile
+from brim.profiles import profiler as profile
 from brim.report.explain import summary
 
 

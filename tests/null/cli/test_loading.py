@@ -67,16 +67,17 @@ except ModuleNotFoundError as error:
     assert child(code).split() == ["brim.nothing", "True"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "needless"),
     [
         (
             ["plan", "--gpu", "RTX 3060", "--seq", "16", "--new-tokens", "4"],
-            {"peft", "scipy", "brim.estimation.ranks"},
+            {"peft", "scipy", "brim.estimation.ranks.estimate"},
         ),
         (
             ["estimate", "--seq", "16"],
-            {"peft", "scipy", "highspy", "brim.run.fitting", "brim.run.planning_request", "brim.planner"},
+            {"peft", "scipy", "highspy", "brim.run.fit.machine", "brim.run.plan.request", "brim.planner"},
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from brim.cli.loading import loading_bar
-from brim.run.generation import Request, generate
+from brim.run.generate.request import Request, generate
 from generating import save
 
 GIB = 1 << 30

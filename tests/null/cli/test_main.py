@@ -1,9 +1,13 @@
 """The command line as a user meets it: start-up, help, mistakes, exit codes."""
 
+import errno
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
+import psutil
 import pytest
 
 from brim import __version__
@@ -85,6 +89,43 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, capsys):
     monkeypatch.setitem(COMMANDS, "stuck", (f"{__name__}:stuck", ""))
     assert main(["stuck"]) == 130
     assert "Interrupted." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
+    ],
+)
+def test_memory_that_the_system_has_not_is_one_error(error, monkeypatch, capsys):
+    @click.command()
+    def hungry() -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules[__name__], "hungry", hungry, raising=False)
+    monkeypatch.setitem(COMMANDS, "hungry", (f"{__name__}:hungry", ""))
+    assert main(["hungry"]) == 2
+    told = capsys.readouterr().err
+    assert "Error: The command was to go on." in told and "no more memory: " in told
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/meminfo"), psutil.NoSuchProcess(1)]
+)
+def test_a_machine_without_proc_is_one_error(error, monkeypatch, capsys):
+    @click.command()
+    def looking() -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules[__name__], "looking", looking, raising=False)
+    monkeypatch.setitem(COMMANDS, "looking", (f"{__name__}:looking", ""))
+    with pytest.raises(type(error)):  # it is there: something else is wrong
+        main(["looking"])
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert main(["looking"]) == 2
+    assert "Linux tells of it in /proc" in capsys.readouterr().err
 
 
 def test_amounts_of_memory_are_options_in_the_usual_writing(capsys):

@@ -14,6 +14,7 @@ from brim.cli import main
 from brim.core import Hardware
 
 
+@pytest.mark.thorough
 def test_json_is_one_hardware_and_people_get_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = [sys.executable, "-m", "brim", "probe", "--json", "--device", "cpu"]
@@ -29,6 +30,7 @@ def test_json_is_one_hardware_and_people_get_tables(tmp_path, monkeypatch, capsy
     assert output.err == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at the open files of a process in /proc")
 def test_ctrl_c_while_measuring_leaves_no_file(tmp_path):
     command = [sys.executable, "-m", "brim", "probe", "--device", "cpu", "--directory", str(tmp_path)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
+import click
 import pytest
 
 from brim import cli
-from brim.cli.rehearse import largest_that_fits, with_option
+from brim.cli.options import OutputFile
+from brim.cli.rehearse import largest_that_fits, rehearse, with_option
 
 
 @pytest.mark.parametrize("fitting", range(9))
@@ -46,3 +49,48 @@ def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["rehearse", "--gpu", "L40S", "--gpus", "2", "--rank", "2", str(program)]) == 2
     assert "There is no rank 2. Ranks are 0 to 1." in " ".join(capsys.readouterr().err.split())
     assert cli.main(["rehearse", "--gpu", "L40S", "--steps", "0", str(program)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--gpus", "8", "--rank", ","], "Ranks are whole numbers"),
+        (["--gpus", "8", "--rank", "1,1"], "Name each of them once"),
+        (["--gpus", "0"], "At least one GPU is needed"),
+        (["--vary", "batch"], "It names no values"),
+        (["--vary", "=1,2"], "It names no option"),
+        (["--vary", "batch=1,1"], "A value comes twice"),
+        (["--vary", "batch=1,8,2"], "Its values are in no order"),
+        (["--vary", "batch=1,2", "--html", "page.html"], "given with --html"),
+        (["--vary", "batch=1,2", "--snapshot", "kept.pickle"], "given with --snapshot"),
+        (["--vary", "batch=1,2", "--what-if", "best"], "given with --what-if"),
+        (["--what-if", "nonsense"], "is not of the form key:value"),
+        (["--snapshot", "program.py"], "It is program.py, which is read"),
+    ],
+)
+def test_options_that_contradict_are_refused_before_anything_runs(
+    options: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from brim.rehearsal import environment
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "prepare", lambda *_, **__: pytest.fail("a rehearsal was prepared"))
+    Path("program.py").write_text("")
+    assert cli.main(["rehearse", "--gpu", "L40S", *options, "program.py"]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_a_recording_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    """Of each rank its own, as they are written."""
+    for name in ("kept.pickle", "kept-rank1.pickle"):
+        (tmp_path / name).write_bytes(pickle.dumps({}))
+    (tmp_path / "kept-rank2.pickle").write_text("no snapshot")
+    option = next(one for one in rehearse.params if one.name == "snapshot")
+    assert isinstance(option.type, OutputFile)
+    path = option.type.convert(str(tmp_path / "kept.pickle"), option, None)
+    beside = list(option.type.further(path, {"ranks": "1,2"}))
+    assert beside == [tmp_path / "kept-rank1.pickle", tmp_path / "kept-rank2.pickle"]
+    assert option.type.convert(str(beside[0]), option, None) == beside[0]
+    with pytest.raises(click.BadParameter, match="not a memory snapshot"):
+        option.type.convert(str(beside[1]), option, None)

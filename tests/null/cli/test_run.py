@@ -11,7 +11,7 @@ import pytest
 
 from brim.cli import main
 from brim.errors import UsageError
-from brim.run import launch
+from brim.run.script import run as launch
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,8 @@ def test_settings_come_from_the_environment() -> None:
 def test_brim_auto_does_nothing_under_brim_run_and_a_program_has_one_budget(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, brim.auto\nfrom brim.run import launch\nprint(launch.is_watched(), 'torch' in sys.modules)\n"
+        "import sys, brim.auto\nfrom brim.run.script.run import is_watched\n"
+        "print(is_watched(), 'torch' in sys.modules)\n"
     )
     command = [sys.executable, "-m", "brim", "run", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "BRIM_MODE": "nonsense"})

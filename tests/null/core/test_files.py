@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 
-from brim.cli import explain_source
+from brim.cli.explain import source as explain_source
 from brim.core import Hardware, Plan, Timeline
 from brim.core.files import regular, special_file
 from brim.errors import BrimError, ModelError
 from brim.estimation.models import find_model
-from brim.measure import snapshot
 from brim.memory.checkpoint_files import read_checkpoint, read_safetensors_header
 from brim.memory.checksums import read_manifest
 from brim.predict.formulas import checkpoint as formulas
-from brim.run import checkpoint_manifest, data_lines, data_packed, gguf_header
-from brim.run.architecture import read_config
-from brim.run.generation_inputs import read_prompts
-from brim.run.location import local
+from brim.recordings import snapshot
+from brim.run.checkpoint import manifest as checkpoint_manifest
+from brim.run.data import lines as data_lines
+from brim.run.data import packed as data_packed
+from brim.run.generate.inputs import read_prompts
+from brim.run.model import gguf_header
+from brim.run.model.architecture import read_config
+from brim.run.model.location import local
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "plan": ("plan.json", Plan.read),

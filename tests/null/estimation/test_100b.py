@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from brim import catalog
-from brim.estimation.parallel import Split
-from brim.estimation.ranks import estimate_ranks
+from brim.estimation.ranks.estimate import estimate_ranks
+from brim.estimation.ranks.split import Split
 from brim.predict import formulas
 from brim.units import GIB, format_bytes, format_seconds
+
+pytestmark = pytest.mark.thorough
 
 TEXT = (Path(__file__).parents[3] / "docs" / "100b.md").read_text(encoding="utf-8")
 GPT3 = {"layers": 96, "hidden": 12288, "vocabulary": 51200, "sequence": 2048}

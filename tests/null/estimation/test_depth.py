@@ -53,6 +53,7 @@ def in_order(trace):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "field", "settings"), CASES)
 def test_repeated_layers_are_those_of_a_whole_trace(folder, name, field, settings):
     changes = {key: value for key, value in settings.items() if key in DEEPSEEK}

@@ -16,6 +16,7 @@ CATEGORIES = {
 }  # fmt: skip
 KEYS = {
     "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "fits",
+    "by",
 }  # fmt: skip
 
 
@@ -41,6 +42,7 @@ def test_the_document_has_these_keys_and_no_others(folder):
     assert all(margin.why for margin in found.margins)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "resnet", "whisper", "moe", "unet"])
 def test_every_kind_of_model_trains(folder, name):
     found = brim.estimate(folder(name), batch=2)
@@ -71,6 +73,7 @@ def test_a_model_without_text_to_generate_does_one_forward_pass(folder, name):
     assert found.workload.new_tokens is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_steps(folder, optimizer):
     assert adds_up(brim.estimate(folder("llama"), seq=16, optimizer=optimizer))
@@ -100,6 +103,7 @@ def test_checkpointing_keeps_less_the_more_is_computed_again(folder):
     assert peaks[0].flops < peaks[2].flops
 
 
+@pytest.mark.thorough
 def test_the_rank_and_the_targets_of_adapters_are_counted(folder):
     options = {"seq": 16, "method": "lora"}
     eight, sixteen = (brim.estimate(folder("llama"), lora_rank=rank, **options) for rank in (8, 16))

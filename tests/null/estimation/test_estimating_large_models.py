@@ -10,6 +10,7 @@ import pytest
 GIB_IN_KIB = 1 << 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "seconds"), [("llama-3-70b", 30), ("llama-3.1-405b", 90)])
 def test_a_training_step_is_estimated_in_seconds_and_little_memory(model: str, seconds: int) -> None:
     """By CPU time, as the machine may be busy: two cores have twice as much of it as a clock."""

@@ -9,7 +9,7 @@ from brim.estimation import depth
 from brim.estimation.estimate import Study, traced
 from brim.estimation.models import find_model
 from brim.estimation.simulation import Replay, place_of, simulate
-from brim.estimation.sizes import Through, powers, structure
+from brim.estimation.sizes import Through, WithWorkspaces, numbers, powers, structure
 from brim.estimation.steps import Job
 from brim.estimation.workload import Workload
 
@@ -22,7 +22,8 @@ def bytes_of(trace):
     return [storage.bytes for storage in trace.storages]
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
 def test_two_traces_tell_the_sizes_at_any_batch_and_length(folder, name):
     source = find_model(folder(name, n_positions=512))
     first, second, asked = [(2, 64), (6, 128), (7, 192)]
@@ -30,24 +31,20 @@ def test_two_traces_tell_the_sizes_at_any_batch_and_length(folder, name):
         first, second, asked = [(batch, None) for batch, _ in (first, second, asked)]
     traces = [trace_of(source, batch=batch, seq=seq) for batch, seq in (first, second, asked)]
     assert structure(traces[0]) == structure(traces[1]) == structure(traces[2])
-    solved = powers(bytes_of(traces[0]), bytes_of(traces[1]), first, second)
+    solved = powers(*(numbers(trace.storages) for trace in traces[:2]), first, second)
     assert solved is not None
-    assert solved(asked[0], asked[1] or 0) == bytes_of(traces[2])
+    bytes_at = WithWorkspaces.of(solved, traces[0].storages)
+    assert bytes_at(asked[0], asked[1] or 0) == bytes_of(traces[2])
 
 
-def test_sizes_at_which_sums_are_made_in_other_parts_are_not_told_from_one_another(folder):
-    """CUDA sums many rows (a bias's gradient) in parts, whose number goes in steps: such a trace is another one."""
-    source = find_model(folder("gpt2", n_positions=512))
-    few, many = (trace_of(source, batch=batch, seq=seq) for batch, seq in ((2, 64), (7, 192)))
-    assert structure(few) != structure(many)
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_bytes_are_at_most_quadratic_in_the_sequence(folder, attention):
     source = find_model(folder("llama", attn_implementation=attention))
     traces = [(length, trace_of(source, batch=2, seq=length)) for length in (32, 64, 128)]
-    solved = Through([(length, bytes_of(trace)) for length, trace in traces])
-    assert solved.by_seq(2, 256) == bytes_of(trace_of(source, batch=2, seq=256))
+    solved = Through([(length, numbers(trace.storages)) for length, trace in traces])
+    bytes_at = WithWorkspaces.of(solved.by_seq, traces[0][1].storages)
+    assert bytes_at(2, 256) == bytes_of(trace_of(source, batch=2, seq=256))
 
 
 def test_a_size_without_a_law_is_no_power():
@@ -64,8 +61,10 @@ def test_a_replay_has_the_peaks_of_the_simulation(folder, alloc_conf):
         assert (peaks.allocated, peaks.reserved) == (found.allocated_bytes, found.reserved_bytes)
 
 
-def test_the_largest_batch_fits_and_the_next_does_not(folder):
-    source = find_model(folder("llama"))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_largest_batch_fits_and_the_next_does_not(folder, name):
+    source = find_model(folder(name))
     gpu = Hardware(name="small", compute="vram", tiers=(Tier(name="vram", capacity_bytes=600 << 20),))
     study = Study(source, Workload(batch=1, seq=64), place_of(gpu), None, "")
     largest = study.growth().largest_batch
@@ -93,9 +92,13 @@ def test_a_deep_model_grows_as_its_whole_trace_does(folder, monkeypatch):
 
 def test_batches_of_few_tokens_are_told_too(folder):
     gpu = Hardware(name="small", compute="vram", tiers=(Tier(name="vram", capacity_bytes=700 << 20),))
-    growth = Study(find_model(folder("gpt2")), Workload(seq=64), place_of(gpu), None, "").growth()
+    source = find_model(folder("gpt2"))
+    growth = Study(source, Workload(seq=64), place_of(gpu), None, "").growth()
     assert [point.batch for point in growth.batches] == [1, 64, 128, 256]
     assert growth.largest_batch > 64
+    for point in growth.batches[1:3]:  # sums over rows are made in other parts at each
+        peaks = simulate(trace_of(source, batch=point.batch, seq=64)).peak_bytes
+        assert (point.allocated_bytes, point.reserved_bytes) == (peaks.allocated, peaks.reserved)
 
 
 def test_lengths_end_where_positions_do(folder):

@@ -16,6 +16,7 @@ def whole_and_repeated(path, **settings):
     return whole, estimate.traced(Job(source, workload), (8, 0))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_repeated_tokens_are_those_of_a_whole_trace(folder, name):
     whole, repeated = whole_and_repeated(folder(name), batch=2, seq=20)
@@ -33,6 +34,7 @@ def test_an_encoder_decoder_is_repeated_within_its_positions(folder):
         estimate.traced(Job(find_model(path), Workload(task="generate", seq=64, new_tokens=65)), (8, 0))
 
 
+@pytest.mark.thorough
 def test_what_does_not_repeat_is_traced(folder):
     """T5's bias is padded to 16 elements, so its size grows in jumps; a window fills up on the way."""
     for path in (folder("t5"), folder("llama", sliding_window=24, model_type="mistral",

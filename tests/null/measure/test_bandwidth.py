@@ -21,6 +21,7 @@ def filesystem(directory: Path) -> str:
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype
 
 
+@pytest.mark.thorough
 def test_the_disk_is_read_and_not_the_page_cache(tmp_path):
     if filesystem(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("temporary files are kept in RAM here")

@@ -12,9 +12,10 @@ import torch
 import brim
 from brim.core import Hardware
 from brim.errors import UnsupportedError, UsageError
-from brim.measure.cache import cache_folder
+from brim.measure import probe as probing
 from brim.measure.probe import probe
-from brim.run.remembered import Remembered
+from brim.measure.user_cache import cache_folder
+from brim.run.timing.measurement_cache import Remembered
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def test_capacities_are_read_afresh(measured, tmp_path, monkeypatch):
     assert now.tier("disk").capacity_bytes > 1
 
 
+@pytest.mark.thorough
 def test_a_damaged_cache_is_measured_again_with_a_warning(measured, tmp_path, monkeypatch):
     base, _ = measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -101,6 +103,7 @@ def aged(file: Path, hours: float) -> None:
     os.utime(file, (then, then))
 
 
+@pytest.mark.thorough
 def test_after_a_day_the_disk_is_measured_again_and_nothing_else(measured, tmp_path, monkeypatch):
     base, hardware = measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -132,10 +135,30 @@ def test_a_disk_that_is_full_by_now_stays_as_it_is_known(measured, tmp_path, mon
         assert rates(probe(device="cpu")) == rates(hardware)
 
 
+@pytest.mark.thorough
+def test_a_disk_is_looked_at_once_a_day_whatever_the_ages_of_files_are(measured, tmp_path, monkeypatch):
+    """A server's clock that is ahead makes every file younger than it can be."""
+    base, hardware = measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = tmp_path / next(base.rglob("*.json")).relative_to(base)
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps(hardware.to_json()))
+    aged(kept, -5)
+    looked = []
+    disk = probing._disk
+    monkeypatch.setattr(probing, "_disk", lambda *given: looked.append(given) or disk(*given))
+    before = time.time
+    monkeypatch.setattr(time, "time", lambda: before() - 24 * 3600)
+    for _ in range(3):
+        assert probe(device="cpu").tier("disk").bytes_per_s > 0
+    assert len(looked) == 1
+
+
 class _Full:
     total, used, free = 1 << 40, 1 << 40, 0
 
 
+@pytest.mark.thorough
 def test_refresh_measures_again(measured, monkeypatch):
     base, before = measured
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
@@ -144,6 +167,7 @@ def test_refresh_measures_again(measured, monkeypatch):
     assert rates(probe(device="cpu")) == rates(again)
 
 
+@pytest.mark.thorough
 def test_without_a_cache_it_measures_once_per_process_and_says_so_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -159,6 +183,7 @@ def test_without_a_cache_it_measures_once_per_process_and_says_so_once(tmp_path,
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
+@pytest.mark.thorough
 def test_on_a_full_disk_it_reads_what_is_there(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("shutil.disk_usage", lambda path: _Full)
@@ -187,7 +212,7 @@ def test_a_directory_that_is_none_is_a_usage_error(tmp_path):
 
 
 def test_an_unknown_device_is_a_usage_error():
-    with pytest.raises(UsageError, match="auto, cuda and cpu"):
+    with pytest.raises(UsageError, match="auto, cuda, xpu, npu, mps and cpu"):
         probe(device="tpu")
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from brim.core import Timeline
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.direct_io import DirectReader, OpenFiles, bounce_bytes
-from brim.memory.layout import PACKED_ALIGNMENT_BYTES, BlockLayout, file_layout, packed_layout
+from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES, BlockLayout, file_layout, packed_layout
 from brim.memory.pool import PAGE_BYTES, HostSource, Pool
 from brim.memory.recorder import Recorder
 
@@ -77,9 +77,9 @@ def test_in_file_layouts_addresses_are_congruent_to_offsets_and_in_packed_ones_a
         if len(source.extents) == 1 and source.extents[0].offset % source.dtype.itemsize == 0:
             assert placed.offset % PAGE_BYTES == source.extents[0].offset % PAGE_BYTES
         else:
-            assert placed.offset % PACKED_ALIGNMENT_BYTES == 0
+            assert placed.offset % WEIGHT_ALIGNMENT_BYTES == 0
     for placed in packed_layout(drawn).tensors:
-        assert placed.offset % PACKED_ALIGNMENT_BYTES == 0
+        assert placed.offset % WEIGHT_ALIGNMENT_BYTES == 0
 
 
 def test_neighbours_in_a_file_are_one_read():
@@ -99,15 +99,15 @@ def test_neighbours_in_a_file_are_one_read():
 
 
 def test_a_file_that_has_the_packed_layout_is_read_directly():
-    extents = [Extent(path="f", offset=PAGE_BYTES * 3 + i * 4032, bytes=4000) for i in range(3)]
+    extents = [Extent(path="f", offset=PAGE_BYTES * 3 + i * 4608, bytes=4100) for i in range(3)]
     drawn = [
-        TensorSource(name=str(i), dtype=torch.float32, shape=(1000,), extents=(extent,))
+        TensorSource(name=str(i), dtype=torch.float32, shape=(1025,), extents=(extent,))
         for i, extent in enumerate(extents)
     ]
     assert [run.direct for run in packed_layout(drawn).runs] == [True]
-    moved = [TensorSource(name="x", dtype=torch.float32, shape=(1000,), extents=(extents[1],))]
+    moved = [TensorSource(name="x", dtype=torch.float32, shape=(1025,), extents=(extents[1],))]
     assert [run.direct for run in packed_layout(moved).runs] == [False]
-    assert bounce_bytes(packed_layout(moved).runs) >= 4000
+    assert bounce_bytes(packed_layout(moved).runs) >= 4100
 
 
 def test_tensors_without_a_file_take_room_and_no_read():

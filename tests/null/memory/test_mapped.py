@@ -33,6 +33,7 @@ _LOOK = textwrap.dedent("""
 """)
 
 
+@pytest.mark.thorough
 def test_pages_that_were_only_read_go_and_come_back_with_the_same_values(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"".join(number.to_bytes(4, "little") * 1024 for number in range(16 * 1024)))

@@ -37,6 +37,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2)])
 def test_copies_under_way_do_not_abort_the_process(end: str, code: int) -> None:
     ended = run(f"{PRELUDE}\n{MANY}\n{end}\n")
@@ -44,6 +45,7 @@ def test_copies_under_way_do_not_abort_the_process(end: str, code: int) -> None:
     assert "terminate" not in ended.stderr
 
 
+@pytest.mark.thorough
 def test_who_moves_bytes_while_the_process_ends_has_them_moved() -> None:
     """What is registered before brim is imported is called after brim's own end."""
     ended = run(f"{LATE}\n{PRELUDE}\ncopy().wait()\n")

@@ -12,7 +12,7 @@ from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.planner.passes import BlockCost, Job, pass_s
 from brim.planner.schedule import COMPUTE, way
-from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
 GPU = Hardware(
     name="a GPU",

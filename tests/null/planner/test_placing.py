@@ -16,9 +16,9 @@ from brim.planner import BlockCost, Job, plan_streaming
 from brim.planner.passes import pass_s
 from brim.planner.placing import least_s, placements
 from brim.planner.streaming import CHOICES, plan_of
-from brim.planner.ties import AS_FAST
-from brim.techniques.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
-from brim.techniques.weight_streaming import NAME, RING_SLOTS
+from brim.planner.tie_break import AS_FAST
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.weight_streaming import NAME, RING_SLOTS
 
 LINK, HOST = 25e9, 40e9
 GIB, MIB = 1 << 30, 1 << 20
@@ -98,6 +98,7 @@ def jobs(draw: st.DrawFn) -> Job:
 budgets = st.tuples(st.integers(1, 14), st.integers(1, 14))
 
 
+@pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(jobs(), budgets)
 def test_no_placement_that_fits_is_below_the_bound(work: Job, amounts: tuple[int, int]) -> None:
@@ -151,6 +152,7 @@ def like_a_model(layers: int, *, head: int = 0) -> Job:
     return Job(model="Model", task="generate", blocks=blocks, fixed_bytes=0, step_bytes=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("layers", "head", "vram"), [(32, 1002, 11), (32, 0, 8), (16, 500, 3)])
 def test_a_plan_is_as_fast_as_its_bound_but_for_a_hundredth(layers: int, head: int, vram: int) -> None:
     """Of what the processor and the link read of one RAM, and a ring that a large block keeps full."""

@@ -15,8 +15,8 @@ from brim.estimation.simulation import simulate
 from brim.planner.profile import profile_of
 from brim.planner.step_profile import BACKWARD, FULL, KEEP, SELECTIVE, UPDATE
 from brim.predict import cost
-from brim.techniques import checkpointing
 from brim.techniques.blocks import find_blocks
+from brim.techniques.checkpointing import technique as checkpointing
 
 CPU = Hardware(
     name="a processor",

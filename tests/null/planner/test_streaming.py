@@ -12,7 +12,14 @@ from brim.core import Hardware, Link, Plan, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import BudgetError
 from brim.planner import BlockCost, Job, plan_streaming, smallest_budget
-from brim.techniques.weight_streaming import FROM_DISK, FROM_RAM, NAME, RESIDENT, RING_SLOTS, STAGING_SLOTS
+from brim.techniques.streaming.weight_streaming import (
+    FROM_DISK,
+    FROM_RAM,
+    NAME,
+    RESIDENT,
+    RING_SLOTS,
+    STAGING_SLOTS,
+)
 
 CPU = Hardware(
     name="a processor",

@@ -10,7 +10,7 @@ from brim import trace
 from brim.core import Category, Op, Trace
 
 STEPS, BATCH, INPUTS, HIDDEN, LAYERS = 20, 8, 64, 128, 2
-KEPT = {nn.LSTM: 6, nn.GRU: 4, nn.RNN: 1}  # gates and states of a step
+KEPT = {nn.LSTM: 6, nn.GRU: 4, nn.RNN: 2}  # gates and states of a step
 
 
 def traced(kind: type[nn.RNNBase], *, train: bool = True, dtype: torch.dtype = torch.float32, **options) -> Trace:

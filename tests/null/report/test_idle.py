@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from brim.core import EventKind, Timeline
-from brim.measure import profile
 from brim.memory.recorder import Recorder
+from brim.profiles import profiler as profile
 from brim.report.idle import attribute
 from brim.units import MIB
 from profiles import called, copied, kernel
@@ -79,6 +79,7 @@ def test_a_timeline_without_compute_tells_nothing():
     assert found.waits == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [ALLOC, COMPUTE, EventKind.IDLE], ids=lambda kind: kind.name)
 def test_many_events_take_a_few_columns_of_memory(kind):
     made = Timeline("run", measured=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from brim.errors import UsageError
-from brim.run.data import IGNORED, Batches, Example, shuffled
+from brim.run.data.dataset import IGNORED, Batches, Example, shuffled
 
 KNOWN_ORDER = [4, 7, 5, 0, 2, 9, 8, 1, 3, 6]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from brim.run.planning import plan
-from brim.run.planning_request import Answer, Proposal, Request
+from brim.run.plan.request import Answer, Proposal, Request
+from brim.run.plan.search import plan
 
 pytestmark = pytest.mark.slow  # every plan is a search and several traces
 

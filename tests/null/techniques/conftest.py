@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from brim.techniques.blocks import adapters, find_blocks
-from brim.techniques.weight_streaming import Weights, WeightStreaming, apply
+from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming, apply
 from streamed_training import CHOICES, memory_for, plan_of
 
 

@@ -13,12 +13,13 @@ from torch import nn
 import brim
 from brim.core import Category, Trace
 from brim.errors import UnsupportedError, UsageError
-from brim.estimation.parallel import Split
-from brim.estimation.ranks import estimate_ranks
-from brim.predict.compiled import is_captured
-from brim.predict.compiled_graph import Layout
-from brim.predict.compiled_kernels import Kernel, Program
-from brim.techniques import checkpointing, compiling
+from brim.estimation.ranks.estimate import estimate_ranks
+from brim.estimation.ranks.split import Split
+from brim.predict.compiled.graph import Layout
+from brim.predict.compiled.kernels import Kernel, Program
+from brim.predict.compiled.torch_compile import is_captured
+from brim.techniques import compiling
+from brim.techniques.checkpointing import technique as checkpointing
 from compiled_model import Block, Model
 from tiny_model import save_llama
 
@@ -73,6 +74,7 @@ def really_kept_bytes(choice: str) -> int:
     return sum(kept.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", checkpointing.CHOICES)
 def test_a_compiled_block_keeps_what_torch_compile_keeps(choice):
     made = traced(choice=choice)
@@ -196,13 +198,14 @@ def test_brims_own_errors_are_not_taken_for_the_modules(monkeypatch):
     with pytest.raises(UnsupportedError, match="brim's"):
         traced(lambda: Wrong(UnsupportedError("brim's")))
 
-    bug: dict[str, Any] = {"__name__": "brim.predict.compiled_graph"}
+    bug: dict[str, Any] = {"__name__": "brim.predict.compiled.graph"}
     exec("def made(layout):\n    assert False, 'a bug'", bug)  # an assertion of the module that it says it is of
     monkeypatch.setattr(Layout, "made", bug["made"])
     with pytest.raises(AssertionError, match="a bug"):
         traced()
 
 
+@pytest.mark.thorough
 def test_blocks_that_are_checkpointed_in_another_way_are_another_graph():
     def kept(choices: dict[str, str]) -> int:
         def build() -> Callable[[], None]:
@@ -295,6 +298,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("compiled"), layers=4, hidden=64, positions=256)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [{"zero": 3}, {"zero": 3, "tp": 2}, {"zero": 3, "tp": 2, "sequence_parallel": True}, {"zero": 1, "pp": 2},

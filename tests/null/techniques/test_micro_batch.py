@@ -162,12 +162,6 @@ def test_a_line_is_solved_in_four_calls() -> None:
             assert len(asked) <= 4
 
 
-def test_options_halve(known_machine: Any) -> None:
-    rows = micro_batch.options(lambda size: 100 * size, 12, tier="ram")
-    told = {row.choice: row.saves_bytes["ram"] for row in rows}
-    assert told == {"6": 600, "3": 900, "2": 1000, "1": 1100}
-
-
 def test_the_batch_is_not_changed() -> None:
     batch = trained.batch("llama", 0)
     before = copy.deepcopy(batch)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import streamed_training as streamed
-from brim.techniques import optimizer_offload, weight_streaming
 from brim.techniques.blocks import find_blocks
+from brim.techniques.optimizer_offload import technique as optimizer_offload
+from brim.techniques.streaming import weight_streaming
 
 PLACES = [
     ("disk", "disk", "keep"),
@@ -29,6 +30,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "states", "gradients"), PLACES)
 @pytest.mark.parametrize(("early", "tied", "twice", "repeats"), WAYS)
 def test_nothing_stays_and_nothing_differs(

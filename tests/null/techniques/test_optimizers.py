@@ -122,15 +122,6 @@ def test_the_estimate_knows_the_same_names() -> None:
     assert sorted(workload.OPTIMIZERS) == sorted(optimizers.OPTIMIZERS)
 
 
-def test_options_are_against_adamw() -> None:
-    made = parameters()
-    rows = {row.choice: row for row in optimizers.options(made, tier="vram")}
-    assert list(rows) == list(optimizers.OPTIMIZERS)
-    assert rows["adamw"].saves_bytes == {"vram": 0}
-    assert rows["sgd"].saves_bytes["vram"] == sum(optimizers.state_bytes("adamw", made))
-    assert [name for name, row in rows.items() if row.lossless] == ["adamw"]
-
-
 def test_a_rate_in_a_tensor_is_filled_and_a_number_replaced() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     held = torch.tensor(0.1)

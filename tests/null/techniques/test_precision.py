@@ -13,8 +13,9 @@ import brim
 import trained
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
-from brim.techniques import precision, rounding
-from brim.techniques.rounding import round_at_random
+from brim.techniques import precision
+from brim.techniques.optimizer_offload import rounding
+from brim.techniques.optimizer_offload.rounding import round_at_random
 
 PURE = ("bf16", "bf16-stochastic", "bf16-master")
 ON_CPU = ("fp32", "bf16-mixed", "fp16-mixed", *PURE)
@@ -270,26 +271,7 @@ def test_misuse() -> None:
         handle.load_state_dict({"precision": "bf16-master", "tensors": {}})
 
 
-def test_options_are_halves_of_what_a_trace_holds(known_machine) -> None:
-    def build():
-        model = trained.make("gpt2")
-        optimizer, inputs = adamw(model), trained.batch("gpt2", 0)
-
-        def step() -> None:
-            model(**inputs).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    rows = {row.choice: row for row in precision.options(brim.trace(build, target="cpu"), known_machine)}
-    saved = {name: row.saves_bytes["ram"] for name, row in rows.items()}
-    weights = sum(p.numel() * 4 for p in trained.make("gpt2").parameters())
-    assert saved["bf16-stochastic"] - saved["bf16-master"] == pytest.approx(2 * weights, rel=0.01)
-    assert saved["fp32"] == saved["tf32"] == 0 < saved["bf16-mixed"] < saved["bf16"]
-    assert [name for name, row in rows.items() if row.lossless] == ["fp32"]
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", precision.PRECISIONS[:-1])
 def test_a_step_can_be_traced_for_a_gpu(kind: str) -> None:
     """As it would run there: with TF32's settings, CUDA's autocast, a scaled loss, steps in float32."""

@@ -81,6 +81,21 @@ def test_a_prediction_moves_the_same_bytes(memory: Memory, pages: int) -> None:
     assert made[0] == made[1]
 
 
+def test_a_brief_buffer_is_there_while_records_come(memory: Memory) -> None:
+    records = Records(memory, SIZES, tier=DISK, buffer_bytes=0, label="r", brief=True)
+    values: dict[int, int] = {}
+    for seed in range(3):
+        assert memory.ram.held_bytes == 0
+        values.clear()  # a visit begins with empty records
+        visit(records, seed, values)
+        assert memory.ram.held_bytes == 8 * PAGE_BYTES
+        records.let_go()
+        for record, value in values.items():
+            assert (records.get(record, 0, 50) == value).all()
+    records.free()
+    assert memory.ram.held_bytes == 0
+
+
 def test_blocks_that_fit_side_by_side_are_read_ahead(memory: Memory) -> None:
     sizes = dict.fromkeys(range(6), PAGE_BYTES)
     records = Records(memory, sizes, tier=DISK, buffer_bytes=3 * PAGE_BYTES, label="r")

@@ -10,8 +10,8 @@ from torch import nn
 
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
-from brim.techniques.offloaded_parameter import OffloadedParameter
-from brim.techniques.weight_streaming import WeightStreaming
+from brim.techniques.streaming.offloaded_parameter import OffloadedParameter
+from brim.techniques.streaming.weight_streaming import WeightStreaming
 from streamed_training import (
     IDS,
     LAYERS,
@@ -91,8 +91,8 @@ def test_frozen_weights_go_one_way_and_twice_a_step_at_most(kind: str, fit: Call
     net.layers[0].extra = nn.Parameter(torch.zeros(WIDTH))
     net.layers[0].register_forward_hook(lambda layer, args, output: output + layer.extra)
     handle = fit(net)
-    assert "layers.0.extra" not in {name for s in handle._streamed for name in s.block.tensors}
-    bytes = sum(s.home.layout.bytes for s in handle._streamed if s.block.name != "embed")
+    assert "layers.0.extra" not in {name for s in handle._streamed_blocks for name in s.block.tensors}
+    bytes = sum(s.home.layout.bytes for s in handle._streamed_blocks if s.block.name != "embed")
     for _ in range(3):
         loss_of(net).backward()
     moved = handle.memory.recorder.copied_bytes
@@ -114,9 +114,9 @@ def test_a_forward_that_is_repeated_past_all_hooks(
     for layer in net.layers:
         layer.repeats = True
     handle = fit(net, **({"largest_bytes": 9000} if cut else {}))
-    assert (len(handle._streamed) > LAYERS + 2) == cut
+    assert (len(handle._streamed_blocks) > LAYERS + 2) == cut
     if apart:
-        for streamed in handle._streamed:
+        for streamed in handle._streamed_blocks:
             if not streamed.block.lookups:
                 streamed.apart = True
                 streamed.rest()
@@ -199,7 +199,7 @@ def test_a_change_between_forward_and_backward_is_an_error(fit: Callable[..., We
 def test_autograd_keeps_nothing_of_what_is_streamed(fit: Callable[..., WeightStreaming]) -> None:
     net = Net()
     handle = fit(net)
-    slots = {slot.buffer.tensor.untyped_storage()._cdata for slot in handle._ring._slots}
+    slots = {slot.buffer.tensor.untyped_storage()._cdata for slot in handle._streamed_blocks.ring._slots}
     seen: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         loss = loss_of(net)
@@ -243,5 +243,5 @@ def test_after_an_error_or_ctrl_c_it_works_again(
         net.zero_grad()
         loss_of(net).backward()
         assert_equal(gradients(net), wanted_gradients())
-    for streamed in handle._streamed:
+    for streamed in handle._streamed_blocks:
         assert streamed.uses == 0

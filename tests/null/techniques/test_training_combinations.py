@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import trained
-from brim.techniques import checkpointing, chunked_loss, inplace_activations, precision
-from brim.techniques.saved import Kept, Saving
+from brim.techniques import precision
+from brim.techniques.activation_offload import inplace as inplace_activations
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.loss import chunked as chunked_loss
+from brim.techniques.saved_tensor_hooks import Kept, Saving
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -35,6 +38,7 @@ def test_five_steps_are_bit_for_bit_the_same(seed: int) -> None:
     assert trained.surface(other) == before
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["llama", "resnet"])
 def test_a_compiled_model_computes_the_same(family: str) -> None:

@@ -9,8 +9,8 @@ import torch
 from brim.predict.lowering import (
     cpu_attention,
     cpu_collectives,
-    cpu_convolution,
     cpu_kernels,
+    cpu_measured,
     cpu_products,
     cuda_kernels,
 )
@@ -22,7 +22,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional")
 _CPU: dict[torch._ops.OpOverload, Rule] = {
     **cpu_attention.RULES,
     **cpu_collectives.RULES,
-    **cpu_convolution.RULES,
+    **cpu_measured.RULES,
     **cpu_kernels.RULES,
     **cpu_products.RULES,
 }

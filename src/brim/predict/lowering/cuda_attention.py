@@ -34,7 +34,8 @@ def attention(
     if backend == "math":
         return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        kept, masked = (query.new_full((), number) for number in (0.0, -torch.inf))
+        attn_mask = torch.where(attn_mask, kept, masked)
     kernel = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient}[backend]
     return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
@@ -193,12 +194,12 @@ def _pad_last(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The kernel reads the bias 16 bytes at a time: rows are padded where their length is not a multiple of 16."""
+    """``preprocess_mask`` of transformers/attention.cpp pads rows that do not begin at every 8th number."""
     columns = mask.size(-1)
     if mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
-    if columns % 16 and columns > 1:
-        mask = torch.nn.functional.pad(mask, (0, -columns % 16))[..., :columns]
+    if mask.stride(-1) != 1 or any(step % 8 for step in mask.stride()[:-1]):
+        mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 

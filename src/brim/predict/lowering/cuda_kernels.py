@@ -5,16 +5,28 @@ Each rule names the file under aten/src/ATen that it follows. Convolutions have 
 
 from __future__ import annotations
 
-from math import ceil, prod
+from itertools import pairwise
+from math import ceil
 
 import torch
 
-from brim.predict.lowering import cuda_convolution, cuda_norms, cuda_recurrent, cuda_reductions, cuda_sorting
+from brim.predict.lowering import (
+    cuda_convolution,
+    cuda_efficient_attention,
+    cuda_indexing,
+    cuda_norms,
+    cuda_recurrent,
+    cuda_reductions,
+    cuda_sorting,
+)
 from brim.predict.lowering.cpu_kernels import ctc_backward
-from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, nbytes
+from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, is_channels_last, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
+_FEW_SYSTEMS, _LARGE_SYSTEM = 8, 64
+_FEW_ROWS = 256
+_TRIANGULAR = (_aten.linalg_solve_triangular.default, _aten.triangular_solve.default)
 _GEMM = (
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm_.default, _aten.addmm.out, _aten.bmm.default,
     _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm_.default, _aten.mv.default, _aten.addmv.default,
@@ -32,14 +44,68 @@ class Workspaces:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._bytes = cublas_workspace_bytes(capability)
-        self._threads: set[bool] = set()
+        self._taken: set[tuple[bool, bool]] = set()  # on the device, in backward
 
     def rule(self, kernel: Kernel) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
+        """Operands that cuBLAS cannot read as they lie are copied (Blas.cpp, ``prepare_matrix_for_cublas``)."""
         kernel.emit()
-        if in_backward not in self._threads:
-            self._threads.add(in_backward)
+        operands = [tensor for tensor in kernel.args if isinstance(tensor, torch.Tensor)]
+        if not all(tensor.numel() for tensor in operands):  # nothing is computed
+            return
+        for tensor in operands:
+            if not _readable(tensor):
+                kernel.temp(nbytes(tensor))
+        self._keep(kernel)
+
+    def triangular(self, kernel: Kernel) -> None:
+        """cuda/linalg/BatchLinearAlgebra.cpp solves few large systems one by one, others by pointers to each."""
+        kernel.emit()
+        named = "A" if kernel.func is _aten.triangular_solve.default else "self"
+        matrices = kernel.arg(named)
+        size = matrices.size(-1)
+        if not matrices.numel():
+            return
+        count = matrices.numel() // size**2
+        if count > _FEW_SYSTEMS or size < _LARGE_SYSTEM:
+            for _ in range(2):
+                kernel.temp(count * 8)
+        self._keep(kernel)
+
+    def orthogonal(self, kernel: Kernel) -> None:
+        """BatchLinearAlgebra.cpp, cuda/linalg/BatchLinearAlgebra.cpp: factors of the reflections; many small matrices
+        are factored by pointers to each, others one by one."""
+        kernel.emit()
+        matrices = kernel.arg("A")
+        if not matrices.numel():
+            return
+        rows, columns = matrices.shape[-2:]
+        count = matrices.numel() // (rows * columns)
+        kernel.temp(count * min(rows, columns) * matrices.element_size())
+        if kernel.arg("mode") == "r" and rows > columns:  # the result has no room for the reflections
+            kernel.temp(nbytes(matrices))
+        if rows <= _FEW_ROWS and count >= max(2, rows // 16):
+            pointers = [kernel.temp(count * 8) for _ in range(2)]
+            self._keep(kernel)
+            for handle in pointers:
+                kernel.free(handle)
+        else:
+            kernel.free(kernel.temp(4))
+        if kernel.arg("mode") != "r":
+            kernel.temp(4)
+
+    def _keep(self, kernel: Kernel) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if (kernel.on_device, in_backward) not in self._taken:
+            self._taken.add((kernel.on_device, in_backward))
             kernel.keep(self._bytes, "cuBLAS")
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Of a vector, a matrix or a batch of them: one of the last two dimensions is dense, none is repeated."""
+    if tensor.dim() < 2:
+        return tensor.dim() == 0 or tensor.numel() <= 1 or tensor.stride(0) != 0
+    (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
+    return bool((column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows)))
 
 
 def _statistics_in_float(kernel: Kernel) -> None:
@@ -50,11 +116,65 @@ def _statistics_in_float(kernel: Kernel) -> None:
 
 
 def _batch_norm(kernel: Kernel) -> None:
-    """Normalization.cpp, ``_batch_norm_impl_index``: cuDNN gets a copy of an input of another layout than its two."""
+    """Normalization.cpp, ``_batch_norm_impl_index``: cuDNN gets a copy of an input of another layout than its two.
+    bfloat16 is PyTorch's own (Normalization.cuh)."""
     source = kernel.arg("input")
     if not dense_or_channels_last(source):
         kernel.temp(nbytes(source))
     _statistics_in_float(kernel)
+    if kernel.arg("training"):
+        _channels_last_parts(kernel, source, 4)
+
+
+def _batch_norm_backward(kernel: Kernel) -> None:
+    gradient, source = kernel.arg("grad_out"), kernel.arg("input")
+    by_cudnn = kernel.arg("train") and source.dtype is not torch.bfloat16
+    if by_cudnn and not _lies_as(gradient, source):
+        kernel.temp(nbytes(source))
+    if source.dtype is torch.bfloat16 and is_channels_last(source) and kernel.arg("train"):
+        for _ in range(2):
+            kernel.temp(source.size(1) * 4)
+        for index in (1, 2):
+            kernel.emit(index)
+        _channels_last_parts(kernel, source, 2)
+    kernel.emit()
+
+
+def _lies_as(gradient: torch.Tensor, source: torch.Tensor) -> bool:
+    if is_channels_last(source):
+        layout = torch.channels_last if source.dim() == 4 else torch.channels_last_3d
+        return gradient.is_contiguous(memory_format=layout)
+    return gradient.is_contiguous()
+
+
+def _channels_last_parts(kernel: Kernel, source: torch.Tensor, numbers: int) -> None:
+    """``flexible_launch_configs``: several blocks of threads for each channel leave their parts in memory."""
+    if source.dtype is not torch.bfloat16 or not is_channels_last(source):
+        return
+    channels = source.size(1)
+    rows = source.numel() // channels
+    wide = min(1 << (channels.bit_length() - 1), 32)
+    high = min(1 << (ceil(rows / 16).bit_length() - 1), 512 // wide)
+    wide = min(1 << (channels.bit_length() - 1), 512 // high)
+    blocks = min(ceil(rows / (high * 16)), 128)
+    if blocks > 1:
+        parts = kernel.temp(numbers * channels * blocks * 4)
+        kernel.free(kernel.temp(ceil(channels / wide) * 4))
+        kernel.free(parts)
+
+
+def _dropout(kernel: Kernel) -> None:
+    """cuda/Dropout.cu makes the mask first."""
+    kernel.emit(1)
+    kernel.emit(0)
+
+
+def _copy_from_host(kernel: Kernel) -> None:
+    """cuda/Copy.cu: what comes from the host lies as it did there, before it is laid out otherwise."""
+    kernel.emit()
+    source, made = kernel.args[0], kernel.result
+    if kernel.from_host and not made.is_contiguous() and source.stride() != made.stride():
+        kernel.temp(nbytes(made))
 
 
 def _group_norm(kernel: Kernel) -> None:
@@ -97,41 +217,6 @@ def _contiguous_after(*names: str) -> Rule:
                 kernel.temp(nbytes(value))
 
     return rule
-
-
-def _expected_distinct(draws: int, values: int) -> int:
-    """How many different values are seen in so many uniform draws."""
-    return ceil(values * (1 - (1 - 1 / values) ** draws)) if values else 0
-
-
-def _embedding_backward(kernel: Kernel) -> None:
-    """cuda/Embedding.cu, EmbeddingBackwardKernel.cu: above 3,072 indices are sorted and summed in segments."""
-    grad, indices, weights = kernel.args[0], kernel.args[1], kernel.args[2]
-    count, width = indices.numel(), grad.size(-1)
-    kernel.emit()
-    if count <= 3072 and not kernel.arg("scale_grad_by_freq"):
-        return
-    kernel.temp(nbytes(indices))
-    kernel.temp(nbytes(indices))
-    segments = min(count, _expected_distinct(count, weights))
-    partial = segments + count // 10
-    kernel.temp(count * indices.element_size())
-    kernel.temp(partial * indices.element_size())
-    kernel.temp(partial * width * 4)
-
-
-def _index_put(kernel: Kernel) -> None:
-    """cuda/Indexing.cu: to accumulate, positions are linearised and sorted."""
-    kernel.emit()
-    if not kernel.arg("accumulate"):
-        return
-    indices = [i for i in kernel.arg("indices") if i is not None]
-    count = prod(torch.broadcast_shapes(*(i.shape for i in indices))) if indices else 0
-    values = kernel.arg("values")
-    if not values.is_contiguous():
-        kernel.temp(nbytes(values))
-    for _ in range(5):  # linear, sorted and original positions; the sort's own copies of two
-        kernel.temp(count * 8)
 
 
 def _softmax_backward(kernel: Kernel) -> None:
@@ -190,6 +275,92 @@ def _binary_cross_entropy(kernel: Kernel) -> None:
         kernel.temp(kernel.arg("self").element_size())
 
 
+def _log_sigmoid(kernel: Kernel) -> None:
+    """cuda/ActivationLogSigmoidKernel.cu has no need of the buffer that the CPU keeps."""
+    kernel.emit(0)
+    kernel.drop(kernel.result[1])
+
+
+def _isinf(kernel: Kernel) -> None:
+    """TensorCompare.cpp compares the absolute value."""
+    source = kernel.arg("self")
+    if source.is_floating_point():
+        kernel.temp(nbytes(source))
+
+
+def _roll(kernel: Kernel) -> None:
+    """TensorTransformations.cpp: one dimension after the other; cuda/TensorTransformations.cu reads dense ones."""
+    source = kernel.arg("self")
+    held = [] if source.is_contiguous() else [kernel.temp(nbytes(source))]
+    for number in range(len(kernel.arg("dims")) - 1):
+        rolled = kernel.temp(nbytes(source))
+        if held and not number:
+            kernel.free(held[0])
+        held.append(rolled)
+    kernel.emit()
+
+
+def _complex_to_real(kernel: Kernel) -> None:
+    """cuda/SpectralOps.cpp: cuFFT writes over what it reads."""
+    kernel.emit()
+    kernel.temp(nbytes(kernel.arg("self")))
+    _fourier_batches(kernel)
+
+
+def _fourier(kernel: Kernel) -> None:
+    kernel.emit()
+    _fourier_batches(kernel)
+
+
+def _fourier_batches(kernel: Kernel) -> None:
+    """cuda/SpectralOps.cpp, ``_exec_fft``: what is not transformed is made one dimension, by a copy where it does not
+    lie so."""
+    source = kernel.arg("self")
+    transformed = {dim % source.dim() for dim in kernel.arg("dim")}
+    batches = [(source.stride(dim), source.size(dim)) for dim in range(source.dim()) if dim not in transformed]
+    batches = sorted((one for one in batches if one[1] > 1), reverse=True)
+    if any(outer != size * inner for (outer, _), (inner, size) in pairwise(batches)):
+        kernel.free(kernel.temp(nbytes(source)))
+
+
+def _unfold_backward(kernel: Kernel) -> None:
+    """UnfoldBackward.h: positions along the dimension that was unfolded."""
+    kernel.emit()
+    size, step, dim = kernel.arg("size"), kernel.arg("step"), kernel.arg("dim")
+    if step < size:  # folds overlap
+        reached = (kernel.arg("grad_in").size(dim) - 1) * step + size
+        kernel.temp(min(kernel.arg("input_sizes")[dim], reached) * 8)
+
+
+def _check_errors(kernel: Kernel) -> None:
+    """BatchLinearAlgebra.cpp asks whether any matrix could not be factored."""
+    for _ in range(2 if kernel.args[0].numel() == 1 else 1):
+        kernel.temp(1)
+
+
+def _factored(kernel: Kernel) -> None:
+    """cuda/linalg/BatchLinearAlgebra.cpp: whether each matrix could be factored, asked at the end. Those whose
+    singular values are asked for are written over, so they are copied."""
+    kernel.emit()
+    matrices = kernel.arg("A")
+    if not matrices.numel():
+        return
+    count = matrices.numel() // (matrices.size(-1) * matrices.size(-2))
+    kernel.temp(count * 4)
+    if kernel.func is _aten._linalg_svd.default:
+        kernel.free(kernel.temp(nbytes(matrices)))
+    for _ in range(2 if count == 1 else 1):
+        kernel.temp(1)
+
+
+def _cholesky(kernel: Kernel) -> None:
+    """cuda/linalg/BatchLinearAlgebra.cpp: several are factored by pointers to each."""
+    kernel.emit()
+    count = kernel.result[1].numel()
+    if count > 1 and kernel.result[0].numel():
+        kernel.temp(count * 8)
+
+
 def _layer_norm_backward(kernel: Kernel) -> None:
     """cuda/layer_norm_kernel.cu reads a gradient and an input that are contiguous."""
     for name in ("grad_out", "input"):
@@ -198,57 +369,15 @@ def _layer_norm_backward(kernel: Kernel) -> None:
     kernel.emit()
 
 
-def _index(kernel: Kernel) -> None:
-    """TensorAdvancedIndexing.cpp: several indices that lie differently once they are broadcast are all made dense."""
-    _broadcast_indices(kernel)
-    kernel.emit()
-
-
-def _broadcast_indices(kernel: Kernel) -> None:
-    indices = [index for index in kernel.arg("indices") if index is not None and index.dtype.itemsize > 1]
-    if len(indices) < 2:
-        return
-    shape = torch.broadcast_shapes(*(index.shape for index in indices))
-    strides = [_broadcast_stride(index, shape) for index in indices]
-    if len(set(strides)) == 1:
-        return
-    dense = torch._prims_common.make_contiguous_strides_for(shape)
-    for index, stride in zip(indices, strides, strict=True):
-        if any(own != wanted and size > 1 for own, wanted, size in zip(stride, dense, shape, strict=True)):
-            kernel.temp(prod(shape) * index.element_size())
-
-
-def _broadcast_stride(index: torch.Tensor, shape: torch.Size) -> tuple[int, ...]:
-    missing = len(shape) - index.dim()
-    own = zip(index.shape, index.stride(), shape[missing:], strict=True)
-    return (*(0 for _ in range(missing)), *(0 if size == 1 != wanted else step for size, step, wanted in own))
-
-
-def _efficient_forward(kernel: Kernel) -> None:
-    """transformers/cuda/attention.cu: without dropout there is no seed and no offset."""
-    if not kernel.arg("dropout_p"):
-        for output in kernel.result[2:]:
-            kernel.drop(output)
-    kernel.emit()
-
-
-def _efficient_backward(kernel: Kernel) -> None:
-    """transformers/cuda/attention_backward.cu: row sums; in half precision the query's gradient in float32."""
-    query = kernel.arg("query")
-    batch, heads, rows, size = query.shape
-    kernel.emit()
-    kernel.temp(batch * heads * rows * 4)
-    if query.dtype in _HALF:
-        kernel.temp(batch * heads * ceil(rows / 64) * 64 * ceil(size / 32) * 32 * 4)
-
-
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_convolution.RULES,
     **cuda_norms.RULES,
-    **cuda_recurrent.RULES,
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_batch_norm.default: _batch_norm,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten.native_dropout.default: _dropout,
+    _aten._to_copy.default: _copy_from_host,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.mse_loss.default: _structured_loss,
@@ -263,22 +392,32 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._safe_softmax.default: _safe_softmax,
     _aten._ctc_loss_backward.Tensor: ctc_backward,
     _aten.logsumexp.default: _logsumexp,
-    _aten.embedding_dense_backward.default: _embedding_backward,
-    _aten.index.Tensor: _index,
+    _aten.log_sigmoid_forward.default: _log_sigmoid,
+    _aten.isinf.default: _isinf,
+    _aten.roll.default: _roll,
+    _aten._fft_c2r.default: _complex_to_real,
+    _aten._fft_r2c.default: _fourier,
+    _aten._fft_c2c.default: _fourier,
+    _aten.unfold_backward.default: _unfold_backward,
+    _aten._linalg_check_errors.default: _check_errors,
+    _aten.linalg_cholesky_ex.default: _cholesky,
+    _aten._linalg_eigh.default: _factored,
+    _aten._linalg_svd.default: _factored,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
-    _aten.index_put_.default: _index_put,
-    _aten.index_put.default: _index_put,
-    _aten._index_put_impl_.default: _index_put,
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
-    _aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
 
 
 def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
     """The rules for one trace; cuBLAS's workspaces are remembered from operation to operation."""
     workspaces = Workspaces(capability)
+    multiprocessors = cuda_reductions.multiprocessors_of(capability)[0]
     reductions = dict.fromkeys(cuda_reductions.OPERATIONS, cuda_reductions.rule_of(capability))
-    return {**RULES, **reductions, **dict.fromkeys(_GEMM, workspaces.rule)}
+    indexing = cuda_indexing.rules(multiprocessors)
+    recurrent = cuda_recurrent.rules()
+    attention = cuda_efficient_attention.rules(capability)
+    products = dict.fromkeys(_GEMM, workspaces.rule) | dict.fromkeys(_TRIANGULAR, workspaces.triangular)
+    products[_aten.linalg_qr.default] = workspaces.orthogonal
+    return {**RULES, **attention, **indexing, **recurrent, **reductions, **products}

@@ -6,32 +6,36 @@ global memory, with a counter for each output block. How many blocks that are fo
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from math import prod
 
 import torch
 
+from brim.core.trace import Reduction
 from brim.predict.lowering.kernel import Kernel, Rule
 
 _aten = torch.ops.aten
 _MOST_THREADS, _WARP, _VECTOR = 512, 32, 4
+_CONVERTS = (
+    _aten.sum,
+    _aten.prod,
+    _aten.mean,
+)  # ReduceOpsUtils.h, make_reduction: what is no float is converted first
+_COUNTS, _TRUTHS = (_aten.count_nonzero,), (_aten.any, _aten.all)
 _LEAST_VALUES, _MOST_VALUES = 16, 256  # per thread
 # Multiprocessors of the largest common card of each capability, and threads that one of them holds.
 _MULTIPROCESSORS = {(7, 0): (80, 2048), (7, 5): (40, 1024), (8, 0): (108, 2048), (8, 6): (84, 1536),
                     (8, 9): (142, 1536), (9, 0): (132, 2048), (10, 0): (148, 2048), (12, 0): (170, 1536)}  # fmt: skip
 
 
-def global_bytes(
-    shape: tuple[int, ...], stride: tuple[int, ...], dims: tuple[int, ...], itemsize: int, part_bytes: int,
-    capability: tuple[int, int],
-) -> tuple[int, int]:  # fmt: skip
-    """Bytes of the parts and of the counters that ``setReduceConfig`` asks for; (0, 0) where one block does."""
-    # As TensorIterator has it: dimensions that are reduced before the others, each from the smallest stride up, and
-    # joined where they lie side by side.
-    reduced = _joined(shape, stride, [d for d in range(len(shape)) if d in dims])
-    kept = _joined(shape, stride, [d for d in range(len(shape)) if d not in dims])
+@cache
+def workspace_bytes(one: Reduction) -> int:
+    """Bytes of the parts, or of the counters, that ``setReduceConfig`` asks for; 0 where one block does."""
+    reduced, kept = one.reduced, one.kept
     inputs, outputs = prod(size for size, _ in reduced), prod(size for size, _ in kept)
     if not reduced or not inputs or not outputs:
-        return 0, 0
+        return 0
     fastest = not kept or reduced[0][1] < kept[0][1]
     first, second = (inputs, outputs) if fastest else (outputs, inputs)
     vector = 1
@@ -47,32 +51,34 @@ def global_bytes(
     step_input, step_output = (width, 1) if fastest else (1, width)
     across_warps = -(-inputs // step_input) >= min(height * _LEAST_VALUES, _MOST_VALUES)
     if not across_warps:
-        return 0, 0
+        return 0
     step_input *= height
     grid = -(-(outputs // vector) // step_output)
     values = -(-inputs // step_input)
-    count, threads = _MULTIPROCESSORS.get(capability, (108, 2048))
-    target = count * (threads // (width * height))
+    target = one.multiprocessors * (one.threads // (width * height))
     if values < _MOST_VALUES or grid > target:
-        return 0, 0
+        return 0
     blocks = max(min(-(-target // grid), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
     if blocks <= 1:
-        return 0, 0
-    size = part_bytes * outputs * blocks
-    return (size if fastest else size * width * vector), 4 * grid
+        return 0
+    if one.counters:
+        return 4 * grid
+    size = one.part_bytes * outputs * blocks
+    return size if fastest else size * width * vector
 
 
-def _joined(shape: tuple[int, ...], stride: tuple[int, ...], dims: list[int]) -> list[tuple[int, int]]:
+def _joined(shape: tuple[int, ...], stride: tuple[int, ...], dims: list[int]) -> tuple[tuple[int, int], ...]:
+    """As TensorIterator has them: from the smallest stride up, and joined where they lie side by side."""
     found: list[tuple[int, int]] = []
     for size, step in sorted(((shape[d], stride[d]) for d in dims if shape[d] != 1), key=lambda one: one[1]):
         if found and found[-1][0] * found[-1][1] == step:
             found[-1] = (found[-1][0] * size, found[-1][1])
         else:
             found.append((size, step))
-    return found
+    return tuple(found)
 
 
-def _output_vector(kept: list[tuple[int, int]], reduced: list[tuple[int, int]]) -> int:
+def _output_vector(kept: tuple[tuple[int, int], ...], reduced: tuple[tuple[int, int], ...]) -> int:
     vector = _VECTOR
     for number in (kept[0][0], *(step for _, step in (*reduced, *kept[1:]))):
         while number % vector:
@@ -97,23 +103,43 @@ def _part_bytes(kernel: Kernel, dtype: torch.dtype) -> int:
     return max(dtype.itemsize, 4) if exact else dtype.itemsize
 
 
+def multiprocessors_of(capability: tuple[int, int]) -> tuple[int, int]:
+    """How many the GPU has, and how many threads one of them holds."""
+    return _MULTIPROCESSORS.get(capability, (108, 2048))
+
+
 def rule_of(capability: tuple[int, int]) -> Rule:
+    multiprocessors, threads = multiprocessors_of(capability)
+
     def reduce(kernel: Kernel) -> None:
+        source, copy = kernel.args[0], None
+        packet = kernel.func.overloadpacket
+        if packet in _COUNTS and source.dtype is not torch.bool:  # TensorAdvancedIndexing.cpp sums booleans
+            kernel.temp(source.numel())
         kernel.emit()
-        source = kernel.args[0]
+        if packet in _TRUTHS and source.numel() == 1 and source.dtype is not torch.bool:
+            kernel.temp(1)  # ReduceOps.cpp: there is nothing to reduce, it is converted
         dims = _dimensions(kernel, source.dim())
-        wanted = kernel.kwargs.get("dtype")
+        wanted = torch.int64 if packet in _COUNTS else kernel.kwargs.get("dtype")
         dtype = wanted or source.dtype
-        if kernel.func.overloadpacket is _aten.sum and not source.dtype.is_floating_point:
+        if packet in (_aten.sum, _aten.prod) and not source.dtype.is_floating_point:
             dtype = wanted or torch.int64
-        parts, counters = global_bytes(
-            tuple(source.shape), tuple(source.stride()), dims, source.element_size(), _part_bytes(kernel, dtype),
-            capability,
+        converts = packet in _CONVERTS and dtype != source.dtype and not source.dtype.is_floating_point
+        if converts or packet in _COUNTS:
+            copy = kernel.temp(source.numel() * dtype.itemsize)
+        shape, stride = tuple(source.shape), tuple(source.stride())
+        parts = Reduction(
+            reduced=_joined(shape, stride, [d for d in range(len(shape)) if d in dims]),
+            kept=_joined(shape, stride, [d for d in range(len(shape)) if d not in dims]),
+            part_bytes=_part_bytes(kernel, dtype), multiprocessors=multiprocessors, threads=threads, counters=False,
         )  # fmt: skip
-        if parts:
-            held = kernel.temp(parts)
-            kernel.free(kernel.temp(counters))
+        if parts.reduced:
+            counters = replace(parts, counters=True)
+            held = kernel.workspace(workspace_bytes(parts), parts)
+            kernel.free(kernel.workspace(workspace_bytes(counters), counters))
             kernel.free(held)
+        if copy is not None:
+            kernel.free(copy)
 
     return reduce
 
@@ -134,5 +160,5 @@ OPERATIONS = (
     _aten.amin.default, _aten.max.default, _aten.min.default, _aten.max.dim, _aten.min.dim, _aten.prod.default,
     _aten.argmax.default, _aten.argmin.default, _aten.prod.dim_int, _aten.any.default, _aten.any.dim,
     _aten.all.default, _aten.all.dim, _aten.linalg_vector_norm.default, _aten.var.correction, _aten.std.correction,
-    _aten.var_mean.correction,
+    _aten.var_mean.correction, _aten.count_nonzero.default, _aten.count_nonzero.dim_IntList,
 )  # fmt: skip

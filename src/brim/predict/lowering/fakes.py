@@ -95,6 +95,21 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *args: objec
     return torch.empty_like(log_probs)
 
 
+def _fake_quantized(tensor: torch.Tensor, *args: object, **named: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rounded values, and where they were within the range."""
+    return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
+
+
+def _drawn(parameters: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
+    """A number for each of a distribution's parameters."""
+    return torch.empty_like(parameters)
+
+
+def _is_padded_at_the_end(*args: object, **named: object) -> bool:
+    """No: transformers' encoders then keep padding as it is, in the place of nested tensors."""
+    return False
+
+
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     """Waiting for a collective gives its result; the kernel for fake tensors makes another."""
     arrived: torch.Tensor = _aten.alias.default(tensor)
@@ -103,8 +118,18 @@ def _arrived(tensor: torch.Tensor) -> torch.Tensor:
 
 FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._cudnn_rnn_backward.default: cuda_recurrent.backward,
+    _aten._thnn_fused_lstm_cell.default: cuda_recurrent.fake_lstm_cell,
+    _aten._thnn_fused_lstm_cell_backward_impl.default: cuda_recurrent.fake_lstm_cell_backward,
+    _aten._thnn_fused_gru_cell.default: cuda_recurrent.fake_gru_cell,
+    _aten._thnn_fused_gru_cell_backward.default: cuda_recurrent.fake_gru_cell_backward,
     _aten._ctc_loss.Tensor: _ctc_loss,
     _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    _aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantized,
+    _aten._sample_dirichlet.default: _drawn,
+    _aten._standard_gamma.default: _drawn,
+    _aten.poisson.default: _drawn,
+    _aten.binomial.default: _drawn,
+    _aten._nested_tensor_from_mask_left_aligned.default: _is_padded_at_the_end,
     _aten._fused_sgd_.default: _fused,
     _aten._fused_sgd_.tensor_lr: _fused,
     _aten._fused_adagrad_.default: _fused,

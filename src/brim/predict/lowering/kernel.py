@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from brim.core.trace import Reduction
+
 
 @dataclass(slots=True)
 class Kernel:
@@ -22,9 +24,12 @@ class Kernel:
     kwargs: Mapping[str, Any]
     outputs: list[torch.Tensor]
     result: Any
+    on_device: bool = True  # False: of tensors on the host, which are the device's in a program that names none
+    from_host: bool = False  # whether a device's result is made of what lies on the host
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     library: str = ""
     unknown: str = ""  # what the kernel takes besides, of unknown size
+    reductions: dict[int, Reduction] = field(default_factory=dict)  # by the handles of their workspaces
     _handles: int = 0
     _emitted: set[int] = field(default_factory=set)
 
@@ -33,6 +38,13 @@ class Kernel:
         self._handles += 1
         if bytes > 0:
             self.script.append(("alloc", self._handles, int(bytes)))
+        return self._handles
+
+    def workspace(self, bytes: int, reduction: Reduction) -> int:
+        """Take a reduction's workspace, which is written down where it is empty too: it is not at other sizes."""
+        self._handles += 1
+        self.reductions[self._handles] = reduction
+        self.script.append(("alloc", self._handles, bytes))
         return self._handles
 
     def keep(self, bytes: int, library: str) -> None:

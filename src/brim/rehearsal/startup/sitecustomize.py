@@ -23,3 +23,8 @@ if os.environ.get("BRIM_REHEARSAL_VALUES"):
     from brim.rehearsal.force import by_environment
 
     by_environment()
+
+if os.environ.get("BRIM_REHEARSAL_OTHERS"):
+    from brim.rehearsal.others import tell_when_cuda_is_used
+
+    tell_when_cuda_is_used()

@@ -45,6 +45,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_two_ranks_have_the_losses_the_weights_and_the_predicted_bytes_of_one(
     llama: Path, gpt2: Path, mixtral: Path, text: Path, tmp_path: Path, alone: Any
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_one_two_and_three(llama: Path, 
         assert found["losses"] == pytest.approx(whole[3:], abs=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "lines", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
 )
@@ -216,6 +218,7 @@ BAD = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", ["tp", *(pytest.param(name, marks=pytest.mark.slow) for name in BAD if name != "tp")]
 )

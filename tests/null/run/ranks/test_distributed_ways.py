@@ -10,8 +10,8 @@ import pytest
 
 from brim import catalog
 from brim.estimation.models import find_model
-from brim.planner.meshes_torch import run_meshes
-from brim.run import distributed_plan
+from brim.planner.meshes.torch_engine import run_meshes
+from brim.run.ranks import plan as distributed_plan
 from rank_checks import (
     MIXED,
     SP,
@@ -129,6 +129,7 @@ def test_sequences_are_clipped_beside_tensors_and_pipelines_as_on_one_rank(
         assert found["losses"] == pytest.approx(one, abs=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=pytest.mark.slow) if family != "gemma2" else family for family in MIXED]
 )
@@ -146,6 +147,7 @@ def test_layers_of_several_kinds_in_stages(family: str, text: Path, tmp_path: Pa
     check_memory(2, folder, made, *splits)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=pytest.mark.slow) if family != "qwen3" else family for family in TENSORS]
 )

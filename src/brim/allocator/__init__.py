@@ -1,0 +1,1 @@
+"""PyTorch's CUDA caching allocator, simulated step for step, without a device."""

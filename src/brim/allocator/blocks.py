@@ -1,0 +1,207 @@
+"""Blocks, the pools that hold the free ones, and the counters of the caching allocator."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+ADDRESS_BITS = 64
+ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
+SIZE_SHIFT = 2 * ADDRESS_BITS  # of the numbers by which free blocks are ordered
+PoolId = tuple[int, int]
+DEFAULT_POOL: PoolId = (0, 0)
+
+
+class Block:
+    """A piece of a segment: in use, free, or (expandable segments only) address space without memory behind it."""
+
+    __slots__ = (
+        "address",
+        "age",
+        "allocated",
+        "event",
+        "event_count",
+        "gc_base",
+        "mapped",
+        "next",
+        "pool",
+        "prev",
+        "requested",
+        "segment",
+        "size",
+        "stream",
+        "stream_uses",
+    )
+
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        stream: int,
+        pool: BlockPool,
+        segment: AddressRange | None = None,
+        age: int = 0,
+    ) -> None:
+        self.address, self.size, self.stream, self.pool, self.segment = address, size, stream, pool, segment
+        self.age = age  # of its segment among all that were taken; 0 for all where addresses alone decide
+        self.requested = 0
+        self.allocated = False
+        self.mapped = True
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.stream_uses: set[int] | None = None  # other streams that touched it
+        self.event = -1  # of a recorded run: what allocated it
+        self.event_count = 0  # streams whose events it still waits for
+        self.gc_base = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Neither in use nor waiting for another stream. True of unmapped blocks too."""
+        return not self.allocated and not self.event_count and not self.stream_uses
+
+    @property
+    def is_whole(self) -> bool:
+        """An entire ``cudaMalloc`` segment, not split."""
+        return self.segment is None and self.prev is None and self.next is None
+
+    def splice(self, before: Block | None, after: Block | None) -> None:
+        """Link this block between two neighbours."""
+        self.prev, self.next = before, after
+        if before is not None:
+            before.next = self
+        if after is not None:
+            after.prev = self
+
+
+@dataclass(frozen=True, slots=True)
+class AddressRange:
+    """The address space of one expandable segment; it is mapped in pages of ``page_bytes``."""
+
+    address: int
+    bytes: int
+    page_bytes: int
+
+
+class PrivatePool:
+    """Memory that serves one set of CUDA graph captures, or one ``MemPool``."""
+
+    __slots__ = ("large", "small", "use_count")
+
+    def __init__(self) -> None:
+        self.use_count = 1
+        self.large = BlockPool(small=False, private=self)
+        self.small = BlockPool(small=True, private=self)
+
+
+def _key(block: Block) -> int:
+    return block.size << SIZE_SHIFT | block.age << ADDRESS_BITS | block.address
+
+
+class BlockPool:
+    """Free blocks of one size class, ordered by (stream, size, age, address) for best fit.
+
+    A free block is in ``free[stream]`` as the number ``size << 128 | age << 64 | address``: one bisection finds
+    the smallest sufficient block of the oldest segment at the lowest address, as PyTorch's ordered set does.
+    """
+
+    __slots__ = ("blocks", "free", "get_free_calls", "holes", "private", "small", "unmapped")
+
+    def __init__(self, *, small: bool, private: PrivatePool | None = None) -> None:
+        self.small, self.private = small, private
+        self.free: dict[int, list[int]] = {}
+        self.blocks: dict[int, Block] = {}  # free and mapped, by address
+        self.unmapped: dict[int, list[int]] = {}  # stream -> addresses in order
+        self.holes: dict[int, Block] = {}  # unmapped, by address
+        self.get_free_calls = 0  # the clock of garbage collection
+
+    def insert(self, block: Block) -> None:
+        block.gc_base = self.get_free_calls
+        keys = self.free.get(block.stream)
+        if keys is None:
+            keys = self.free[block.stream] = []
+        insort(keys, _key(block))
+        self.blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        keys = self.free[block.stream]
+        del keys[bisect_left(keys, _key(block))]
+        del self.blocks[block.address]
+
+    def insert_hole(self, block: Block) -> None:
+        insort(self.unmapped.setdefault(block.stream, []), block.address)
+        self.holes[block.address] = block
+
+    def remove_hole(self, block: Block) -> None:
+        addresses = self.unmapped[block.stream]
+        del addresses[bisect_left(addresses, block.address)]
+        del self.holes[block.address]
+
+    def ordered(self) -> list[Block]:
+        """The free blocks by (stream, size, age, address)."""
+        return [self.blocks[key & ADDRESS_MASK] for stream in sorted(self.free) for key in self.free[stream]]
+
+    def merge(self, block: Block, neighbour: Block | None) -> int:
+        """Let ``block`` take in a free neighbour of the same kind. Returns the bytes taken in, 0 if it cannot."""
+        if neighbour is None or not neighbour.is_free or neighbour.mapped is not block.mapped:
+            return 0
+        if neighbour.mapped:
+            self.remove(neighbour)
+        else:
+            self.remove_hole(neighbour)
+        if block.prev is neighbour:
+            block.address = neighbour.address
+            block.prev = neighbour.prev
+            if block.prev is not None:
+                block.prev.next = block
+        else:
+            block.next = neighbour.next
+            if block.next is not None:
+                block.next.prev = block
+        block.size += neighbour.size
+        return neighbour.size
+
+
+@dataclass(slots=True)
+class Stats:
+    """The counters of ``torch.cuda.memory_stats`` over all pools, bytes with their peaks.
+
+    ``allocated`` is held by tensors, ``active`` includes what waits for other streams, ``requested`` leaves out
+    rounding, ``reserved`` is what the device gave, ``inactive_split`` is free and cannot be given back.
+    """
+
+    allocated_bytes: int = 0
+    allocated_peak_bytes: int = 0
+    active_bytes: int = 0
+    active_peak_bytes: int = 0
+    requested_bytes: int = 0
+    requested_peak_bytes: int = 0
+    reserved_bytes: int = 0
+    reserved_peak_bytes: int = 0
+    inactive_split_bytes: int = 0
+    inactive_split_peak_bytes: int = 0
+    allocations: int = 0
+    active_blocks: int = 0
+    segments: int = 0
+    inactive_splits: int = 0
+    alloc_retries: int = 0
+    ooms: int = 0
+    device_allocs: int = 0
+    device_frees: int = 0
+
+    def add_reserved(self, count: int) -> None:
+        self.reserved_bytes += count
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, self.reserved_bytes)
+
+    def add_inactive_split(self, blocks: int, count: int) -> None:
+        self.inactive_splits += blocks
+        self.inactive_split_bytes += count
+        if self.inactive_split_bytes > self.inactive_split_peak_bytes:
+            self.inactive_split_peak_bytes = self.inactive_split_bytes
+
+    def reset_peaks(self) -> None:
+        """What ``torch.cuda.reset_peak_memory_stats`` does."""
+        self.allocated_peak_bytes = self.allocated_bytes
+        self.active_peak_bytes = self.active_bytes
+        self.requested_peak_bytes = self.requested_bytes
+        self.reserved_peak_bytes = self.reserved_bytes
+        self.inactive_split_peak_bytes = self.inactive_split_bytes

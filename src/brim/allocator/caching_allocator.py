@@ -1,0 +1,382 @@
+"""PyTorch's CUDA caching allocator, step for step, without a device.
+
+Follows ``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch 2.1 to 2.13: rounding, pools, best fit, splitting, merging,
+garbage collection, release and retry, streams, CUDA graph pools. Given the same requests and the same segment
+addresses it returns the same addresses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Collection
+
+from brim.allocator.blocks import (
+    ADDRESS_MASK,
+    DEFAULT_POOL,
+    SIZE_SHIFT,
+    Block,
+    BlockPool,
+    PoolId,
+    PrivatePool,
+    Stats,
+)
+from brim.allocator.config import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorConfig
+from brim.allocator.device_memory import DeviceMemory, SimulatedDevice
+from brim.allocator.expandable import ExpandableSegments, OnSegment, expandable_choice
+from brim.allocator.out_of_memory import OutOfMemory
+from brim.allocator.stream_events import StreamEvents
+from brim.errors import UnsupportedError, UsageError
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    ``capacity_bytes`` is what the device can give to it (None: without limit); ``device`` replaces the simulated
+    device, ``on_segment`` is told every ``segment_alloc``, ``segment_free``, ``segment_map`` and ``segment_unmap``
+    as ``(action, address, bytes, stream)``. ``stats`` and ``live`` (blocks in use by address) are for reading.
+    """
+
+    def __init__(
+        self,
+        config: AllocatorConfig | None = None,
+        capacity_bytes: int | None = None,
+        *,
+        device: DeviceMemory | None = None,
+        on_segment: OnSegment | None = None,
+    ) -> None:
+        self.config = config = AllocatorConfig() if config is None else config
+        if config.backend != "native":
+            raise UnsupportedError(f"backend:{config.backend} was to be simulated.", todo="Use backend:native.")
+        self.device: DeviceMemory = SimulatedDevice(capacity_bytes) if device is None else device
+        total = self.device.total_bytes
+        if config.memory_fraction < 1 and total is None:
+            raise UsageError(
+                f"A memory fraction of {config.memory_fraction:g} was given.", "The device's size is not known."
+            )
+        self.stats = Stats()
+        self.live: dict[int, Block] = {}
+        self.small, self.large = BlockPool(small=True), BlockPool(small=False)
+        self.private_pools: dict[PoolId, PrivatePool] = {}
+        self._ages = itertools.count(1) if config.oldest_segment_first else itertools.repeat(0)
+        self.expandable = ExpandableSegments(self.device, self.stats, config, on_segment, self._ages)
+        self._on_segment = on_segment
+        self._allowed = int(config.memory_fraction * (total or 0)) if config.memory_fraction < 1 else None
+        self._collects = self._allowed is not None and config.garbage_collection_threshold > 0
+        self._plain_rounding = not any(config.roundup_power2_divisions)
+        self._unsplittable = config.max_split_bytes or 1 << 62
+        self._captures: dict[PoolId, Collection[int] | None] = {}
+        self._events = StreamEvents()
+
+    # Requests
+
+    def malloc(self, nbytes: int, stream: int = 0, pool: PoolId | None = None) -> Block:
+        """A block for ``nbytes`` bytes on ``stream``; ``block.address`` is where, ``block.size`` what it takes.
+
+        ``pool`` names a private pool; None: the one whose capture covers ``stream``, else the common pools.
+        Raises OutOfMemory as PyTorch would; like there, cached memory was given back to the device before.
+        """
+        if nbytes <= 0:
+            raise UsageError(f"{nbytes} bytes were requested.", todo="Request at least one byte.")
+        if self._events.pending and not self._captures:
+            for freed in self._events.finished():
+                self.complete_free(freed)
+        size = (nbytes + 511) & -512 if self._plain_rounding else self.config.round_size(nbytes)
+        blocks = self._pool_for(size, stream, pool)
+        block = self._find_free(blocks, size, stream) or self._find_new(blocks, size, stream, nbytes)
+        if self._should_split(block, size):
+            block = self._split(block, size)
+        elif (block.prev is not None or block.next is not None) and block.segment is None:
+            self.stats.add_inactive_split(-1, -block.size)
+        self.mark_live(block, nbytes)
+        return block
+
+    def mark_live(self, block: Block, nbytes: int) -> None:
+        """Count a block that is in no pool as in use."""
+        block.allocated, block.requested = True, nbytes
+        self.live[block.address] = block
+        stats, size = self.stats, block.size
+        stats.allocations += 1
+        stats.active_blocks += 1
+        stats.allocated_bytes += size
+        if stats.allocated_bytes > stats.allocated_peak_bytes:
+            stats.allocated_peak_bytes = stats.allocated_bytes
+        stats.active_bytes += size
+        if stats.active_bytes > stats.active_peak_bytes:
+            stats.active_peak_bytes = stats.active_bytes
+        stats.requested_bytes += nbytes
+        if stats.requested_bytes > stats.requested_peak_bytes:
+            stats.requested_peak_bytes = stats.requested_bytes
+
+    def free(self, block: Block) -> None:
+        """Free a block. If other streams used it, it becomes reusable when their events are over."""
+        self.request_free(block)
+        if not block.stream_uses:
+            self.complete_free(block)
+        else:
+            self._events.add(block, capturing=bool(self._captures))
+
+    def request_free(self, block: Block) -> None:
+        """The first half of ``free``: the tensor is gone, the memory is not yet reusable."""
+        if self.live.pop(block.address, None) is not block:
+            raise UsageError(f"The block at {block.address:#x} was to be freed.", "It is not in use.")
+        block.allocated = False
+        self.stats.allocations -= 1
+        self.stats.allocated_bytes -= block.size
+
+    def complete_free(self, block: Block) -> None:
+        """The second half of ``free``: merge with free neighbours and back into the pool."""
+        stats, pool = self.stats, block.pool
+        stats.active_blocks -= 1
+        stats.active_bytes -= block.size
+        stats.requested_bytes -= block.requested
+        before, after = block.prev, block.next
+        if before is None and after is None:
+            pool.insert(block)
+            return
+        blocks = size = 0
+        for neighbour in (before, after):
+            taken = pool.merge(block, neighbour) if neighbour is not None else 0
+            if taken:
+                blocks -= 1
+                size -= taken
+        pool.insert(block)
+        if block.segment is None:
+            if block.prev is not None or block.next is not None:
+                blocks += 1
+                size += block.size
+            stats.add_inactive_split(blocks, size)
+
+    # Streams
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Note that ``stream`` uses ``block`` too (``Tensor.record_stream``)."""
+        if stream != block.stream:
+            self._events.record_use(block, stream, capturing=bool(self._captures))
+
+    def complete_events(self, stream: int | None = None) -> None:
+        """Let ``stream`` (None: every stream) reach all events recorded so far; ``malloc`` notices, as in PyTorch."""
+        self._events.complete(stream)
+
+    # Private pools
+
+    def begin_allocate_to_pool(self, pool: PoolId, streams: Collection[int] | None = None) -> None:
+        """Send requests on ``streams`` (None: all) to a private pool, as a CUDA graph capture does."""
+        if pool in self._captures:
+            raise UsageError(f"A capture into pool {pool} was to begin.", "One is already under way.")
+        if pool in self.private_pools:
+            self.private_pools[pool].use_count += 1
+        else:
+            self.private_pools[pool] = PrivatePool()
+        self._captures[pool] = streams
+
+    def end_allocate_to_pool(self, pool: PoolId) -> None:
+        if pool not in self._captures:
+            raise UsageError(f"A capture into pool {pool} was to end.", "None is under way.")
+        del self._captures[pool]
+
+    def release_pool(self, pool: PoolId) -> None:
+        """One user less; with none left, the pool's free segments may be given back like any other."""
+        found = self.private_pools.get(pool)
+        if found is None or found.use_count == 0:
+            raise UsageError(f"Pool {pool} was to be released.", "It is not in use.")
+        found.use_count -= 1
+
+    def block_pool(self, pool: PoolId, small: bool) -> BlockPool:
+        """The free blocks of a pool, which is created if it is new."""
+        if pool == DEFAULT_POOL:
+            return self.small if small else self.large
+        private = self.private_pools.get(pool)
+        if private is None:
+            private = self.private_pools[pool] = PrivatePool()
+        return private.small if small else private.large
+
+    def _pool_for(self, size: int, stream: int, pool: PoolId | None) -> BlockPool:
+        if pool is not None:
+            return self.block_pool(pool, size <= SMALL_BYTES)
+        for name in reversed(self._captures):
+            streams = self._captures[name]
+            if streams is None or stream in streams:
+                return self.block_pool(name, size <= SMALL_BYTES)
+        return self.small if size <= SMALL_BYTES else self.large
+
+    # Finding a block
+
+    def would_hit(self, nbytes: int, stream: int = 0, pool: PoolId | None = None) -> bool:
+        """Whether a cached block would serve this request now. Changes nothing."""
+        size = self.config.round_size(nbytes)
+        blocks = self._pool_for(size, stream, pool)
+        keys = blocks.free.get(stream)
+        return keys is not None and self._best_fit(blocks, keys, size) is not None
+
+    def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        if self._collects:
+            pool.get_free_calls += 1
+        keys = pool.free.get(stream)
+        if not keys:
+            return None
+        index = self._best_fit(pool, keys, size)
+        if index is None:
+            return None
+        return pool.blocks.pop(keys.pop(index) & ADDRESS_MASK)
+
+    def _best_fit(self, pool: BlockPool, keys: list[int], size: int) -> int | None:
+        """Where among ``keys`` the block is that PyTorch would choose: one candidate only, taken or refused."""
+        index = bisect_left(keys, size << SIZE_SHIFT)
+        if index == len(keys):
+            return None
+        if pool.unmapped:
+            index = expandable_choice(pool, keys, index, wanted=self.config.expandable_segments)
+            if index == len(keys):
+                return None
+        found = keys[index] >> SIZE_SHIFT
+        limit = self._unsplittable
+        if (size < limit <= found) or (size >= limit and found >= size + self.config.max_non_split_rounding_bytes):
+            return None
+        return index
+
+    def _find_new(self, pool: BlockPool, size: int, stream: int, nbytes: int) -> Block:
+        """A block from the device, releasing cached memory if it must. Raises OutOfMemory."""
+        if self._collects:
+            self._collect_garbage()
+        block = self._new_segment(pool, size, stream)
+        if block is None and self._release_available(pool, size, stream):
+            block = self._new_segment(pool, size, stream)
+        if block is None and not self._captures:
+            self.empty_cache()
+            self.stats.alloc_retries += 1
+            block = self._new_segment(pool, size, stream)
+        if block is None:
+            raise self._out_of_memory(size, nbytes)
+        return block
+
+    def _new_segment(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        wanted = self.config.segment_bytes(size)
+        if self._allowed is not None and self.stats.reserved_bytes + wanted > self._allowed:
+            return None
+        if self.config.expandable_segments:
+            return self.expandable.allocate(pool, size, stream)
+        address = self.device.allocate(wanted)
+        if address is None:
+            return None
+        self.stats.segments += 1
+        self.stats.device_allocs += 1
+        self.stats.add_reserved(wanted)
+        if self._on_segment is not None:
+            self._on_segment("segment_alloc", address, wanted, stream)
+        return Block(address, wanted, stream, pool, age=next(self._ages))
+
+    def _should_split(self, block: Block, size: int) -> bool:
+        rest = block.size - size
+        if block.pool.small or self.config.expandable_segments:
+            return rest >= MIN_BLOCK_BYTES
+        return size < self._unsplittable and rest > SMALL_BYTES
+
+    def _split(self, rest: Block, size: int) -> Block:
+        """The first ``size`` bytes of a free block; the rest goes back to the pool."""
+        was_split = rest.prev is not None or rest.next is not None
+        block = Block(rest.address, size, rest.stream, rest.pool, rest.segment, rest.age)
+        block.splice(rest.prev, rest)
+        rest.address += size
+        rest.size -= size
+        rest.pool.insert(rest)
+        if rest.segment is None:
+            self.stats.add_inactive_split(0 if was_split else 1, -size if was_split else rest.size)
+        return block
+
+    # Giving memory back
+
+    def empty_cache(self, pool: PoolId | None = None) -> None:
+        """Give free segments and pages back (``torch.cuda.empty_cache``, and the last resort of ``malloc``).
+
+        With ``pool``, those of one private pool that nothing uses any more.
+        """
+        if pool is None and not self._captures:
+            for freed in self._events.finished(synchronize=True):
+                self.complete_free(freed)
+            self._release_blocks(self.large)
+            self._release_blocks(self.small)
+        for name, private in self.private_pools.items():
+            if not private.use_count and pool in (None, name):
+                self._release_blocks(private.small)
+                self._release_blocks(private.large)
+
+    def release_segment(self, block: Block) -> None:
+        """Give one free, whole segment back."""
+        assert block.is_whole, "only whole segments are released"
+        block.pool.remove(block)
+        self.device.release(block.address, block.size)
+        self.stats.segments -= 1
+        self.stats.device_frees += 1
+        self.stats.reserved_bytes -= block.size
+        if self._on_segment is not None:
+            self._on_segment("segment_free", block.address, block.size, block.stream)
+
+    def _release_blocks(self, pool: BlockPool) -> None:
+        expandable = []
+        for block in pool.ordered():
+            if block.segment is not None:
+                expandable.append(block)
+            elif block.is_whole:
+                self.release_segment(block)
+        for block in expandable:
+            self.expandable.unmap(block)
+
+    def _release_available(self, pool: BlockPool, size: int, stream: int) -> bool:
+        """With ``max_split_size``: release one oversize block that is enough, or several, the largest first."""
+        limit = self.config.max_split_bytes
+        if limit is None:
+            return False
+        wanted = max(size, limit)
+        keys = pool.free.get(stream, [])
+        index = bisect_left(keys, wanted << SIZE_SHIFT)
+        if index < len(keys):
+            block = pool.blocks[keys[index] & ADDRESS_MASK]
+            if block.is_whole:
+                self.release_segment(block)
+                return True
+        released = 0
+        for key in reversed(keys[:index]):
+            if released >= wanted or key >> SIZE_SHIFT < limit:
+                break
+            block = pool.blocks[key & ADDRESS_MASK]
+            if block.is_whole:
+                released += block.size
+                self.release_segment(block)
+        return released >= wanted
+
+    def _collect_garbage(self) -> None:
+        """Release whole large segments, those first that were passed over more often than the average."""
+        assert self._allowed is not None
+        excess = self.stats.reserved_bytes - int(self.config.garbage_collection_threshold * self._allowed)
+        if excess <= 0:
+            return
+        calls = self.large.get_free_calls
+        whole = [block for block in self.large.ordered() if block.is_whole]
+        age = sum(calls - block.gc_base for block in whole)
+        reclaimed = 0
+        while whole and reclaimed < excess:
+            threshold = age / len(whole)
+            old = [block for block in whole if calls - block.gc_base >= threshold]
+            whole = [block for block in whole if calls - block.gc_base < threshold]
+            for block in old:
+                age -= calls - block.gc_base
+                reclaimed += block.size
+                self.release_segment(block)
+            if not old:
+                return
+
+    def _out_of_memory(self, size: int, nbytes: int) -> OutOfMemory:
+        self.stats.ooms += 1
+        pools = [pool for private in self.private_pools.values() for pool in (private.small, private.large)]
+        free = self.device.free_bytes or 0
+        return OutOfMemory(
+            tried_bytes=self.config.segment_bytes(size),
+            request_bytes=nbytes,
+            total_bytes=self.device.total_bytes or self.stats.reserved_bytes + free,
+            free_bytes=free,
+            allowed_bytes=self._allowed,
+            allocated_bytes=self.stats.allocated_bytes,
+            reserved_bytes=self.stats.reserved_bytes,
+            private_free_bytes=sum(block.size for pool in pools for block in pool.blocks.values()),
+        )

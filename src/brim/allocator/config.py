@@ -1,0 +1,320 @@
+"""Settings of PyTorch's CUDA caching allocator, as ``PYTORCH_ALLOC_CONF`` writes them.
+
+Grammar and checks follow ``c10/core/AllocatorConfig.cpp`` and ``c10/cuda/CUDAAllocatorConfig.cpp`` of PyTorch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from brim.errors import FormatError, UsageError
+from brim.units import GIB, MIB
+
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = MIB  # the largest request that the small pool serves
+SMALL_SEGMENT_BYTES = 2 * MIB
+LARGE_SEGMENT_BYTES = 20 * MIB
+MIN_LARGE_BYTES = 10 * MIB  # smaller large requests share a segment of `large_segment_bytes`
+ROUND_LARGE_BYTES = 2 * MIB
+POWER2_INTERVALS = 16  # requests of 1 MiB to 64 GiB, one entry per power of two
+_LAST_INTERVAL_FIX = (2, 9)  # until then ">" in a list also overwrote the last interval that was named
+
+# Settings that change host memory, locking or error texts, but no device address.
+_WITHOUT_EFFECT = (
+    "expandable_segments_reserve_by_class",
+    "graph_capture_record_stream_reuse",
+    "pinned_free_catch_all",
+    "pinned_max_cached_size_mb",
+    "pinned_max_round_threshold_mb",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "pinned_use_hip_host_register",
+    "release_lock_on_cudamalloc",
+    "release_lock_on_hipmalloc",
+    "throw_on_cudamalloc_oom",
+)
+
+_Value = str | list[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorConfig:
+    """What the allocator is told. Sizes in bytes; ``max_split_bytes`` None: every block may be split.
+
+    ``roundup_power2_divisions`` has one entry per power of two from 1 MiB to 32 GiB (0: round to 512 bytes).
+    ``memory_fraction`` is ``per_process_memory_fraction`` or ``set_per_process_memory_fraction``; 1: no limit.
+    ``reserve`` is the address space of one expandable segment: bytes, a fraction of the device, or None: 9/8 of it.
+    ``oldest_segment_first``: of free blocks of one size, that of the segment that was taken first is chosen, as from
+    PyTorch 2.13 on (pytorch/pytorch#183591), not that at the lowest address. No setting says so.
+    """
+
+    max_split_bytes: int | None = None
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT_BYTES
+    roundup_power2_divisions: tuple[int, ...] = (0,) * POWER2_INTERVALS
+    garbage_collection_threshold: float = 0.0
+    expandable_segments: bool = False
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    memory_fraction: float = 1.0
+    reserve: int | float | None = None
+    backend: str = "native"
+    oldest_segment_first: bool = False
+    without_effect: tuple[str, ...] = ()  # keys that were given and change no device address
+
+    @classmethod
+    def parse(cls, text: str, *, torch_version: str | None = None) -> AllocatorConfig:
+        """The settings in ``text`` (``expandable_segments:True,max_split_size_mb:256``).
+
+        ``torch_version`` (``"2.8.0"``; default: the newest known) selects what differs between versions.
+        Raises UsageError for an unknown key (naming the nearest), a missing or an impossible value.
+        """
+        pairs = list(_pairs(text))
+        version = _version(torch_version)
+        config = cls()
+        for key, value in sorted(pairs, key=lambda pair: pair[0] != "large_segment_size_mb"):  # others depend on it
+            config = _apply(config, key, value, version)
+        if all(key != "max_non_split_rounding_mb" for key, _ in pairs):
+            config = replace(config, max_non_split_rounding_bytes=config.large_segment_bytes)
+        return config
+
+    @classmethod
+    def from_snapshot(cls, settings: Mapping[str, Any]) -> AllocatorConfig:
+        """The settings that a memory snapshot recorded under ``allocator_settings`` (absent before torch 2.2).
+
+        No snapshot tells ``oldest_segment_first``: ``brim.recordings.replay.recorded_config`` finds it out.
+        Its text may be older than the values in force, so the values are read where they are given.
+        Raises FormatError for a text or value that PyTorch would not have written.
+        """
+        text = settings.get("PYTORCH_CUDA_ALLOC_CONF") or settings.get("PYTORCH_ALLOC_CONF") or ""
+        try:
+            config = cls.parse(str(text))
+        except UsageError as error:
+            raise FormatError("A snapshot's allocator settings were to be read.", str(error)) from error
+        changes: dict[str, Any] = {}
+        if isinstance(limit := settings.get("max_split_size"), int):
+            changes["max_split_bytes"] = limit if 0 < limit < 1 << 62 else None  # -1: unlimited
+        if isinstance(threshold := settings.get("garbage_collection_threshold"), float):
+            changes["garbage_collection_threshold"] = threshold
+        if isinstance(expandable := settings.get("expandable_segments"), bool):
+            changes["expandable_segments"] = expandable
+        if isinstance(divisions := settings.get("roundup_power2_divisions"), Mapping):
+            values = tuple(divisions.values())
+            if len(values) != POWER2_INTERVALS or not all(_is_division(value) for value in values):
+                raise FormatError("A snapshot's roundup_power2_divisions were to be read.", f"Found {values[:20]}.")
+            changes["roundup_power2_divisions"] = values
+        return replace(config, **changes)
+
+    def round_size(self, nbytes: int) -> int:
+        """What a request of ``nbytes`` takes at least: a multiple of 512, or of a fraction of a power of two."""
+        if nbytes >= MIN_BLOCK_BYTES:
+            exponent = nbytes.bit_length() - 1
+            divisions = self.roundup_power2_divisions[min(max(exponent - 20, 0), POWER2_INTERVALS - 1)]
+            if divisions > 1 and nbytes > MIN_BLOCK_BYTES * divisions:
+                step = 1 << exponent >> divisions.bit_length() - 1
+                return -(-nbytes // step) * step
+        return max(-(-nbytes // MIN_BLOCK_BYTES), 1) * MIN_BLOCK_BYTES
+
+    def segment_bytes(self, size: int) -> int:
+        """What is asked of the device for a block of ``size`` bytes when no free block is found."""
+        if size <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if size < MIN_LARGE_BYTES:
+            return self.large_segment_bytes
+        return -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+
+    def describe(self) -> str:
+        """The settings that differ from the default, as PyTorch writes them; ``""`` when none does."""
+        parts = []
+        if self.expandable_segments:
+            parts.append("expandable_segments:True")
+        if self.max_split_bytes is not None:
+            parts.append(f"max_split_size_mb:{self.max_split_bytes // MIB}")
+        if any(self.roundup_power2_divisions):
+            parts.append(_divisions_text(self.roundup_power2_divisions))
+        if self.garbage_collection_threshold:
+            parts.append(f"garbage_collection_threshold:{self.garbage_collection_threshold:g}")
+        if self.large_segment_bytes != LARGE_SEGMENT_BYTES:
+            parts.append(f"large_segment_size_mb:{self.large_segment_bytes // MIB}")
+        if self.max_non_split_rounding_bytes != self.large_segment_bytes:
+            parts.append(f"max_non_split_rounding_mb:{self.max_non_split_rounding_bytes // MIB}")
+        if self.memory_fraction < 1:
+            parts.append(f"per_process_memory_fraction:{self.memory_fraction:g}")
+        return ",".join(parts)
+
+
+def _pairs(text: str) -> Iterator[tuple[str, _Value]]:
+    """Key and value of every setting; a list value is given as its ``(interval, value)`` pairs."""
+    compact = re.sub(r"\s", "", text)
+    at = 0
+    pattern = re.compile(r"([^,:\[\]]+):(?:\[([^\[\]]*)\]|([^,:\[\]]+))(?:,|$)")
+    while at < len(compact):
+        match = pattern.match(compact, at)
+        if match is None:
+            raise UsageError(
+                f"Allocator settings {text!r} were given.",
+                f"{compact[at:]!r} is not of the form key:value.",
+                "Write key:value pairs with commas between, as in expandable_segments:True,max_split_size_mb:256.",
+            )
+        at = match.end()
+        yield match[1], match[3] if match[2] is None else _list_value(match[1], match[2])
+
+
+def _list_value(key: str, inside: str) -> list[tuple[str, str]]:
+    pairs = [item.partition(":") for item in inside.split(",") if item]
+    if not pairs or not all(name and colon and value for name, colon, value in pairs):
+        raise _bad(key, f"[{inside}]", "a list like [256:1,512:2,1024:4,>:8]")
+    return [(name, value) for name, _, value in pairs]
+
+
+def _apply(config: AllocatorConfig, key: str, value: _Value, version: tuple[int, ...]) -> AllocatorConfig:
+    """``config`` with one setting added."""
+    if key == "roundup_power2_divisions":
+        return replace(config, roundup_power2_divisions=_divisions(key, value, version))
+    if key in _WITHOUT_EFFECT:
+        return replace(config, without_effect=(*config.without_effect, key))
+    if key not in _SCALARS:
+        nearest = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.0)[0]
+        raise UsageError(
+            f"The allocator setting {key!r} was given.",
+            "PyTorch's CUDA allocator has no setting of this name.",
+            f"The nearest is {nearest!r}.",
+        )
+    if not isinstance(value, str):
+        raise _bad(key, str(value), "a single value")
+    return _SCALARS[key](config, key, value)
+
+
+def known_keys() -> tuple[str, ...]:
+    """Every setting that ``AllocatorConfig.parse`` accepts."""
+    return tuple(sorted((*_SCALARS, *_WITHOUT_EFFECT, "roundup_power2_divisions")))
+
+
+def _bad(key: str, found: str, wanted: str) -> UsageError:
+    return UsageError(f"The allocator setting {key} was given.", f"Its value is {found!r}.", f"It must be {wanted}.")
+
+
+def _megabytes(key: str, value: str, least: int) -> int:
+    if not value.isascii() or not value.isdigit() or int(value) < least:
+        raise _bad(key, value, f"a whole number of MiB, {least} or more")
+    return int(value) * MIB
+
+
+def _set_large_segment(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    return replace(config, large_segment_bytes=_megabytes(key, value, 11))  # above the 10 MiB that choose it
+
+
+def _set_max_split(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    return replace(config, max_split_bytes=_megabytes(key, value, config.large_segment_bytes // MIB))
+
+
+def _set_rounding(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    return replace(config, max_non_split_rounding_bytes=_megabytes(key, value, config.large_segment_bytes // MIB))
+
+
+def _set_threshold(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    threshold = _number(key, value, "a number between 0 and 1, neither included")
+    if not 0 < threshold < 1:
+        raise _bad(key, value, "a number between 0 and 1, neither included")
+    return replace(config, garbage_collection_threshold=threshold)
+
+
+def _set_fraction(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    fraction = _number(key, value, "a number from 0 to 1")
+    if not 0 <= fraction <= 1:
+        raise _bad(key, value, "a number from 0 to 1")
+    return replace(config, memory_fraction=fraction)
+
+
+def _set_expandable(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    if value not in ("True", "False"):
+        raise _bad(key, value, "True or False")
+    return replace(config, expandable_segments=value == "True")
+
+
+def _set_reserve(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    wanted = "a fraction of the device like 0.5, or a size like 40G"
+    absolute = value[-1] in "gG"
+    amount = _number(key, value[:-1] if absolute else value, wanted)
+    if amount <= 0:
+        raise _bad(key, value, wanted)
+    return replace(config, reserve=int(amount * GIB) if absolute else amount)
+
+
+def _set_backend(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+    if value not in ("native", "cudaMallocAsync", "hipMallocAsync"):
+        raise _bad(key, value, "native or cudaMallocAsync")
+    return replace(config, backend=value)
+
+
+_SCALARS = {
+    "backend": _set_backend,
+    "expandable_segments": _set_expandable,
+    "expandable_segments_reserve": _set_reserve,
+    "garbage_collection_threshold": _set_threshold,
+    "large_segment_size_mb": _set_large_segment,
+    "max_non_split_rounding_mb": _set_rounding,
+    "max_split_size_mb": _set_max_split,
+    "per_process_memory_fraction": _set_fraction,
+}
+
+
+def _number(key: str, value: str, wanted: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise _bad(key, value, wanted)
+    return number
+
+
+def _is_division(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0 and value & (value - 1) == 0
+
+
+def _divisions(key: str, value: _Value, version: tuple[int, ...]) -> tuple[int, ...]:
+    """One number for all intervals, or a list whose keys are the upper ends of intervals in MiB."""
+    if isinstance(value, str):
+        if not value.isdigit() or int(value) == 0 or not _is_division(int(value)):
+            raise _bad(key, value, "a power of two")
+        return (int(value),) * POWER2_INTERVALS
+    divisions = [0] * POWER2_INTERVALS
+    last: int | None = None
+    for name, count in value:
+        if not count.isdigit() or not _is_division(int(count)):
+            raise _bad(key, f"{name}:{count}", "a power of two, or 0 to switch the rounding off")
+        if name == ">":
+            start = 0 if last is None else last
+            after = start + 1 if version >= _LAST_INTERVAL_FIX else start
+            divisions[after:] = [int(count)] * (POWER2_INTERVALS - after)
+            continue
+        if not name.isdigit() or int(name) == 0 or not _is_division(int(name)):
+            raise _bad(key, f"{name}:{count}", "given for intervals that are powers of two (in MiB)")
+        index = min(int(name).bit_length() - 1, POWER2_INTERVALS - 1)
+        if last is None:
+            divisions[:index] = [int(count)] * index
+        divisions[index] = int(count)
+        last = index
+    return tuple(divisions)
+
+
+def _divisions_text(divisions: tuple[int, ...]) -> str:
+    if len(set(divisions)) == 1:
+        return f"roundup_power2_divisions:{divisions[0]}"
+    listed = ",".join(f"{1 << index}:{count}" for index, count in enumerate(divisions))
+    return f"roundup_power2_divisions:[{listed}]"
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return (99,)
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise UsageError(f"torch_version {text!r} was given.", todo="Write it as in 2.8.0.")
+    return int(match[1]), int(match[2])

@@ -1,0 +1,1 @@
+"""``brim estimate``."""

@@ -1,0 +1,429 @@
+"""``brim estimate``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from brim.cli import verdict
+from brim.cli.estimate import ranks as estimate_ranks
+from brim.cli.estimate.program import REHEARSAL, TRACE, environment_for, rehearsed
+from brim.cli.loading import MODELS, load
+from brim.cli.options import BUDGET, DESCRIBED_MODEL, GPU, Command, html_option, json_option, print_json, write_html
+from brim.cli.split_options import split_of, split_options
+from brim.errors import UsageError
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from brim.estimation.estimate import Estimate, Study
+    from brim.estimation.growth import Growth
+    from brim.report.html.page import View
+
+_MOST_MODULES = 12
+_PROCESS = "with {} of CUDA context, as nvidia-smi counts"
+
+
+_OPTIONS: list[Callable[..., Any]] = [
+    click.option("--task", default="train", show_default=True, help="train or generate."),
+    click.option("--batch", type=int, default=1, show_default=True, help="Sequences, or images, at once."),
+    click.option(
+        "--seq", type=int, help="Tokens of a sequence, or of the prompt. [default: 4096, or the model's own]"
+    ),
+    click.option(
+        "--precision",
+        help="fp32, bf16, bf16-mixed, fp16-mixed, fp8, int8 or int4. [default: the configuration's]",
+    ),
+    click.option(
+        "--optimizer",
+        help="adamw, adam, sgd, sgd-momentum, adafactor, rmsprop, adagrad, lion or adamw8bit (of torchao). "
+        "[default: adamw]",
+    ),
+    click.option("--method", help="full or lora (PEFT's defaults). [default: full]"),
+    click.option("--lora-rank", type=int, help="With --method lora: rank of the adapters. [default: 8]"),
+    click.option(
+        "--lora-targets",
+        metavar="NAMES",
+        help="With --method lora: ends of modules' names, as in q_proj,v_proj, or all-linear. [default: PEFT's]",
+    ),
+    click.option(
+        "--checkpointing",
+        help="none, selective, alternate (every other product is kept) or full. [default: none]",
+    ),
+    click.option(
+        "--compile",
+        "compiled",
+        is_flag=True,
+        default=None,
+        help="With --gpus: each block by torch.compile, with checkpointing inside.",
+    ),
+    click.option(
+        "--gpu",
+        type=GPU,
+        help='The GPU to run on, as in "RTX 4090". Without one memory has no end and time is not told.',
+    ),
+    click.option(
+        "--vram",
+        type=BUDGET,
+        help="Memory of a GPU that the catalog lacks: what fits is told, seconds are not. With --gpu, how much of it "
+        "is free: 20GiB or 90%.",
+    ),
+    click.option("--alloc-conf", default="", help='Settings of the allocator, as in "expandable_segments:True".'),
+    click.option("--new-tokens", type=int, help="Tokens to generate. [default: 128]"),
+    split_options,
+    click.option(
+        "--by",
+        type=click.Choice([REHEARSAL, TRACE]),
+        help="Of a program: rehearse it, or trace it. [default: rehearse where a CUDA build of PyTorch is there]",
+    ),
+    click.option(
+        "--explain-formula", is_flag=True, help="Show the closed forms and their arithmetic; nothing is traced."
+    ),
+    html_option,
+    json_option,
+]  # everything but MODEL, in the order of the help
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+class _Command(Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = args[: args.index("--") if "--" in args else None]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(map(is_program, words)):
+                raise click.UsageError(
+                    f"{error.format_message()} Options of the program go after --.", ctx
+                ) from error
+            raise
+
+
+def is_program(model: str) -> bool:
+    """Whether MODEL is a program to be run as it is: a Python file, of which no function is named."""
+    return model.endswith(".py")
+
+
+@click.command(cls=_Command)
+@click.argument("model", type=DESCRIBED_MODEL)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS]...")
+@_options
+def estimate(
+    model: str,
+    arguments: tuple[str, ...],
+    gpu: str | None,
+    vram: int | str | None,
+    alloc_conf: str,
+    by: str | None,
+    explain_formula: bool,
+    html: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Predict what a step of training or generation takes, without a GPU.
+
+    MODEL is a name or hub id of the catalog, a folder with a config.json, a config.json, file.py:function, or a
+    program as it is: train.py. The function returns a step to trace, or a model and its inputs as a pair.
+
+    A program is rehearsed where --gpu names a card of NVIDIA's and a CUDA build of PyTorch is there, as brim rehearse
+    does it: what it writes is written. Otherwise it is traced: run on tensors without values until its optimizer has
+    stepped twice, and it changes no files, starts no processes and reaches no network. ARGS are its own.
+    """
+    asked = _Asked(
+        model=model, arguments=arguments, settings=options, gpu=gpu, vram=vram, alloc_conf=alloc_conf, html=html,
+        as_json=as_json,
+    )  # fmt: skip
+    if is_program(model):
+        _of_program(model, arguments, options, explain_formula)
+        _report_program(asked, by)
+        return
+    if by is not None:
+        raise UsageError(f"--by {by} was given for {model}.", "Only programs can be rehearsed.", "Leave it out.")
+    if arguments:
+        raise UsageError(f"{' '.join(arguments)} was given beside {model}.", "Only programs take arguments.")
+    split = split_of(options)
+    compiled = options.pop("compiled")
+    targets = options.pop("lora_targets")
+    options["lora_targets"] = None if targets is None else tuple(name.strip() for name in targets.split(","))
+    if compiled and split is None:
+        raise UsageError(
+            "--compile was given without --gpus.", "Blocks are compiled in predictions of ranks.", "Give --gpus 1."
+        )
+    if split is not None:
+        options["compiled"] = bool(compiled)
+        if explain_formula or html is not None:
+            raise UsageError("--gpus was given with --explain-formula or --html.", "They are of one GPU.")
+        estimate_ranks.report(model, options, *split, gpu, vram, alloc_conf, as_json)
+    elif not explain_formula:
+        _report(asked)
+    elif html is None:
+        _explain(model, options, as_json)
+    else:
+        raise UsageError("--html was given with --explain-formula.", "Nothing is traced, so there is no picture.")
+
+
+def _of_program(model: str, arguments: tuple[str, ...], options: dict[str, Any], explain_formula: bool) -> None:
+    """Raises for a file that is not there, and for options that would change what the program does."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in options and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    given += ["--explain-formula"] * explain_formula
+    if given:
+        raise UsageError(
+            f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {model}.",
+            "The program itself decides that.",
+            f"Give its own options after --, as in: brim estimate {model} -- {given[0]} ...",
+        )
+    if not Path(model).is_file():
+        raise UsageError(f"{model} was to be run.", "There is no such file.")
+    split_of(options)
+    del options["compiled"]
+
+
+def _program(path: str, arguments: tuple[str, ...]) -> Callable[[], None]:
+    """The program as ``python`` runs it, but what it prints goes to stderr."""
+    from contextlib import redirect_stdout
+
+    from brim.run.script.script import Program, execute
+
+    def run() -> None:
+        with redirect_stdout(sys.stderr):
+            execute(Program(target=path, arguments=arguments))
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What is estimated on which GPU, and in what form it is told. ``arguments`` are a program's own."""
+
+    model: str
+    arguments: tuple[str, ...]
+    settings: dict[str, Any]
+    gpu: str | None
+    vram: int | str | None
+    alloc_conf: str
+    html: Path | None
+    as_json: bool
+
+
+def _report_program(asked: _Asked, by: str | None) -> None:
+    from brim.estimation.simulation import place_of
+
+    place = place_of(asked.gpu, asked.vram)
+    environment, reason = environment_for(by, place)
+    if environment is None:
+        click.echo(f"By trace: {reason}.", err=True)
+        _report(asked)
+        return
+    from brim.estimation.growth import NOTHING
+    from brim.report.html.page import View
+
+    click.echo("By rehearsal: the program runs, and what it writes is written.", err=True)
+    found, timeline = rehearsed(asked.model, asked.arguments, place, asked.alloc_conf, environment)
+    if asked.html is not None:
+        _write_page(asked.html, [] if timeline is None else [View(timeline=timeline)], found, place.total_bytes)
+    if asked.as_json:
+        print_json(found.to_json())
+    else:
+        _print(found, NOTHING, place.total_bytes)
+
+
+def _report(asked: _Asked) -> None:
+    from rich.console import Console
+
+    from brim.estimation.workload import Workload
+
+    workload, model = Workload(**asked.settings), asked.model
+    load("brim.estimation.estimate")
+    from brim.estimation.estimate import Study, hardware_of
+    from brim.estimation.models import Source, find_model
+    from brim.estimation.simulation import place_of
+
+    place, hardware = place_of(asked.gpu, asked.vram), hardware_of(asked.gpu)
+    if is_program(model):
+        file, run = os.path.abspath(model), _program(model, asked.arguments)  # noqa: PTH100  # as its tracebacks name it
+        source = Source(name=Path(model).name, library="python", program=run, file=file)
+    else:
+        source = find_model(model)
+    if source.library == "transformers":
+        load(MODELS)
+    with Console(stderr=True).status("Tracing one step on fake tensors") as status:
+        study = Study(source, workload, place, hardware, asked.alloc_conf)
+        found = study.estimate()
+        status.update("Solving for other sizes")
+        growth = None if asked.as_json else study.growth()
+    if asked.html is not None:
+        _write_html(asked.html, study, found, growth)
+    if growth is None:
+        print_json(found.to_json())
+    else:
+        _print(found, growth, study.place.total_bytes)
+
+
+def _write_html(path: Path, study: Study, found: Estimate, growth: Growth | None) -> None:
+    """What memory does on this GPU; of a step that does not fit, also what it would do without end."""
+    import dataclasses
+
+    from brim.estimation.simulation import phases, simulate
+    from brim.report.html.page import View
+
+    here = simulate(study.trace, study.place, study.alloc_conf)
+    views = [View(timeline=here, phases=phases(study.trace, here))]
+    if found.fits is False:
+        endless = dataclasses.replace(study.place, total_bytes=None)
+        rest = simulate(study.trace, endless, study.alloc_conf)
+        title = f"{found.model} (predicted, if memory had no end)"
+        views.append(View(timeline=rest, title=title, phases=phases(study.trace, rest)))
+    _write_page(path, views, found, study.place.total_bytes, growth)
+
+
+def _write_page(
+    path: Path, views: list[View], found: Estimate, total_bytes: int | None, growth: Growth | None = None
+) -> None:
+    from brim.report.html.page import Table
+
+    peak = found.peak_bytes
+    rows = [
+        ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),
+        ("reserved", peak.reserved, "what the allocator holds for them"),
+        ("process", peak.process, _PROCESS.format(format_bytes(found.context_bytes))),
+        *((f"+ {margin.name}", margin.bytes, margin.why) for margin in found.margins),
+        ("safe upper bound", found.upper_bound_bytes, ""),
+    ]
+    table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
+    failed = [found.out_of_memory] if found.fits is False else []
+    told = Table(title="What was assumed", columns=("note",), rows=tuple((note,) for note in found.notes))
+    sentence = verdict.of_estimate(found, total_bytes, growth.largest_batch if growth else None)
+    title, settings = found.title, found.settings
+    write_html(path, views, title=title, verdict=sentence, tables=[table, told], notes=[settings, *failed])
+
+
+def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
+    import dataclasses
+
+    from rich.console import Console
+
+    with Console(stderr=True).status("Loading PyTorch"):
+        from brim.estimation.closed_forms import closed_forms, forms_of_weights
+        from brim.estimation.models import find_model, weights_of
+        from brim.estimation.workload import Workload
+
+    files = weights_of(Path(model)) if model else []
+    if files:
+        forms = forms_of_weights(files, settings["precision"])
+    else:
+        forms = closed_forms(find_model(model), Workload(**settings))
+    if as_json:
+        print_json({name: dataclasses.asdict(form) for name, form in forms.items()})
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for name, form in forms.items():
+        told = f"   [{form.source}]" if form.source else ""
+        console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}", markup=False)
+
+
+def _print(found: Estimate, growth: Growth, total_bytes: int | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(verdict.of_estimate(found, total_bytes, growth.largest_batch), markup=False, style="bold")
+    console.print(found.describe(), markup=False)
+    if found.fits is False:
+        console.print(found.out_of_memory, markup=False)
+    for table in (_peaks(found), _categories(found), _modules(found), *_growth(growth)):
+        console.print(table)
+    _last_lines(console, found, growth)
+
+
+def _peaks(found: Estimate) -> Table:
+    table = _table("peak", "bytes", "", title="")
+    peak = found.peak_bytes
+    table.add_row(
+        "allocated", format_bytes(peak.allocated), "tensors, as torch.cuda.max_memory_allocated counts them"
+    )
+    table.add_row("reserved", format_bytes(peak.reserved), "what the allocator holds for them")
+    table.add_row("process", format_bytes(peak.process), _PROCESS.format(format_bytes(found.context_bytes)))
+    for margin in found.margins:
+        table.add_row(f"  + {margin.name}", format_bytes(margin.bytes), margin.why)
+    table.add_row("safe upper bound", format_bytes(found.upper_bound_bytes), "")
+    return table
+
+
+def _categories(found: Estimate) -> Table:
+    table = _table("at the peak", "bytes", "share")
+    total = max(found.peak_bytes.allocated, 1)
+    rows = {name.replace("_", " "): size for name, size in found.at_peak_bytes.items() if name != "context"}
+    rows["allocator's rounding"] = found.rounding_bytes
+    for name, size in sorted(rows.items(), key=lambda row: -row[1]):
+        if size:
+            table.add_row(name, format_bytes(size), f"{size / total:.1%}")
+    return table
+
+
+def _modules(found: Estimate) -> Table:
+    from brim.estimation.breakdown import folded
+
+    table = _table("module", "bytes at the peak", "modules")
+    rows = folded(found.per_module)
+    for name, (size, count) in list(rows.items())[:_MOST_MODULES]:
+        table.add_row(name, format_bytes(size), f"{count}")
+    rest = list(rows.values())[_MOST_MODULES:]
+    if rest:
+        size, count = (sum(column) for column in zip(*rest, strict=True))
+        table.add_row("all others", format_bytes(size), f"{count}")
+    return table
+
+
+def _growth(growth: Growth) -> list[Table]:
+    tables = []
+    for name, points in (("batch", growth.batches), ("seq", growth.lengths)):
+        if not points:
+            continue
+        table = _table(name, "allocated", "reserved", "process")
+        for point in points:
+            size = f"{getattr(point, name):,}"
+            sizes = (point.allocated_bytes, point.reserved_bytes, point.process_bytes)
+            table.add_row(size, *map(format_bytes, sizes))
+        tables.append(table)
+    return tables
+
+
+def _last_lines(console: Console, found: Estimate, growth: Growth) -> None:
+    if growth.largest_batch is not None:
+        console.print(f"largest batch that fits: {growth.largest_batch:,}", markup=False)
+    elif growth.why_not:
+        console.print(f"other batches are not solved: {growth.why_not}", markup=False)
+    time = f", {format_seconds(found.step_s)} by roofline" if found.step_s is not None else ""
+    if found.flops is not None:
+        console.print(f"{found.flops:,} FLOP a step{time}", markup=False)
+    if found.not_modelled:
+        console.print(f"not modelled inside: {', '.join(found.not_modelled)}", markup=False)
+    for note in found.notes:
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def _table(*columns: str, title: str = "") -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False, title=title or None)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or not column else "right")
+    return table

@@ -1,0 +1,133 @@
+"""``brim estimate --gpus``: what every rank takes, as a table or as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from brim.cli.loading import MODELS, load
+from brim.cli.options import print_json
+from brim.errors import UsageError
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from brim.estimation.ranks.estimate import ParallelEstimate, Rank
+    from brim.estimation.ranks.split import Split
+
+_MOST_ROWS = 16
+
+
+def report(
+    model: str,
+    settings: dict[str, Any],
+    split: Split,
+    engine: str,
+    gpu: str | None,
+    vram: int | str | None,
+    alloc_conf: str,
+    as_json: bool,
+) -> None:
+    """Estimate and print."""
+    from rich.console import Console
+
+    for name in ("method", "new_tokens", "lora_rank", "lora_targets"):
+        if settings.pop(name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} was given with --gpus.", "Full training is split, so far.")
+    load("brim.estimation.ranks.estimate", MODELS)
+    with Console(stderr=True).status("Working out one rank of each kind"):
+        from brim.estimation.ranks.estimate import estimate_ranks
+
+        found = estimate_ranks(model, split, engine=engine, gpu=gpu, vram=vram, alloc_conf=alloc_conf, **settings)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found)
+
+
+def _print(found: ParallelEstimate) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    where = f" on {found.gpu}" if found.gpu else ""
+    console.print(f"{found.model}{where}: {found.workload.describe()}", markup=False, soft_wrap=True)
+    console.print(found.split.describe(), markup=False, soft_wrap=True)
+    console.print(_ranks(found))
+    console.print(_breakdown(found))
+    worst = found.worst
+    told = f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.allocated)} allocated"
+    console.print(f"{told}; the largest process takes {format_bytes(found.process_bytes)}", markup=False)
+    if worst.ram is not None:
+        console.print(
+            f"in RAM: {format_bytes(worst.ram.reserved)} for that rank, {format_bytes(found.node_ram_bytes)} for all "
+            "of a node", markup=False, soft_wrap=True,
+        )  # fmt: skip
+    if found.fits is False:
+        console.print("It does not fit.", markup=False)
+    _last_lines(console, found)
+
+
+def _last_lines(console: Any, found: ParallelEstimate) -> None:
+    if found.time is not None:
+        time = found.time
+        console.print(
+            f"{format_seconds(time.step_s)} a step: {format_seconds(time.compute_s)} kernels, "
+            f"{format_seconds(time.communication_s)} waiting for collectives"
+            f"{' and shards' if found.split.offload_shards else ''}, {format_seconds(time.bubble_s)} "
+            f"pipeline bubble, {format_seconds(time.once_s)} gradients, weights and optimizer",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+    console.print(f"{found.flops:,} FLOP a step on all GPUs", markup=False)
+    if found.not_modelled:
+        console.print(f"not modelled inside: {', '.join(found.not_modelled)}", markup=False)
+    for note in found.notes:
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def _ranks(found: ParallelEstimate) -> Table:
+    """One row for ranks that are alike, the worst first where there are many."""
+    alike: dict[tuple[int, ...], list[Rank]] = {}
+    for rank in found.ranks:
+        sizes = _sizes(rank)
+        alike.setdefault((rank.coordinates["pp"], *sizes), []).append(rank)
+    groups = sorted(alike.values(), key=lambda ranks: ranks[0].rank)
+    if len(groups) > _MOST_ROWS:
+        groups = sorted(groups, key=lambda ranks: -ranks[0].peak_bytes.allocated)[:_MOST_ROWS]
+    in_ram = ("in RAM",) if found.split.offload_shards else ()
+    table = _table("ranks", "stage", "allocated", "reserved", "process", *in_ram)
+    for ranks in groups:
+        named = f"{ranks[0].rank}" if len(ranks) == 1 else f"{ranks[0].rank} to {ranks[-1].rank}"
+        mark = " (worst)" if found.worst_rank in {rank.rank for rank in ranks} else ""
+        table.add_row(f"{named}{mark}", f"{ranks[0].coordinates['pp']}", *map(format_bytes, _sizes(ranks[0])))
+    if len(alike) > len(groups):
+        table.add_row(f"{len(alike) - len(groups)} other stages take less")
+    return table
+
+
+def _sizes(rank: Rank) -> tuple[int, ...]:
+    peak = rank.peak_bytes
+    return (peak.allocated, peak.reserved, peak.process, *([rank.ram.reserved] if rank.ram is not None else []))
+
+
+def _breakdown(found: ParallelEstimate) -> Table:
+    worst = found.worst
+    table = _table(f"at the peak of rank {worst.rank}", "bytes", "share")
+    total = max(worst.peak_bytes.process, 1)
+    for name, size in sorted(worst.breakdown.items(), key=lambda row: -row[1]):
+        if size:
+            table.add_row(name.replace("_", " "), format_bytes(size), f"{size / total:.1%}")
+    return table
+
+
+def _name(rank: Rank) -> str:
+    return f"{rank.rank} ({', '.join(f'{axis} {place}' for axis, place in rank.coordinates.items())})"
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table

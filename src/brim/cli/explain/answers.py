@@ -1,0 +1,199 @@
+"""Each kind of file that ``brim explain`` reads, as one answer: JSON, text, timelines and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from brim.cli.explain import source as explain_source
+from brim.cli.explain import text as explain_text
+from brim.cli.explain.source import Source
+
+if TYPE_CHECKING:
+    from brim.core.timeline import Timeline
+    from brim.profiles.figures import Profile
+    from brim.report.oom.reader import OomMessage
+
+Cell = str | int | float | bool | None
+Rows = tuple[str, tuple[str, ...], tuple[tuple[Cell, ...], ...]]  # title, columns, rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """``body`` is the JSON document, ``lines`` the text; ``views``, ``notes`` and ``tables`` make the report."""
+
+    title: str
+    body: dict[str, Any]
+    lines: Sequence[str]
+    views: Sequence[tuple[str, Timeline]] = ()
+    notes: Sequence[str] = ()
+    tables: Sequence[Rows] = field(default_factory=list)
+
+
+def of_log(source: Source, settings: tuple[str, ...]) -> Explained:
+    """Out-of-memory messages in a log: the one that says most is explained, the others are named."""
+    from brim.report.oom.reader import primary, read_oom
+
+    with explain_source.log_of(source) as log:
+        messages = read_oom(log)
+    chosen = primary(messages)
+    others = [message for message in messages if message is not chosen]
+    body = {"kind": source.kind, "source": source.name} | chosen.to_json()
+    return Explained(
+        title=f"{source.name}: {chosen.cause.replace('_', ' ')}",
+        body=body | {"others": [message.to_json() for message in others]},
+        lines=explain_text.of_message(chosen, others),
+        notes=[chosen.why, chosen.text],
+        tables=[_numbers(chosen), advice_table([asdict(advice) for advice in chosen.advice])],
+    )
+
+
+def _numbers(message: OomMessage) -> Rows:
+    rows = tuple((name.replace("_", " "), count) for name, count in message.numbers_bytes.items())
+    return f"{message.family} on {message.device}", ("number", "bytes"), rows
+
+
+def advice_table(advice: Sequence[Mapping[str, Any]]) -> Rows:
+    return (
+        "What to do",
+        ("advice", "helps", "to paste"),
+        tuple((one["text"], bool(one["helps"]), one["paste"]) for one in advice),
+    )
+
+
+def of_snapshot(source: Source, settings: tuple[str, ...]) -> Explained:
+    from brim.cli.explain.snapshot import explain_snapshot
+
+    devices = explain_snapshot(source.path, source.name, settings)
+    bodies = [device.body for device in devices]
+    notes = [f"Device {body['device']}: {body['headline']}" for body in bodies]
+    if bodies:
+        notes.append("Categories are inferred from stacks and lifetimes; a recording does not hold them.")
+    notes += [f"Device {body['device']}: {explain_text.untried(body)}." for body in bodies if body["untried"]]
+    return Explained(
+        title=source.name,
+        body={"kind": source.kind, "source": source.name, "devices": bodies},
+        lines=explain_text.of_snapshot(bodies),
+        views=[(f"device {one.body['device']}", one.timeline) for one in devices],
+        notes=notes,
+        tables=[table for body in bodies for table in _snapshot_tables(body)],
+    )
+
+
+def _snapshot_tables(body: dict[str, Any]) -> list[Rows]:
+    name = f"device {body['device']}"
+    made: list[Rows] = [advice_table(body["advice"])] if body["advice"] else []
+    if body["what_if"]:
+        made.append(_what_if_table(body["what_if"], name))
+    for moment in body["moments"]:
+        when = f"{name}, {explain_text.WHEN[moment['what']]}"
+        sizes = tuple(
+            (explain_text.size_name(one["limit_bytes"]), one["count"], one["bytes"]) for one in moment["free_by_size"]
+        )
+        made.append((f"Free blocks: {when}", ("size", "blocks", "bytes"), sizes))
+        pinned = tuple(
+            (f"{one['address']:#x}", one["bytes"], one["free_bytes"], one["blocks_in_use"], explain_text.pins(one))
+            for one in moment["segments"]
+        )
+        heads = ("segment", "size_bytes", "free_bytes", "blocks in use", "pinned by")
+        made.append((f"Segments with pinned free memory: {when}", heads, pinned))
+    return made
+
+
+def _what_if_table(runs: Sequence[Mapping[str, Any]], name: str) -> Rows:
+    columns = ("settings", "reserved at the peak_bytes", "allocated at the peak_bytes", "would fit")
+    rows = tuple(
+        (one["settings"] or "default", one["peak_reserved_bytes"], one["peak_allocated_bytes"], one["would_fit"])
+        for one in runs
+    )
+    return f"Replayed under other settings, {name}", columns, rows
+
+
+def of_timeline(source: Source, settings: tuple[str, ...]) -> Explained:
+    from brim.report.explain import summary
+    from brim.report.idle import attribute
+
+    timeline = explain_source.timeline_of(source)
+    peak, idle = summary(timeline), attribute(timeline)
+    failed = timeline.out_of_memory
+    body: dict[str, Any] = {
+        "kind": source.kind,
+        "source": source.name,
+        "name": timeline.name,
+        "measured": timeline.measured,
+        "events": len(timeline),
+        "facts": timeline.facts,
+        "peak": asdict(peak),
+        "process_peak_bytes": timeline.peak_bytes.process,
+        "out_of_memory": None if failed is None else {"bytes": failed.bytes, "label": failed.label},
+        "idle": idle.to_json(),
+    }
+    headline = explain_text.timeline_headline(body)
+    return Explained(
+        title=timeline.name or source.name,
+        body=body | {"headline": headline},
+        lines=[headline, *explain_text.of_peak(body["peak"]), *explain_text.of_idle(body["idle"])],
+        views=[("", timeline)],
+        notes=[headline],
+        tables=[_waits(body["idle"])] if idle.computed else [],
+    )
+
+
+def _waits(idle: Mapping[str, Any]) -> Rows:
+    rows = tuple((one["label"], one["cause"], one["seconds"], one["count"]) for one in idle["waits"][:50])
+    return "What compute waited for", ("what", "cause", "time_s", "times"), rows
+
+
+def of_profile(source: Source, settings: tuple[str, ...]) -> Explained:
+    from brim.profiles import nsight
+    from brim.profiles import profiler as profile
+    from brim.report.idle import attribute
+
+    read = nsight.read if source.kind == explain_source.NSIGHT else profile.read
+    found: Profile = read(source.path)
+    body = found.to_json() | {"source": source.name, "profiler": found.kind, "kind": source.kind}
+    tables: list[Rows] = []
+    for device, plain in zip(found.devices, body["devices"], strict=True):
+        plain["waits"] = attribute(device.timeline).to_json()["waits"][:20]
+        tables += _profile_tables(plain)
+    views = [(f"device {device.device} {device.name}".strip(), device.timeline) for device in found.devices]
+    if len(found.host):
+        views.append(("host", found.host))
+    lines = explain_text.of_profile(body)
+    return Explained(
+        title=source.name, body=body, lines=lines, views=views, notes=explain_text.profile_notes(body), tables=tables
+    )
+
+
+def _profile_tables(device: Mapping[str, Any]) -> list[Rows]:
+    name = f"device {device['device']}"
+    idle = tuple((cause, seconds) for cause, seconds in device["idle_by_cause"].items())
+    gaps = tuple(
+        (one["start_s"], one["duration_s"], max(one["causes"], key=one["causes"].get, default=""), one["label"])
+        for one in device["gaps"]
+    )
+    copies = tuple(
+        (one["kind"], one["unified"], one["count"], one["bytes"], one["seconds"]) for one in device["copies"]
+    )
+    kernels = tuple((one["name"], one["count"], one["seconds"]) for one in device["kernels"])
+    migrations = tuple(
+        (cause, one["count"], one["bytes"], one["seconds"]) for cause, one in device["migrations"].items()
+    )
+    made: list[Rows] = [
+        (f"Idle by cause, {name}", ("cause", "time_s"), idle),
+        (f"The longest gaps, {name}", ("start_s", "duration_s", "cause", "waited for"), gaps),
+        (f"Copies, {name}", ("kind", "unified memory", "count", "bytes", "time_s"), copies),
+        (f"Kernels, {name}", ("kernel", "count", "time_s"), kernels),
+        (f"Migrations of unified memory, {name}", ("cause", "count", "bytes", "time_s"), migrations),
+    ]
+    return [table for table in made if table[2]]
+
+
+BY_KIND: dict[str, Callable[[Source, tuple[str, ...]], Explained]] = {
+    explain_source.LOG: of_log,
+    explain_source.SNAPSHOT: of_snapshot,
+    explain_source.TIMELINE: of_timeline,
+    explain_source.PROFILE: of_profile,
+    explain_source.NSIGHT: of_profile,
+}

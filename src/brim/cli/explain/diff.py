@@ -1,0 +1,212 @@
+"""``brim explain --diff``: two files of one kind, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from brim.cli.explain import source as explain_source
+from brim.cli.explain.answers import Explained, Rows, of_profile
+from brim.cli.explain.text import short
+from brim.errors import UsageError
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from brim.cli.explain.source import Source
+    from brim.core.timeline import Timeline
+    from brim.report.diff import Difference
+
+_RUNS = (explain_source.SNAPSHOT, explain_source.TIMELINE)
+_PROFILES = (explain_source.PROFILE, explain_source.NSIGHT)
+MOST_LINES = 8
+_BREAKDOWNS = ("by_category", "by_module", "by_label", "by_stack", "by_segment_size")
+
+
+def compared(before: Source, after: Source) -> Explained:
+    """What changed. Raises UsageError for two things that cannot be compared."""
+    kinds = {before.kind, after.kind}
+    if kinds <= set(_RUNS):
+        return _runs(before, after)
+    if kinds <= set(_PROFILES):
+        return _profiles(before, after)
+    found = f"{before.name} is of the kind {before.kind}, {after.name} of the kind {after.kind}"
+    if kinds == {explain_source.LOG}:
+        found += ", which hold messages and no runs"
+    raise UsageError(
+        "Two runs were to be compared.", f"{found}.", "Give two snapshots or timelines, or two profiles."
+    )
+
+
+def _devices(source: Source) -> dict[int, tuple[Timeline, dict[str, float]]]:
+    """Timelines and further numbers by device."""
+    if source.kind == explain_source.TIMELINE:
+        timeline = explain_source.timeline_of(source)
+        return {int(timeline.facts.get("device", 0)): (timeline, {})}
+    from brim.recordings import snapshot
+    from brim.recordings.timeline import recorded_run
+
+    found = snapshot.read(source.path)
+    made = {}
+    for history in found.devices:
+        run = recorded_run(history, source.name, stacks=found.stacks)
+        peak = next((one for one in run.moments if one.what == "peak"), run.moments[-1])
+        made[history.device] = (
+            run.timeline,
+            {
+                "pinned_at_the_peak_bytes": float(peak.pinned_bytes),
+                "cached_at_the_peak_bytes": float(peak.cached_bytes),
+                "largest_free_at_the_peak_bytes": float(peak.largest_free_bytes),
+                "segments_pinned_at_the_peak": float(peak.segments_with_pins),
+            },
+        )
+    return made
+
+
+def _runs(before: Source, after: Source) -> Explained:
+    from brim.report.diff import diff
+
+    left, right = _devices(before), _devices(after)
+    shared = sorted(left.keys() & right.keys())
+    if not shared:
+        raise UsageError(
+            "Two runs were to be compared.", f"They share no device: {sorted(left)} and {sorted(right)}."
+        )
+    found = {
+        device: diff(left[device][0], right[device][0], before_facts=left[device][1], after_facts=right[device][1])
+        for device in shared
+    }
+    bodies = [{"device": device, "headline": headline(one)} | one.to_json() for device, one in found.items()]
+    return Explained(
+        title=f"{before.name} and {after.name}",
+        body={
+            "kind": "diff",
+            "before": before.name,
+            "after": after.name,
+            "only_before": sorted(left.keys() - right.keys()),
+            "only_after": sorted(right.keys() - left.keys()),
+            "devices": bodies,
+        },
+        lines=[line for body in bodies for line in _lines(body)],
+        views=[(when, side[device][0]) for device in shared for when, side in (("before", left), ("after", right))],
+        notes=[f"Device {body['device']}: {body['headline']}" for body in bodies],
+        tables=[table for body in bodies for table in _tables(body)],
+    )
+
+
+def headline(found: Difference) -> str:
+    """The change of the peak, and what made most of it: of what changed the same way."""
+    numbers = {one.name: (one.before or 0, one.after or 0) for one in found.figures}
+    old, new = numbers["reserved_peak_bytes"]
+    used, uses = numbers["allocated_peak_bytes"]
+    text = f"reserved at the peak {_change(old, new)}, allocated {_change(used, uses)}"
+    total = uses - used
+    alike = [one for one in found.by_category or found.by_label if one.name and one.grown_bytes * total > 0]
+    if alike:
+        most = alike[0]
+        text += f"; most of it {most.name}: {_change(most.before_bytes, most.after_bytes)}"
+    return f"{text}. {found.new_stacks} new stacks at the peak, {found.gone_stacks} gone."
+
+
+def _change(before: float, after: float) -> str:
+    sign = "+" if after >= before else "-"
+    return f"{format_bytes(before)} -> {format_bytes(after)} ({sign}{format_bytes(abs(after - before))})"
+
+
+def _lines(body: Mapping[str, Any]) -> list[str]:
+    lines = [f"device {body['device']}: {body['headline']}"]
+    lines += [f"  {one['name'].replace('_', ' ')}: {_shown(one)}" for one in body["figures"]]
+    for key in _BREAKDOWNS:
+        if not body[key]:
+            continue
+        lines.append(f"  {key.replace('_', ' ')}:")
+        for one in body[key][:MOST_LINES]:
+            state = " new" if not one["before_count"] else " gone" if not one["after_count"] else ""
+            name = short(one["name"].split("\n")[0]) or "(not known)"
+            lines.append(f"    {_change(one['before_bytes'], one['after_bytes'])}{state}  {name}")
+    return lines
+
+
+def _shown(figure: Mapping[str, Any]) -> str:
+    return f"{_number(figure['name'], figure['before'])} -> {_number(figure['name'], figure['after'])}"
+
+
+def _is_of_a_list(name: str) -> bool:
+    """Whether a figure's name has a kernel's or a copy's own name in it."""
+    return name.startswith(("kernels.", "copies.", "gaps.", "waits."))
+
+
+def _readable(name: str) -> str:
+    return name if _is_of_a_list(name) else name.replace("_", " ")
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:
+        return "none"
+    if name.endswith("bytes"):
+        return format_bytes(value)
+    if name.endswith(("_s", "seconds")) or "_by_cause" in name:
+        return format_seconds(value)
+    if "_share" in name and not _is_of_a_list(name):
+        return f"{value:.1%}"
+    return f"{value:,.0f}"
+
+
+def _tables(body: Mapping[str, Any]) -> list[Rows]:
+    device = body["device"]
+    made: list[Rows] = [_figure_table(f"Before and after, device {device}", body["figures"])]
+    columns = ("what", "before_bytes", "after_bytes", "change_bytes", "blocks before", "blocks after")
+    for key in _BREAKDOWNS:
+        rows = tuple(
+            (
+                one["name"] or "(not known)",
+                one["before_bytes"],
+                one["after_bytes"],
+                one["after_bytes"] - one["before_bytes"],
+                one["before_count"],
+                one["after_count"],
+            )
+            for one in body[key]
+        )
+        if rows:
+            made.append((f"Changes {key.replace('_', ' ')}, device {device}", columns, rows))
+    return made
+
+
+def _figure_table(title: str, figures: Sequence[Mapping[str, Any]]) -> Rows:
+    rows = tuple(
+        (one["name"], _number(one["name"], one["before"]), _number(one["name"], one["after"])) for one in figures
+    )
+    return title, ("figure", "before", "after"), rows
+
+
+def _profiles(before: Source, after: Source) -> Explained:
+    from brim.report.diff import figures
+
+    left, right = of_profile(before, ()), of_profile(after, ())
+    old, new = ({one["device"]: one for one in side.body["devices"]} for side in (left, right))
+    shared = sorted(old.keys() & new.keys())
+    if not shared:
+        raise UsageError("Two profiles were to be compared.", f"They share no device: {sorted(old)}, {sorted(new)}.")
+    bodies = [
+        {
+            "device": device,
+            "figures": [asdict(one) for one in figures(old[device], new[device]) if one.name != "device"],
+        }
+        for device in shared
+    ]
+    lines = []
+    for body in bodies:
+        lines.append(f"device {body['device']}:")
+        changed = [one for one in body["figures"] if one["before"] != one["after"]]
+        lines += [f"  {_readable(one['name'])}: {_shown(one)}" for one in changed]
+    return Explained(
+        title=f"{before.name} and {after.name}",
+        body={"kind": "diff", "before": before.name, "after": after.name, "devices": bodies},
+        lines=lines,
+        views=[
+            (f"{when}: {title}", view) for when, s in (("before", left), ("after", right)) for title, view in s.views
+        ],
+        notes=[*left.notes, *right.notes],
+        tables=[_figure_table(f"Before and after, device {body['device']}", body["figures"]) for body in bodies],
+    )

@@ -1,0 +1,157 @@
+"""What a file given to ``brim explain`` is: told by its content, never by its name."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from brim.core.timeline import Timeline
+from brim.errors import FormatError, UsageError
+
+SNAPSHOT, TIMELINE, PROFILE, NSIGHT, LOG = "snapshot", "timeline", "profile", "nsight", "oom"
+_FIRST_BYTES_WITHIN_S = 5.0
+HEAD_BYTES = 1 << 16  # enough to tell what a file is
+_ARTEFACTS = ("Hardware", "Trace", "Plan")  # of brim, and nothing to explain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file to explain. ``name`` is what it is called; ``kind`` what it holds; ``path`` where it can be read."""
+
+    name: str
+    kind: str
+    path: Path
+    stream: BinaryIO | None = None  # a log from a pipe: read once, not kept
+
+
+@contextmanager
+def opened(given: Path) -> Iterator[Source]:
+    """What is in ``given``, or for "-" on the standard input. A pipe can be read once: it is kept in a file as long
+    as it is needed.
+
+    Raises FormatError if it cannot be read, UsageError if it is something of brim that holds no run.
+    """
+    if str(given) == "-":
+        with _piped(sys.stdin.buffer, "the standard input", given) as source:
+            yield source
+    elif _is_pipe(given):  # as in brim explain <(zcat log.gz)
+        with _open(given) as stream, _piped(stream, str(given), given) as source:
+            yield source
+    else:
+        yield Source(name=str(given), kind=kind_of(_head(given), str(given)), path=given)
+
+
+@contextmanager
+def _piped(stream: BinaryIO, name: str, given: Path) -> Iterator[Source]:
+    """What can be read only once: a log is, anything else is put into a file."""
+    head = stream.read(HEAD_BYTES)
+    if (kind := kind_of(head, name)) == LOG:
+        yield Source(name=name, kind=kind, path=given, stream=io.BufferedReader(_Both(head, stream)))
+        return
+    with tempfile.NamedTemporaryFile(prefix="brim_explain_") as file:
+        file.write(head)
+        while block := stream.read(1 << 20):
+            file.write(block)
+        file.flush()
+        yield Source(name=name, kind=kind, path=Path(file.name))
+
+
+def kind_of(head: bytes, name: str) -> str:
+    """What a file is, by its first bytes."""
+    from brim.profiles import nsight
+    from brim.profiles import profiler as profile
+
+    if head.startswith(b"\x80"):  # every pickle of protocol 2 or later begins so
+        return SNAPSHOT
+    if nsight.is_sqlite(head):
+        return NSIGHT
+    start = head.lstrip()
+    if start.startswith(b"{"):
+        text = start[:4096].decode("utf-8", "replace").replace(" ", "")
+        if '"kind":"Timeline"' in text:
+            return TIMELINE
+        for artefact in _ARTEFACTS:
+            if f'"kind":"{artefact}"' in text:
+                raise UsageError(f"{name} was to be explained.", f"It is a {artefact}, which holds no run.")
+    return PROFILE if profile.is_trace(head) else LOG
+
+
+def timeline_of(source: Source) -> Timeline:
+    """The Timeline in a file. Raises FormatError for anything else."""
+    return Timeline.read(source.path, source.name)
+
+
+@contextmanager
+def log_of(source: Source) -> Iterator[BinaryIO]:
+    """A log, open for reading."""
+    if source.stream is not None:
+        yield source.stream
+    else:
+        with source.path.open("rb") as file:
+            yield file
+
+
+def _is_pipe(path: Path) -> bool:
+    """Whether it is neither a file nor a folder. What cannot be asked is told when it is opened."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _open(path: Path) -> BinaryIO:
+    """Raises FormatError if it cannot be opened."""
+    try:
+        if not path.is_fifo():
+            return path.open("rb")
+        descriptor = _waiting_open(path)
+        os.set_blocking(descriptor, True)
+        return open(descriptor, "rb")
+    except OSError as error:
+        raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+
+
+def _waiting_open(path: Path) -> int:
+    """A pipe with a name that nobody writes to would be waited for without end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not path.resolve().is_fifo():
+        return descriptor  # a shell's own, by its number: whoever writes is there
+    if not select.select([descriptor], [], [], _FIRST_BYTES_WITHIN_S)[0]:
+        os.close(descriptor)
+        raise TimeoutError(errno.ETIMEDOUT, f"It is a pipe that nobody wrote to within {_FIRST_BYTES_WITHIN_S:.0f} s")
+    return descriptor
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with _open(path) as file:
+            return file.read(HEAD_BYTES)
+    except OSError as error:
+        raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+
+
+class _Both(io.RawIOBase):
+    """First bytes that were read already, then what follows them."""
+
+    def __init__(self, head: bytes, rest: BinaryIO) -> None:
+        self._head, self._rest = head, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        part = self._head[: len(buffer)] or self._rest.read(len(buffer))
+        self._head = self._head[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)

@@ -1,0 +1,240 @@
+"""What ``brim explain`` prints: the cause first, then the numbers, then what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from brim.report.oom.reader import OomMessage
+
+WHEN = {"peak": "at the peak", "oom": "when it failed", "end": "at the end"}
+MOST_LINES = 8  # of one list
+_Lines = list[str]
+
+
+def of_message(chosen: OomMessage, others: Sequence[OomMessage]) -> _Lines:
+    rank = f" ({chosen.rank})" if chosen.rank else ""
+    lines = [f"{chosen.family} on {chosen.device}{rank}: {chosen.cause.replace('_', ' ')}", chosen.why]
+    for name, count in chosen.numbers_bytes.items():
+        lines.append(f"  {name.replace('_', ' '):18} {format_bytes(count):>10}  {count:,} bytes")
+    lines += _advice([{"text": one.text, "paste": one.paste, "helps": one.helps} for one in chosen.advice])
+    for message in others[:MOST_LINES]:
+        rank = f" ({message.rank})" if message.rank else ""
+        lines.append(f"also: {message.family} on {message.device}{rank}: {message.cause.replace('_', ' ')}")
+    if len(others) > MOST_LINES:
+        lines.append(f"also: {len(others) - MOST_LINES} more")
+    return lines
+
+
+def _advice(advice: Sequence[Mapping[str, Any]]) -> _Lines:
+    lines = []
+    for number, one in enumerate(advice, 1):
+        lines.append(f"{number}. {'' if one['helps'] else '(does not help) '}{one['text']}")
+        if one["paste"] and one["helps"]:
+            lines.append(f"     {one['paste']}")
+    return lines
+
+
+def of_snapshot(devices: Sequence[Mapping[str, Any]]) -> _Lines:
+    if not devices:
+        return ["The snapshot holds no events and no segments."]
+    return [line for device in devices for line in _device(device)]
+
+
+def _device(device: Mapping[str, Any]) -> _Lines:
+    replay = device["replay"]
+    settings = device["settings"] or "default settings"
+    lines = [
+        f"device {device['device']}: {device['headline']}",
+        f"  {device['events']:,} events, {settings}; replayed: {replay['addresses_matched']:,} of "
+        f"{replay['allocations']:,} addresses, {replay['segments_matched']:,} of {replay['segments']:,} segments "
+        "agree",
+        f"  reserved at the peak: {format_bytes(replay['peak_reserved_measured_bytes'])} measured, "
+        f"{format_bytes(replay['peak_reserved_replayed_bytes'])} replayed; "
+        f"allocated {format_bytes(replay['peak_allocated_replayed_bytes'])}",
+    ]
+    if replay["ooms"]:
+        lines.append(f"  out of memory: {replay['ooms']} times")
+    for moment in _shown(device["moments"]):
+        lines += [f"  {line}" for line in _moment(moment)]
+    lines += [f"  {line}" for line in of_peak(device["peak"], "by category, inferred from stacks")]
+    for run in device["what_if"]:
+        lines.append(f"  {_what_if_line(run, replay['peak_reserved_measured_bytes'])}")
+    if device["untried"]:
+        lines.append(f"  {untried(device)}")
+    return lines + [f"  {line}" for line in _advice(device["advice"])]
+
+
+def untried(device: Mapping[str, Any]) -> str:
+    """Settings that the run's sizes suggest and that were not replayed."""
+    return f"not replayed for want of time, ask for them with --what-if: {', '.join(device['untried'])}"
+
+
+def _shown(moments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The first failure, and the peak if it was another moment; where neither is, the end."""
+    failed = [one for one in moments if one["what"] == "oom"][:1]
+    peak = [one for one in moments if one["what"] == "peak"]
+    if failed and peak and failed[0]["reserved_bytes"] == peak[0]["reserved_bytes"]:
+        peak = []
+    return failed + peak or list(moments)
+
+
+def _moment(moment: Mapping[str, Any]) -> _Lines:
+    sizes = [
+        f"{one['count']:,} {size_name(one['limit_bytes'])} ({format_bytes(one['bytes'])})"
+        for one in moment["free_by_size"]
+        if one["count"]
+    ]
+    lines = [
+        f"{WHEN[moment['what']]} (event {moment['event']:,}, {format_seconds(moment['time_s'])}): allocated "
+        f"{format_bytes(moment['allocated_bytes'])}, reserved {format_bytes(moment['reserved_bytes'])}, free "
+        f"{format_bytes(moment['free_bytes'])}: {format_bytes(moment['pinned_bytes'])} pinned in "
+        f"{moment['segments_with_pins']:,} segments, {format_bytes(moment['cached_bytes'])} in whole free ones",
+        f"  largest free block {format_bytes(moment['largest_free_bytes'])}; free blocks: "
+        f"{', '.join(sizes) or 'none'}",
+    ]
+    for one in moment["segments"][:4]:
+        lines.append(
+            f"  {format_bytes(one['free_bytes'])} of {format_bytes(one['bytes'])} at {one['address']:#x} pinned by "
+            f"{_blocks(one['blocks_in_use'])}: {pins(one)}"
+        )
+    return lines
+
+
+def pins(segment: Mapping[str, Any]) -> str:
+    """What keeps a segment: the largest blocks in use with the code that asked for them."""
+    named = [
+        f"{format_bytes(one['bytes'])} {short(one['label']) or '(stack not recorded)'}" for one in segment["pins"]
+    ]
+    return "; ".join(named)
+
+
+def short(frame: str) -> str:
+    """A frame with the end of its path."""
+    what, at, where = frame.rpartition(" at ")
+    parts = where.split("/")
+    return f"{what}{at}{'/'.join(parts[-3:])}" if len(parts) > 3 else frame[:160]
+
+
+def _blocks(count: int) -> str:
+    return "1 block" if count == 1 else f"{count:,} blocks"
+
+
+def size_name(limit: int) -> str:
+    return f"up to {format_bytes(limit)}" if limit >= 0 else "larger"
+
+
+def _what_if_line(run: Mapping[str, Any], measured_bytes: int) -> str:
+    fits = {
+        None: "",
+        True: ", would have fit: yes",
+        False: f", would have fit: no ({format_bytes(run['failed_bytes'])} not served)",
+    }[run["would_fit"]]
+    change = run["peak_reserved_bytes"] - measured_bytes
+    return (
+        f"with {run['settings'] or 'default settings'}: {format_bytes(measured_bytes)} -> "
+        f"{format_bytes(run['peak_reserved_bytes'])} "
+        f"({'+' if change >= 0 else '-'}{format_bytes(abs(change))}){fits}"
+    )
+
+
+def of_peak(peak: Mapping[str, Any], title: str = "by category") -> _Lines:
+    """What was in use at the peak."""
+    if peak["event"] < 0:
+        return ["nothing was allocated"]
+    lines = [f"in use at the peak of {peak['tier']}, {format_bytes(peak['allocated_bytes'])}, {title}:"]
+    lines += [
+        f"  {format_bytes(one['bytes']):>10}  {one['name'] or '(not known)'} ({_blocks(one['count'])})"
+        for one in peak["by_category"]
+    ]
+    named = [one for one in peak["by_label"] if one["name"]][:MOST_LINES]
+    if named:
+        lines.append("by who asked for it:")
+        lines += [
+            f"  {format_bytes(one['bytes']):>10}  {short(one['name'])} ({_blocks(one['count'])})" for one in named
+        ]
+    return lines
+
+
+def timeline_headline(body: Mapping[str, Any]) -> str:
+    """A run in one sentence."""
+    peak = body["peak"]
+    what = "Measured" if body["measured"] else "Predicted"
+    held = f"{format_bytes(peak['allocated_bytes'])} allocated at the peak of {peak['tier']}"
+    reserved = f", {format_bytes(peak['reserved_peak_bytes'])} reserved"
+    failed = body["out_of_memory"]
+    if failed is None:
+        return f"{what}: {held}{reserved}. Nothing failed."
+    by = f" by {failed['label']}" if failed["label"] else ""
+    return f"{what}: out of memory: {format_bytes(failed['bytes'])} were asked for{by}. {held}{reserved}."
+
+
+def of_idle(idle: Mapping[str, Any]) -> _Lines:
+    if not idle["computed"] or not idle["wall_s"]:
+        return []
+    idle_s, wall_s = format_seconds(idle["idle_s"]), format_seconds(idle["wall_s"])
+    share = f"{idle['idle_s'] / idle['wall_s']:.0%}"
+    if idle["compute_recorded"]:
+        busy_s = format_seconds(idle["busy_s"])
+        lines = [f"computing {busy_s} of {wall_s}, idle {idle_s} ({share}), waiting for:"]
+    else:
+        rest = "what was done in the rest was not recorded"
+        lines = [f"waiting {idle_s} of {wall_s} ({share}); {rest}. Waited for:"]
+    for one in idle["waits"][:MOST_LINES]:
+        lines.append(
+            f"  {format_seconds(one['seconds']):>10}  {one['cause']}: {one['label']} ({one['count']:,} times)"
+        )
+    return lines
+
+
+def profile_notes(body: Mapping[str, Any]) -> _Lines:
+    """One sentence per device."""
+    if not body["devices"]:
+        return ["Nothing ran on a device while this was recorded."]
+    lines = []
+    for one in body["devices"]:
+        causes = sorted(one["idle_by_cause"].items(), key=lambda pair: -pair[1])
+        why = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes[:3] if seconds)
+        share = one["idle_s"] / one["wall_s"] if one["wall_s"] else 0.0
+        lines.append(
+            f"device {one['device']} {one['name']}: computed {format_seconds(one['busy_s'])} of "
+            f"{format_seconds(one['wall_s'])}, idle {share:.0%}{f' ({why})' if why else ''}."
+        )
+    return lines
+
+
+def of_profile(body: Mapping[str, Any]) -> _Lines:
+    lines = []
+    for note, one in zip(profile_notes(body), body["devices"] or [None], strict=True):
+        lines.append(note)
+        if one is not None:
+            lines += [f"  {line}" for line in _profiled(one)]
+    return lines
+
+
+def _profiled(one: Mapping[str, Any]) -> _Lines:
+    lines = [
+        f"copies {format_seconds(one['copy_s'])}, {format_seconds(one['overlap_s'])} of it beside compute; memory "
+        f"operations are {one['memory_operations_share']:.1%} of what the device did; unified memory "
+        f"{one['unified_share_time']:.1%} of their time, {one['unified_share_bytes']:.1%} of their bytes"
+    ]
+    for copy in one["copies"]:
+        kind = f"{copy['kind']}{' (unified)' if copy['unified'] else ''}"
+        lines.append(
+            f"  {kind}: {copy['count']:,} copies, {format_bytes(copy['bytes'])}, {format_seconds(copy['seconds'])}"
+        )
+    for cause, migration in one["migrations"].items():
+        lines.append(
+            f"  migrated by {cause}: {migration['count']:,}, {format_bytes(migration['bytes'])}, "
+            f"{format_seconds(migration['seconds'])}"
+        )
+    if one["gaps"]:
+        lines.append("longest gaps:")
+    for gap in one["gaps"][:MOST_LINES]:
+        cause = max(gap["causes"], key=gap["causes"].get, default="unknown")
+        at = format_seconds(gap["start_s"])
+        lines.append(f"  {format_seconds(gap['duration_s']):>10} at {at}: {cause}, {gap['label']}")
+    return lines

@@ -1,0 +1,90 @@
+"""``brim generate MODEL`` on a terminal: a conversation, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from brim.cli.loading import loading_bar
+from brim.errors import UsageError
+from brim.units import format_seconds
+
+_PROMPT = "> "
+_HINT = "Ctrl-C stops an answer, Ctrl-D ends."
+
+
+def run(model: str, context: int | None, options: dict[str, Any]) -> None:
+    """Ask and answer until the end of the input."""
+    from brim.run.generate.chat import Turn, chat
+    from brim.run.generate.request import Request
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    request = Request(model=model, prompt="", **options)
+    last: Turn | None = None
+    with contextlib.ExitStack() as stack:
+        with console.status("starting", spinner="dots") as status:
+            loading = loading_bar(status)
+            talk = stack.enter_context(chat(request, context=context, on_stage=status.update, on_loaded=loading))
+        console.print(f"{model}, {talk.context:,} tokens of context. {_HINT}", markup=False)
+        for text in _messages(console):
+            with _interrupts() as stopped:
+                try:
+                    last = talk.answer(text, _write, stopped=stopped)
+                except UsageError as error:
+                    console.print(f"Error: {error}", markup=False)
+                    continue
+            _write("\n")
+            if last.forgotten:
+                console.print(f"(the oldest {last.forgotten} messages are left out: they do not fit)", markup=False)
+    if last is not None and last.s_per_token is not None:
+        console.print(f"{format_seconds(last.s_per_token)} per token", markup=False)
+
+
+def _messages(console: Console) -> Iterator[str]:
+    """What is typed, blank lines left out; an interrupt takes back what was typed of a line."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # which gives ``input`` its line editing and history
+    while True:
+        try:
+            text = input(_PROMPT)
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print(f"\n{_HINT}", markup=False)
+            continue
+        except UnicodeDecodeError as error:
+            console.print(f"\nThat is not text: {error.reason}.", markup=False)
+            continue
+        if text.strip():
+            yield text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Any]:
+    """Whether an interrupt has come: the first one only ends the answer, in between two tokens. A second one is a
+    KeyboardInterrupt."""
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,340 @@
+"""``brim plan``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from brim.cli import verdict
+from brim.cli.loading import load
+from brim.cli.options import (
+    BUDGET,
+    DESCRIBED_MODEL,
+    GPU,
+    JSON,
+    SVG,
+    Command,
+    Finite,
+    OutputFile,
+    html_option,
+    json_option,
+    print_json,
+)
+from brim.cli.plan.page import tiers_of, write_page
+from brim.errors import UsageError
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from brim.run.plan.request import Answer, Effect, Proposal, Request
+
+INFEASIBLE = 3  # the exit code where nothing fits
+_COUNT = click.IntRange(min=1)
+
+
+class _PlanFiles(OutputFile):
+    """The file of the first plan, and those of the others beside it."""
+
+    def further(self, path: Path, params: Mapping[str, Any]) -> Iterator[Path]:
+        if params["regimes"] or params["gpus"] is not None or params["compare_gpus"] is not None:
+            return  # one file
+        name = re.compile(rf"{re.escape(path.stem)}\.([0-9]{{1,9}}){re.escape(path.suffix)}")
+        given = [one for one in params.values() if isinstance(one, Path)]
+        there = [one.name for one in given if one.parent.resolve() == path.parent.resolve()]
+        for other in sorted({*(one.name for one in path.parent.iterdir()), *there}):
+            found = name.fullmatch(other)
+            if (
+                found is not None
+                and _file(path, int(found[1]) - 1).name == other
+                and 2 <= int(found[1]) <= params["top"]
+            ):
+                yield path.with_name(other)
+
+
+_OPTIONS = [
+    click.option("--task", type=click.Choice(["generate", "train"]), default="generate", show_default=True),
+    click.option("--gpu", type=GPU, help='A GPU of the catalog, as in "RTX 3060". [default: this machine]'),
+    click.option(
+        "--vram", type=BUDGET, help="Budget of the GPU: 8GiB, or 80% of it.  [default: all of it that is free]"
+    ),
+    click.option(
+        "--ram",
+        type=BUDGET,
+        help="Host memory: 8GiB, or 80% of it.  [default: 90 % of what is free, 64GiB beside a --gpu]",
+    ),
+    click.option("--disk", type=BUDGET, help="Room on disk for what memory cannot hold."),
+    click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences a step."),
+    click.option("--seq", type=_COUNT, default=1024, show_default=True, help="Tokens a sequence, or a prompt."),
+    click.option("--new-tokens", type=_COUNT, default=128, show_default=True, help="Tokens to generate."),
+    click.option("--precision", help="Keep to it, as in bf16 or int8. [default: the planner's choice]"),
+    click.option("--optimizer", default="adamw", show_default=True),
+    click.option("--method", type=click.Choice(["full", "lora"]), default="full", show_default=True),
+    click.option(
+        "--prefer",
+        type=click.Choice(["speed", "memory", "quality"]),
+        default="speed",
+        show_default=True,
+        help="What comes first: the fastest, the smallest, or the fastest that rounds no weights.",
+    ),
+    click.option("--lossless", is_flag=True, help="Never round weights to 8 bits or fewer."),
+    click.option("--top", type=_COUNT, default=5, show_default=True, help="At most so many plans."),
+    click.option("--gpus", type=_COUNT, help="Split training over so many GPUs, and search the splits."),
+    click.option("--gpus-per-node", type=_COUNT, help="GPUs of one machine, beside --gpus. [default: 8]"),
+    click.option(
+        "--engine",
+        type=click.Choice(["torch", "megatron"]),
+        help="Whose seconds and bytes, beside --gpus: torch, which brim train runs, or megatron (with Transformer "
+        "Engine). [default: torch]",
+    ),
+    click.option("--global-batch", type=_COUNT, help="Sequences of a step on all --gpus. [default: 8 for each]"),
+    click.option("--compare-gpus", metavar="1,2,4,8", help="Compare a training on so many GPUs."),
+    click.option("--price", type=Finite(min=0), help="Of one GPU for an hour, beside --compare-gpus."),
+    click.option("--precisions", is_flag=True, help="Show what each kind of block takes in int8 and in 16 bits."),
+    click.option(
+        "--router-statistics",
+        metavar="auto|FILE",
+        help="Plan a mixture of experts by what its routers do in a short run, kept in FILE once it was made.",
+    ),
+    click.option("--regimes", is_flag=True, help="Compare ways to run models of 1 to 4 times the VRAM here."),
+    click.option(
+        "--output",
+        type=_PlanFiles(JSON, SVG),
+        help="Write plan 1 here, for --plan, and others beside it (plan.2.json). Of --regimes, its plot (SVG).",
+    ),
+    html_option,
+    json_option,
+]  # everything but MODEL, in the order of the help
+
+
+# What several GPUs' plans take into account; of a comparison one GPU's is one, which may have RAM and disk.
+_SEVERAL = {"model", "task", "gpu", "ram", "seq", "gpus_per_node", "engine", "global_batch", "output", "as_json"}
+_USED = {
+    "compare_gpus": _SEVERAL | {"compare_gpus", "price", "disk", "lossless"},
+    "gpus": _SEVERAL | {"gpus", "top"},
+}
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command(cls=Command)
+@click.argument("model", type=DESCRIBED_MODEL)
+@_options
+def plan(
+    model: str,
+    regimes: bool,
+    precisions: bool,
+    router_statistics: str | None,
+    output: Path | None,
+    html: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int | None:
+    """Find the fastest ways to train or run a model that fit a machine.
+
+    MODEL is a name of the catalog, a folder, or a .gguf file; no weights are read. For training it may also be
+    file.py:build, a function that returns a model and its inputs as a pair. Exit code 3 says that nothing fits, and
+    the answer then is what would have to change.
+    """
+    _refuse_unused(click.get_current_context())
+    compared, price = options.pop("compare_gpus"), options.pop("price")
+    if compared is not None:
+        from brim.cli.plan import compare as plan_compare
+
+        return plan_compare.show(model, plan_compare.numbers(compared), options, price, output, as_json=as_json)
+    if options["gpus"] is not None:
+        from brim.cli.plan import meshes as plan_meshes
+
+        return plan_meshes.show(model, options, output, as_json)
+    if price is not None:
+        raise UsageError("--price was given without --compare-gpus.", todo="Give --compare-gpus 1,2,4.")
+    _leave_out_several(options)
+    load("brim.run.plan.search")
+    from brim.run.plan.request import Request
+
+    request = Request(model=model, **options)
+    asked = {"precisions": precisions, "router_statistics": router_statistics}
+    if not regimes:
+        return _show(_answer(request, output, **asked), output, html, as_json)
+    if any(asked.values()):
+        raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
+    _show_regimes(request, output, html, as_json)
+    return None
+
+
+def _refuse_unused(context: click.Context) -> None:
+    """Raise UsageError for what was given beside several GPUs and would do nothing there."""
+    asked = next((name for name in _USED if context.params[name] is not None), None)
+    if asked is None:
+        return
+    flags = {option.name or "": option.opts[0] for option in context.command.params}
+    unused = [flags[name] for name in flags if name not in _USED[asked] and _given(context, name)]
+    if unused:
+        given = ", ".join(unused)
+        raise UsageError(
+            f"{given} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
+            "It would change nothing there: splits are searched for AdamW, full training and bf16.",
+            f"Leave out {given}, or {flags[asked]}.",
+        )  # fmt: skip
+
+
+def _given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
+
+
+def _show_regimes(request: Request, output: Path | None, html: Path | None, as_json: bool) -> None:
+    from brim.cli.plan import regimes as plan_regimes
+
+    plan_regimes.show(request, output, html, as_json)
+
+
+def _leave_out_several(options: dict[str, Any]) -> None:
+    """Take out what is about several GPUs; raises UsageError where some of it was given."""
+    for name in ("gpus", "gpus_per_node", "global_batch", "engine"):
+        if options.pop(name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} was given without --gpus.", todo="Give --gpus.")
+
+
+def _answer(request: Request, output: Path | None, **asked: Any) -> Answer:
+    """What is found, its plans written to ``output``."""
+    from rich.console import Console
+
+    from brim.run.plan.plan_file import write
+    from brim.run.plan.request import PLAN_FILE
+    from brim.run.plan.search import plan as answer_to
+
+    with Console(stderr=True).status("Planning"):
+        answer = _with_files(answer_to(request, **asked), output or Path(PLAN_FILE))
+        for index in range(len(answer.proposals) if output is not None else 0):
+            write(_file(output or Path(), index), answer, index)
+    return answer
+
+
+def _show(answer: Answer, output: Path | None, html: Path | None, as_json: bool) -> int | None:
+    if html is not None:
+        write_page(html, answer)
+    if as_json:
+        print_json(answer.to_json())
+    else:
+        _print(answer, output)
+    return None if answer.proposals else INFEASIBLE
+
+
+def _file(output: Path, index: int) -> Path:
+    """``plan.json``, ``plan.2.json``, ..."""
+    return output if index == 0 else output.with_name(f"{output.stem}.{index + 1}{output.suffix}")
+
+
+def _with_files(answer: Answer, output: Path) -> Answer:
+    """Commands with the names that their plans' files have, or will have."""
+    from brim.run.plan.request import PLAN_FILE
+
+    def named(one: Proposal, index: int) -> Proposal:
+        name = str(_file(output, index))
+        if not one.command.startswith("brim "):  # a line of Python
+            return replace(one, command=one.command.replace(PLAN_FILE, name))
+        words = [name if word == PLAN_FILE else word for word in shlex.split(one.command)]
+        return replace(one, command=shlex.join(words))
+
+    return replace(answer, proposals=[named(one, index) for index, one in enumerate(answer.proposals)])
+
+
+def _print(answer: Answer, output: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    request, machine = answer.request, answer.machine
+    budget = ", ".join(f"{format_bytes(n)} of {tier.upper()}" for tier, n in machine.budget_bytes.items())
+    console.print(verdict.of_plans(answer), markup=False, style="bold")
+    console.print(f"{request.model}: {request.task} on {machine.hardware.name} with {budget}", markup=False)
+    if answer.proposals:
+        _print_plans(console, answer)
+        if output is None:
+            console.print("--output FILE writes plans to files, for --plan.")
+    else:
+        _print_nearest(console, answer)
+    if answer.precisions:
+        from brim.run.plan.precision_table import shown
+
+        console.print(shown(answer.precisions))
+    for assumed in machine.assumed:
+        console.print(f"assumed: {assumed}", markup=False)
+    console.print(f"planned in {format_seconds(answer.took_s)}", markup=False)
+
+
+def _print_plans(console: Console, answer: Answer) -> None:
+    tiers = tiers_of(answer)
+    step = "s per step" if answer.request.task == "train" else "s per token"
+    plans = _table("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap", left=("limited by",))
+    for number, one in enumerate(answer.proposals, 1):
+        peak = one.plan.promise.peak_bytes
+        plans.add_row(
+            f"{number}",
+            *(format_bytes(peak.get(tier, 0)) for tier in tiers),
+            format_seconds(one.step_s),
+            f"{answer.tokens_per_s(one):.3g}",
+            one.limited_by,
+            f"{one.gap:.1%}",
+        )
+    console.print(plans)
+    for number, one in enumerate(answer.proposals, 1):
+        console.print(f"{number}: {_in_words(one)}", markup=False)
+    best = answer.proposals[0]
+    for title, effects in (("plan 1 uses", best.techniques), ("more room by", best.frees)):
+        if effects:
+            console.print(_effects(title, effects))
+    for number, one in enumerate(answer.proposals, 1):
+        console.print(f"{number}: {one.command}", markup=False)
+
+
+def _effects(title: str, effects: Sequence[Effect]) -> Table:
+    table = _table(title, "which", "saves", "costs", left=("which", "saves"))
+    for one in effects:
+        costs = format_seconds(one.costs_s) if one.costs_s else "nothing"
+        table.add_row(one.technique, one.what, _saved(one), costs)
+    return table
+
+
+def _in_words(one: Proposal) -> str:
+    return "; ".join(f"{effect.technique}: {effect.what}" for effect in one.techniques) or "everything resident"
+
+
+def _saved(effect: Effect) -> str:
+    """``2 GiB of VRAM, takes 2 GiB of RAM``."""
+    parts = [(tier.upper(), count) for tier, count in effect.saves_bytes.items() if count]
+    saved = [f"{format_bytes(count)} of {tier}" for tier, count in parts if count > 0]
+    taken = [f"takes {format_bytes(-count)} of {tier}" for tier, count in parts if count < 0]
+    return ", ".join([*saved, *taken])
+
+
+def _print_nearest(console: Console, answer: Answer) -> None:
+    console.print(answer.refusal, markup=False)
+    if not answer.nearest:
+        console.print("No small change that would do was found.")
+        return
+    changes = _table("it fits with", "")
+    for one in answer.nearest:
+        changes.add_row(one.change, one.command)
+    console.print(changes)
+
+
+def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 or not column or column in left else "right")
+    return table

@@ -1,0 +1,162 @@
+"""``brim plan --compare-gpus 1,2,4,8``: one training three ways: on one GPU with offload, on several with shards in
+RAM where they are too few for all of it, and on as many as that takes without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brim.cli.loading import MODELS, load
+from brim.cli.options import print_json
+from brim.core.replacing import write_text
+from brim.errors import BudgetError, UsageError
+from brim.units import format_bytes, format_seconds
+
+INFEASIBLE = 3
+_TOKENS = 1_000_000_000  # what GPU-hours and cost are told for
+_HOUR_S = 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number of GPUs; ``step_s`` None: nothing fits, and ``way`` says why. ``offload``: whether RAM or disk has a
+    part of it. ``peak_bytes`` of each GPU, and of a node's RAM and disk."""
+
+    gpus: int
+    way: str
+    tokens: int
+    step_s: float | None = None
+    peak_bytes: dict[str, int] | None = None
+    offload: bool = False
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """For a billion tokens."""
+        return None if self.step_s is None else self.gpus * self.step_s / self.tokens * _TOKENS / _HOUR_S
+
+    def to_json(self, price: float | None) -> dict[str, Any]:
+        hours = self.gpu_hours
+        return {
+            "gpus": self.gpus, "way": self.way, "offload": self.offload, "fits": self.step_s is not None,
+            "step_s": self.step_s, "peak_bytes": self.peak_bytes, "gpu_hours": hours,
+            "cost": None if hours is None or price is None else hours * price,
+        }  # fmt: skip
+
+
+def numbers(text: str) -> list[int]:
+    """``1,2,4`` as numbers; raises UsageError for anything else."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"--compare-gpus {text} was given.", "It is numbers of GPUs, as in 1,2,4,8.")
+    return sorted({int(word) for word in words})
+
+
+def show(
+    model: str, counts: Sequence[int], options: dict[str, Any], price: float | None, output: Path | None, *,
+    as_json: bool,
+) -> int | None:  # fmt: skip
+    """Work out every number of GPUs for the same batch, and print; the exit code where none fits."""
+    from rich.console import Console
+
+    if options["task"] != "train" or not options["gpu"]:
+        raise UsageError("--compare-gpus was given.", "It compares trainings on GPUs.", "Add --task train and --gpu.")
+    batch = options["global_batch"] or 8 * max(counts)
+    load("brim.estimation.ranks.estimate", "brim.run.plan.search", MODELS)
+    with Console(stderr=True).status("Comparing"):
+        rows = [_row(model, count, batch, options) for count in counts]
+    if output is not None:
+        _plot(output, model, rows)
+    if as_json:
+        found = [row.to_json(price) for row in rows]
+        print_json({"model": model, "gpu": options["gpu"], "global_batch": batch, "tokens": _TOKENS, "rows": found})
+    else:
+        _print(model, batch, options, rows, price)
+    return None if any(row.step_s is not None for row in rows) else INFEASIBLE
+
+
+def _row(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
+    tokens = batch * options["seq"]
+    try:
+        return _alone(model, batch, options) if count == 1 else _split(model, count, batch, options)
+    except (BudgetError, UsageError) as error:
+        return Row(gpus=count, way=f"does not fit: {error.found}".splitlines()[0], tokens=tokens)
+
+
+def _alone(model: str, batch: int, options: dict[str, Any]) -> Row:
+    """One GPU, with offload where it has to be."""
+    from brim.run.plan.request import Request
+    from brim.run.plan.search import plan
+
+    left_out = ("gpus", "gpus_per_node", "global_batch", "batch", "top", "engine")
+    asked = {name: value for name, value in options.items() if name not in left_out}
+    answer = plan(Request(model=model, batch=batch, top=1, **asked))
+    tokens = batch * options["seq"]
+    if not answer.proposals:
+        return Row(gpus=1, way="does not fit", tokens=tokens)
+    best = answer.proposals[0]
+    way, peak = ", ".join(effect.what for effect in best.techniques) or "all in VRAM", best.plan.promise.peak_bytes
+    offload = any(peak.get(tier) for tier in ("ram", "disk"))
+    return Row(gpus=1, way=way, tokens=tokens, step_s=best.step_s, peak_bytes=dict(peak), offload=offload)
+
+
+def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
+    """Several GPUs: the fastest mesh that is proved to fit, with shards in RAM where none does without."""
+    from brim.run.plan.meshes import fastest
+
+    asked = {**options, "gpus": count, "gpus_per_node": min(options["gpus_per_node"] or 8, count), "top": 1}
+    found = fastest(model, {**asked, "global_batch": batch})
+    tokens = batch * options["seq"]
+    if not found.rows:
+        return Row(gpus=count, way=f"does not fit: {found.none()}", tokens=tokens)
+    mesh, proof = found.rows[0]
+    way = f"{mesh.split.describe().partition(': ')[2]}, recompute {mesh.checkpointing}"
+    step_s, offload = proof.step_s or mesh.step_s, mesh.split.offload_shards
+    peak = {"vram": proof.process_bytes} | ({"ram": proof.node_ram_bytes} if offload else {})
+    return Row(gpus=count, way=way, tokens=tokens, step_s=step_s, peak_bytes=peak, offload=offload)
+
+
+def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row], price: float | None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{model}: {batch} x {options['seq']:,} tokens a step on {options['gpu']}", markup=False)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    columns = ["GPUs", "s/step", "GPU-hours", *(["cost"] if price is not None else []), "VRAM each", "RAM", "disk"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [str(row.gpus)]
+        if row.step_s is not None and row.gpu_hours is not None and row.peak_bytes is not None:
+            cells += [format_seconds(row.step_s), f"{row.gpu_hours:,.1f}"]
+            cells += [f"{row.gpu_hours * price:,.2f}"] if price is not None else []
+            held = (row.peak_bytes.get(tier) for tier in ("vram", "ram", "disk"))
+            cells += ["" if not count else format_bytes(count) for count in held]
+        table.add_row(*cells)
+    console.print(table)
+    for row in rows:
+        console.print(f"{row.gpus}: {row.way}", markup=False)
+    console.print("GPU-hours and cost are those of a billion tokens", markup=False)
+
+
+def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
+    from brim.run.plan.regimes_picture import picture
+
+    lines: dict[str, list[tuple[float, float | None]]] = {}
+    for row in rows:
+        if row.gpu_hours is not None:
+            lines.setdefault("with offload" if row.offload else "all on GPUs", []).append((row.gpus, row.gpu_hours))
+    drawn = picture(
+        f"{model}: GPU-hours for a billion tokens",
+        lines,
+        x_label="GPUs",
+        y_label="GPU-hours",
+        unit="h",
+    )
+    try:
+        write_text(path, drawn)
+    except OSError as error:
+        raise UsageError(f"A plot was to be written to {path}.", f"{error}.", "Name another file.") from error

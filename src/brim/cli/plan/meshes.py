@@ -1,0 +1,184 @@
+"""``brim plan --gpus``: the fastest ways to split a training job over several GPUs."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from brim.cli.loading import MODELS, load
+from brim.cli.options import print_json
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from brim.estimation.ranks.estimate import ParallelEstimate
+    from brim.estimation.ranks.split import Split
+    from brim.planner.meshes.search import Mesh
+    from brim.run.plan.meshes import Found
+
+INFEASIBLE = 3
+
+
+def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool) -> int | None:
+    """Search, prove and print, and write the first to ``output``; where nothing fits, what would. The exit code."""
+    from rich.console import Console
+
+    _check(options)
+    started = time.perf_counter()
+    load("brim.estimation.ranks.estimate", MODELS)
+    with Console(stderr=True).status("Looking at meshes"):
+        found = _found(model, options)
+    if isinstance(found, BudgetError):
+        return _show_nearest(model, options, found, as_json=as_json)
+    took_s = time.perf_counter() - started
+    if output is not None:
+        _write(output, model, options, *found.rows[0])
+    if as_json:
+        print_json(_document(model, options, found, took_s))
+    else:
+        _print(model, options, found, took_s)
+    return None
+
+
+def _found(model: str, options: dict[str, Any]) -> Found | BudgetError:
+    """What the search found, or why there is nothing."""
+    from brim.run.plan.meshes import fastest
+
+    try:
+        found = fastest(model, options)
+    except BudgetError as error:
+        return error
+    if found.rows:
+        return found
+    asked = f"{model} was to be split over {options['gpus']} {options['gpu']}."
+    return BudgetError(asked, f"{found.none()}.", smallest_bytes=found.least_bytes)
+
+
+def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
+    """What would fit in place of what was asked."""
+    from rich.console import Console
+
+    from brim.run.plan.meshes import fastest
+    from brim.run.plan.meshes_nearest import infeasible
+
+    with Console(stderr=True).status("Looking for what would fit"):
+        answer = infeasible(model, options, refusal, lambda changed: bool(fastest(model, dict(changed)).rows))
+    if as_json:
+        print_json({
+            "model": model, "gpus": options["gpus"], "engine": options["engine"] or "torch", "proposals": [],
+            "infeasible": answer.to_json(),
+        })  # fmt: skip
+        return INFEASIBLE
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"Nothing fits. {answer.why}", markup=False)
+    if refusal.todo:
+        console.print(refusal.todo, markup=False)
+    for one in answer.nearest:
+        console.print(f"It fits with {one.change}: {one.command}", markup=False)
+    if not answer.nearest:
+        console.print("No small change that would do was found.", markup=False)
+    return INFEASIBLE
+
+
+def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: ParallelEstimate) -> None:
+    """For ``torchrun ... -m brim train --plan``."""
+    from brim.run.plan.meshes import engine_of
+    from brim.run.ranks import plan as distributed_plan
+
+    engine, precision = engine_of(mesh, options)
+    made = distributed_plan.made(
+        model=model, gpu=options["gpu"], engine=engine, precision=precision, sequence=options["seq"],
+        split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
+        step_s=proof.step_s or mesh.step_s,
+    )  # fmt: skip
+    distributed_plan.write(path, made)
+
+
+def _check(options: dict[str, Any]) -> None:
+    if options["task"] != "train":
+        raise UnsupportedError("--gpus was given for generating.", "Training is split, so far.", "Use --task train.")
+    if not options["gpu"]:
+        raise UsageError("--gpus was given without --gpu.", "Seconds and memory need one.", 'Add --gpu "A100 80GB".')
+
+
+def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
+    from brim.run.plan.meshes import engine_of
+
+    split = mesh.split
+    words = ["brim", "estimate", model, "--gpus", str(split.gpus), "--gpu", options["gpu"]]
+    words += ["--gpus-per-node", str(split.gpus_per_node), "--seq", str(options["seq"])]
+    for name in ("tp", "pp", "interleave", "zero", "micro_batch", "global_batch"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(split, name))]
+    for name in ("cp", "ep"):
+        words += [f"--{name}", str(getattr(split, name))] if getattr(split, name) > 1 else []
+    words += ["--sp"] if split.sequence_parallel else []
+    words += ["--zero-bubble"] if split.zero_bubble else []
+    words += ["--offload-shards"] if split.offload_shards else []
+    words += ["--stage-layers", ",".join(map(str, split.stage_layers))] if split.stage_layers else []
+    engine, precision = engine_of(mesh, options)
+    words += ["--precision", precision] if engine == "torch" else []
+    return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", engine])
+
+
+def _document(model: str, options: dict[str, Any], found: Found, took_s: float) -> dict[str, Any]:
+    proposals = []
+    for mesh, proof in found.rows:
+        document = proof.to_json()
+        document.pop("ranks")
+        proposals.append(document | {
+            "interleave": mesh.split.interleave, "zero": mesh.split.zero, "micro_batch": mesh.split.micro_batch,
+            "global_batch": mesh.split.global_batch, "sequence_parallel": mesh.split.sequence_parallel,
+            "checkpointing": mesh.checkpointing, "stage_layers": list(mesh.split.stage_layers),
+            "offload_shards": mesh.split.offload_shards, "zero_bubble": mesh.split.zero_bubble,
+            "command": _command(model, options, mesh),
+        })  # fmt: skip
+    return {
+        "model": model, "gpus": options["gpus"], "meshes": found.looked_at, "traced": found.traced,
+        "least_bytes": found.least_bytes, "proposals": proposals, "took_s": took_s,
+    }  # fmt: skip
+
+
+def _size(split: Split, axis: str) -> str:
+    """As the table has it: of chunks a zero-bubble pipeline's with its mark."""
+    return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
+
+
+def _print(model: str, options: dict[str, Any], found: Found, took_s: float) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = found.rows
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    in_ram = any(mesh.split.offload_shards for mesh, _ in rows)
+    ram = ["RAM of a node"] if in_ram else []
+    axes = ["tp", "pp", "v", *(axis for axis in ("cp", "ep") if any(mesh.split.size(axis) > 1 for mesh, _ in rows))]
+    axes += ["dp", *(["zero"] if len({mesh.split.zero for mesh, _ in rows}) > 1 else [])]
+    columns = ["", *axes, "micro", "recompute", "worst rank", *ram, "s/step", "tokens/s"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for number, (mesh, proof) in enumerate(rows, 1):
+        step_s = proof.step_s or mesh.step_s
+        tokens = mesh.split.global_batch * options["seq"] / step_s
+        split = mesh.split
+        table.add_row(
+            str(number), *(_size(split, axis) for axis in axes),
+            f"{split.micro_batches:,}x{split.micro_batch}", mesh.checkpointing,
+            format_bytes(proof.process_bytes), *([format_bytes(proof.node_ram_bytes)] if in_ram else []),
+            format_seconds(step_s), f"{tokens:,.0f}",
+        )  # fmt: skip
+    console.print(table)
+    if in_ram:
+        console.print("Nothing fits with all of it on the GPUs: these keep ZeRO-3's shards in RAM.", markup=False)
+    halves = ", zb: zero-bubble" if any(mesh.split.zero_bubble for mesh, _ in rows) else ""
+    told = f"v: model chunks a rank{halves}; micro: micro-batches a step, and sequences in each"
+    console.print(told, markup=False)
+    console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
+    for note in rows[0][1].notes:
+        console.print(note, markup=False)
+    counts = f"looked at {found.looked_at:,} meshes in {format_seconds(took_s)}, {found.traced} of them traced"
+    console.print(counts, markup=False)

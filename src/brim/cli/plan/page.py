@@ -1,0 +1,132 @@
+"""``brim plan --html``: what was planned, as tables and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from brim.cli import verdict
+from brim.cli.options import write_html
+
+if TYPE_CHECKING:
+    from brim.core import Timeline
+    from brim.run.plan.request import Answer, Effect, Proposal
+
+TIERS = ("vram", "ram", "disk")
+
+
+def tiers_of(answer: Answer) -> list[str]:
+    """Those that some plan uses."""
+    used: set[str] = set()
+    for one in answer.proposals:
+        used |= {tier for tier, count in one.plan.promise.peak_bytes.items() if count}
+    return [tier for tier in TIERS if tier in used]
+
+
+def write_page(path: Path, answer: Answer) -> None:
+    from brim.report.html.page import Table, View
+
+    request, tiers = answer.request, tiers_of(answer)
+    tables: list[Table] = []
+    if answer.proposals:
+        tables.append(_plans(answer, tiers))
+        best = answer.proposals[0]
+        tables += [_effects("What plan 1 uses", best.techniques), _effects("More room by", best.frees)]
+        tables.append(_commands(answer))
+    else:
+        changes = tuple((one.change, one.command) for one in answer.nearest)
+        tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
+    tables.append(_precisions(answer))
+    budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
+    tables.append(Table(title="Budget", columns=("tier", "bytes"), rows=budget))
+    if answer.machine.assumed:
+        told = tuple((text,) for text in answer.machine.assumed)
+        tables.append(Table(title="What was assumed", columns=("of the machine",), rows=told))
+    tables = [table for table in tables if table.rows]
+    views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
+    notes = [] if answer.proposals else [answer.refusal]
+    title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
+    write_html(path, views, title=title, verdict=verdict.of_plans(answer), tables=tables, notes=notes)
+
+
+def _plans(answer: Answer, tiers: Sequence[str]) -> Any:
+    from brim.report.html.page import Table
+
+    rows: tuple[tuple[Any, ...], ...] = tuple(
+        (
+            number,
+            *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
+            one.step_s,
+            answer.tokens_per_s(one),
+            one.limited_by,
+            one.gap,
+        )
+        for number, one in enumerate(answer.proposals, 1)
+    )
+    peaks = (f"{tier}_bytes" for tier in tiers)
+    columns = ("plan", *peaks, "step_s", "tokens per second", "limited by", "gap_share")
+    note = "Peak per tier. Each was proved: a step was traced with it in force."
+    return Table(title="Plans", columns=columns, rows=rows, note=note)
+
+
+def _picture(one: Proposal, answer: Answer) -> Timeline:
+    """The schedule of a plan; where that has no bytes, what the compute tier holds at the most under it."""
+    from brim.core import EventKind, Timeline
+
+    assert one.timeline is not None
+    compute = answer.machine.hardware.compute
+    if any(event.kind is EventKind.ALLOC and event.tier == compute for event in one.timeline):
+        return one.timeline
+    made = Timeline(one.timeline.name, measured=False, facts=dict(one.timeline.facts))
+    rest = one.plan.promise.peak_bytes.get(compute, 0)
+    for decision in one.plan.decisions:
+        if decision.choice == "resident" and decision.bytes <= rest:
+            made.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
+            rest -= decision.bytes
+    made.add(EventKind.ALLOC, compute, rest, label="all else at its peak", category="temporary")
+    for event in one.timeline:
+        made.add(**{name: getattr(event, name) for name in event.__slots__})
+    return made
+
+
+def _effects(title: str, effects: Sequence[Effect]) -> Any:
+    from brim.report.html.page import Table
+
+    tiers = [tier for tier in TIERS if any(one.saves_bytes.get(tier) for one in effects)]
+    rows = tuple(
+        (one.technique, one.what, *(_or_none(one.saves_bytes, tier) for tier in tiers), one.costs_s)
+        for one in effects
+    )
+    columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
+    return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
+
+
+def _precisions(answer: Answer) -> Any:
+    from brim.report.html.page import Table
+
+    names = list(dict.fromkeys(name for row in answer.precisions for name in row.forms))
+    columns = ["block", "count"]
+    for name in names:
+        columns += [f"{name}_bytes", f"{name} moved_s", f"{name} computed_s"]
+    rows = []
+    for row in answer.precisions:
+        cells: list[Any] = [row.kind, row.count]
+        for name in names:
+            form = row.forms.get(name)
+            cells += [form.bytes, form.move_s, form.compute_s] if form else [None] * 3
+        rows.append((*cells, row.streamed, row.resident))
+    columns += ["better streamed", "better resident"]
+    note = "Per token. A streamed block takes the longer of moving and computing it."
+    return Table(title="Which precision?", columns=tuple(columns), rows=tuple(rows), note=note)
+
+
+def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:
+    return saves_bytes.get(tier) or None
+
+
+def _commands(answer: Answer) -> Any:
+    from brim.report.html.page import Table
+
+    rows = tuple((number, one.command) for number, one in enumerate(answer.proposals, 1))
+    return Table(title="Commands", columns=("plan", "command"), rows=rows)

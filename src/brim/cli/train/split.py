@@ -1,0 +1,66 @@
+"""``brim train`` under torchrun: each rank its part of the model, one log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.console import Console
+
+from brim.cli.options import print_json
+from brim.cli.split_options import under_torchrun
+from brim.errors import UnsupportedError, UsageError
+from brim.run.train.request import Request
+
+# Option as the command line has it -> its value where it was not given.
+SPLIT = {
+    "zero": None, "offload_shards": False, "tp": None, "pp": None, "interleave": None, "zero_bubble": False,
+    "sp": False, "ep": None, "cp": None, "timeout": None,
+}  # fmt: skip
+
+
+def asked_for(options: Mapping[str, Any]) -> bool:
+    """Whether this run is one over ranks: torchrun has started it."""
+    under = under_torchrun()
+    given = [name for name, unset in SPLIT.items() if options[name] != unset]
+    if given and not under:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} was given.",
+            "It splits a training over ranks, and this process is alone.",
+            "Run torchrun --nproc-per-node N -m brim train ..., or leave it out.",
+        )  # fmt: skip
+    return under
+
+
+def run(training: Request, options: Mapping[str, Any], *, as_json: bool) -> None:
+    """Train with the others; only rank 0 says anything."""
+    if training.eval_data is not None or training.report_to is not None:
+        given = "--eval-data" if training.eval_data is not None else "--report-to"
+        raise UnsupportedError(
+            f"{given} was given under torchrun.", "It is of trainings in one process, so far.", "Leave it out."
+        )
+    from brim.run.ranks.request import TIMEOUT_S, SplitRequest
+    from brim.run.ranks.train import train
+
+    request = SplitRequest(
+        training=training, zero=options["zero"] or 0, tp=options["tp"] or 1, pp=options["pp"] or 1,
+        interleave=options["interleave"] or 1, sequence_parallel=options["sp"],
+        offload_shards=options["offload_shards"], zero_bubble=options["zero_bubble"], ep=options["ep"] or 1,
+        cp=options["cp"] or 1,
+        timeout_s=options["timeout"] or TIMEOUT_S,
+    )  # fmt: skip
+    console = Console(stderr=True)
+    made = train(
+        request,
+        on_step=lambda report: console.print(report.line(), highlight=False, soft_wrap=True),
+        on_note=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
+    if made is None:
+        return
+    if as_json:
+        print_json(made.to_json())
+        return
+    if made.losses:
+        console.print(f"loss {made.losses[0]:.4f} -> {made.losses[-1]:.4f} in {len(made.losses)} steps")
+    click.echo(str(made.output))

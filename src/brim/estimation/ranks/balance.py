@@ -1,0 +1,95 @@
+"""Which layers a pipeline stage gets: consecutive ones, so many that the slowest stage is as fast as can be.
+
+A step of 1F1B takes as long as its slowest stage for each micro-batch, and the first and last one of all others
+(Narayanan et al., arXiv 2104.04473), whose sum is the same however layers are dealt out. So the least is that of the
+slowest stage. Of the ways to reach it the one is taken whose fullest rank has the least in it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from brim.estimation.ranks.split import Split, in_flight, stage_layers
+
+Cost = Callable[[int, int], float]  # of stage and its layers; more layers never cost less
+_FORWARD_AND_BACKWARD, _RECOMPUTED = 3, 4  # products for each one of the forward pass
+_UNGATED = ("gpt2", "opt", "starcoder2", "gpt_neox", "gptj", "bloom", "falcon", "phi", "gpt_bigcode", "bert")
+
+
+def balanced(
+    layers: int, stages: int, seconds: Cost, held: Cost, room: float = float("inf")
+) -> tuple[int, ...] | None:  # fmt: skip
+    """Layers of each stage: the slowest stage's ``seconds`` the least, with no stage's ``held`` bytes above ``room``;
+    of these the largest ``held`` the least. None where no way fits.
+
+    Layers are alike, so that a limit on both costs says how many each stage can take at most, and dealing out is
+    possible exactly if these add up to enough.
+    """
+    counts = range(1, layers - stages + 2)
+    times = [[seconds(stage, count) for count in counts] for stage in range(stages)]
+    sizes = [[held(stage, count) for count in counts] for stage in range(stages)]
+
+    def most(slowest: float, fullest: float) -> list[int] | None:
+        """The most layers of each stage within both limits; None where one cannot have any, or all too few."""
+        found = [
+            min(bisect.bisect_right(time, slowest), bisect.bisect_right(size, min(fullest, room)))
+            for time, size in zip(times, sizes, strict=True)
+        ]
+        return None if min(found) < 1 or sum(found) < layers else found
+
+    slowest = _smallest(times, lambda limit: most(limit, room) is not None)
+    if slowest is None:
+        return None
+    fullest = _smallest(sizes, lambda limit: most(slowest, limit) is not None)
+    assert fullest is not None
+    limits = most(slowest, fullest)
+    assert limits is not None
+    found = [1] * stages
+    for _ in range(layers - stages):
+        open_ones = [stage for stage in range(stages) if found[stage] < limits[stage]]
+        found[min(open_ones, key=lambda stage: (times[stage][found[stage]], -stage))] += 1
+    return tuple(found)
+
+
+def stages_of(split: Split, config: Any, *, sequence: int, checkpointing: str | None = None) -> tuple[int, ...]:
+    """Layers of each of a model's stages (of ``split.pp`` x ``split.interleave``) under PyTorch's engine: as the
+    split says, or balanced by their products. Interleaved ones are even.
+
+    ``config`` is transformers'. A rank that runs and one that is predicted ask here.
+    """
+    layers, many = int(config.num_hidden_layers), split.pp * split.interleave
+    if split.stage_layers:
+        return split.stage_layers
+    if many == 1 or split.interleave > 1:
+        return stage_layers(layers, many)
+    layer, head = _products(config, sequence)
+    layer *= _RECOMPUTED if checkpointing == "full" else _FORWARD_AND_BACKWARD
+    head *= _FORWARD_AND_BACKWARD
+
+    def seconds(stage: int, count: int) -> float:
+        return count * layer + (head if stage == many - 1 else 0)
+
+    found = balanced(layers, many, seconds, lambda stage, count: in_flight(split, stage) * count)
+    assert found is not None
+    return found
+
+
+def _products(config: Any, sequence: int) -> tuple[int, int]:
+    """Multiplications for one token: in a layer, and in the output layer."""
+    hidden, heads = int(config.hidden_size), int(getattr(config, "num_attention_heads", None) or 1)
+    width = int(getattr(config, "head_dim", None) or hidden // heads)
+    queries, keys = heads * width, int(getattr(config, "num_key_value_heads", None) or heads) * width
+    inner = next((v for n in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(config, n, None))), None)
+    ffn = (2 if config.model_type in _UNGATED else 3) * hidden * int(inner or 4 * hidden)
+    ffn *= int(getattr(config, "num_experts_per_tok", None) or 1)
+    attention = 2 * hidden * (queries + keys) + sequence * queries
+    return attention + ffn, hidden * int(config.vocab_size)
+
+
+def _smallest(table: Sequence[Sequence[float]], works: Callable[[float], bool]) -> float | None:
+    """The smallest number of the table that works, where all above it do."""
+    limits = sorted({number for row in table for number in row})
+    at = bisect.bisect_left(limits, True, key=works)
+    return limits[at] if at < len(limits) else None

@@ -1,0 +1,265 @@
+"""A pipeline rank's step from one that took a few turns: any number of micro-batches, in any order.
+
+What a turn does hangs on where it stands among those of its model chunk: gradients are born in the first backward
+pass, what ZeRO puts off is done in the last, and weights that FSDP2 gathers for a forward pass are there for the next
+one if no backward pass has let them go in between. ``traced_order`` has one turn of every kind; each turn of the
+whole step is written again as the one that stands like it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from brim.core import Op, Phase, Storage, Trace
+from brim.estimation.ranks.schedule import Half, Turn
+
+FORWARD, BACKWARD, OPTIMIZER = "brim.forward", "brim.backward", "brim.optimizer"
+_HALVES = {"input": "brim.backward_input", "weight": "brim.backward_weight"}
+_MARKS = (FORWARD, BACKWARD, OPTIMIZER, *_HALVES.values())
+# Forward and backward passes of one chunk in which a turn of every kind is seen: where each forward is followed by
+# its backward, and where some forwards are ahead.
+_IN_TURN = ((0, True), (0, False), (1, True), (1, False), (2, True), (2, False))
+_AHEAD = ((0, True), (1, True), (0, False), (2, True), (3, True), (1, False), (2, False), (3, False))
+_IN_HALVES: tuple[tuple[int, Half | None], ...] = (  # of a zero-bubble pipeline; None: a forward pass
+    (0, None), (1, None), (0, "input"), (2, None), (1, "input"), (0, "weight"), (3, None), (2, "input"),
+    (1, "weight"), (3, "input"), (2, "weight"), (3, "weight"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Situation:
+    """Where a turn stands among those of its chunk. ``after``: whether the one before was a forward, None: none."""
+
+    forward: bool
+    first: bool
+    last: bool
+    after: bool | None
+
+    def likeness(self, other: _Situation) -> int:
+        """What tells most counts most: of a forward what was before it, of a backward whether it is the last."""
+        weights = (1, 2, 4) if self.forward else (2, 4, 1)
+        same = (self.first == other.first, self.last == other.last, self.after == other.after)
+        return sum(weight for weight, alike in zip(weights, same, strict=True) if alike)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Ticks ``[start, end)`` of the trace: a turn, or None for what is before or after all of them."""
+
+    start: int
+    end: int
+    turn: Turn | None
+
+
+def traced_order(order: Sequence[Turn]) -> list[Turn]:
+    """The turns to trace for a step that takes ``order``: all of a chunk where they are few, else one of each kind.
+
+    The chunks come one after the other: what one does is no matter of another's.
+    """
+    found = []
+    for chunk in sorted({turn.chunk for turn in order}):
+        own = [turn for turn in order if turn.chunk == chunk]
+        if any(turn.half for turn in own):
+            found += own if len(own) <= len(_IN_HALVES) else _in_halves(chunk)
+            continue
+        ahead = any(one.forward and other.forward for one, other in itertools.pairwise(own))
+        few = _AHEAD if ahead else _IN_TURN
+        if len(own) > len(few):
+            own = [Turn(micro_batch=number, chunk=chunk, forward=forward) for number, forward in few]
+        found += own
+    return found
+
+
+def _in_halves(chunk: int) -> list[Turn]:
+    return [
+        Turn(micro_batch=number, chunk=chunk, forward=half is None, half=half or "") for number, half in _IN_HALVES
+    ]
+
+
+def mark_of(turn: Turn) -> str:
+    """The name of the mark that a turn begins with."""
+    return FORWARD if turn.forward else _HALVES.get(turn.half, BACKWARD)
+
+
+class Composer:
+    """Reads a trace whose last step took ``traced``, each turn begun at a mark, and the optimizer's step behind."""
+
+    def __init__(self, trace: Trace, traced: Sequence[Turn]) -> None:
+        self.trace, self.traced = trace, tuple(traced)
+        marks = [op for op in trace.ops if op.name in _MARKS and op.at >= trace.step_starts[-1]]
+        names = [op.name for op in marks]
+        expected = [mark_of(turn) for turn in traced]
+        assert names == [*expected, OPTIMIZER], f"the last step's marks are {names}"
+        end = 1 + max(op.at for op in trace.ops)
+        end = max([end, *(1 + s.born for s in trace.storages), *(1 + (s.died or 0) for s in trace.storages)])
+        bounds = [0, *(op.at for op in marks), end]
+        self.stretches = [
+            _Stretch(start, stop, turn)
+            for (start, stop), turn in zip(itertools.pairwise(bounds), [None, *traced, None], strict=True)
+        ]
+        self._bounds = bounds
+        self._kinds = _situations(self.traced)
+        self._ops: dict[_Stretch, list[Op]] = {stretch: [] for stretch in self.stretches}
+        for op in trace.ops:
+            self._ops[self.stretch_at(op.at)].append(op)
+        self._ticks: dict[_Stretch, dict[tuple[str, str, int], int]] = {}
+        self._lists: dict[_Stretch, tuple[list[tuple[str, str, int]], list[int]]] = {}
+
+    def like(self, turn: Turn, kind: _Situation) -> _Stretch:
+        """The traced turn of the same chunk that stands most like it."""
+        alike = [at for at, one in enumerate(self.traced) if one.kind == turn.kind]
+        return self.stretches[1 + max(alike, key=lambda at: self._kinds[at].likeness(kind))]
+
+    def ops_at(self, stretch: _Stretch) -> list[Op]:
+        return self._ops[stretch]
+
+    def usual_ops(self) -> tuple[Op, ...]:
+        """Operations of one micro-batch through all chunks, like most: neither a first nor a last turn, where there
+        is one."""
+        return self._usual(lambda turn: True)
+
+    def weight_ops(self) -> tuple[Op, ...]:
+        """Those of them that work out the gradients of weights, where backward passes are in two halves."""
+        return self._usual(lambda turn: turn.half == "weight")
+
+    def _usual(self, wanted: Callable[[Turn], bool]) -> tuple[Op, ...]:
+        found: list[Op] = []
+        for turn in {turn.kind: turn for turn in self.traced if wanted(turn)}.values():
+            kind = _Situation(forward=turn.forward, first=False, last=False, after=not turn.forward)
+            ops = self.ops_at(self.like(turn, kind))
+            # Gradients of halves are added up outside of autograd.
+            found += [replace(op, phase=Phase.BACKWARD) for op in ops] if turn.half else ops
+        return tuple(found)
+
+    def end_ops(self) -> tuple[Op, ...]:
+        """Operations of every chunk's first and last forward and backward."""
+        ends = [stretch for stretch, kind in zip(self.stretches[1:], self._kinds, strict=False)
+                if kind.first or kind.last]  # fmt: skip
+        return tuple(op for stretch in ends for op in self.ops_at(stretch))
+
+    def optimizer_ops(self) -> tuple[Op, ...]:
+        return tuple(self.ops_at(self.stretches[-1]))
+
+    def composed(self, order: Sequence[Turn]) -> Trace:
+        """The trace of a step that takes these turns."""
+        return _Composition(self, order).trace()
+
+    def stretch_at(self, tick: int) -> _Stretch:
+        return self.stretches[min(bisect.bisect_right(self._bounds, tick), len(self.stretches)) - 1]
+
+    def moved(self, tick: int, source: _Stretch, target: _Stretch) -> int:
+        """``tick`` of one stretch as an offset into another of the same chunk: behind the same operation."""
+        if source is target:
+            return tick - source.start
+        names, ticks = self._named(source)
+        there = self._ticks_of(target)
+        at = bisect.bisect_right(ticks, tick) - 1
+        while names[at] not in there:  # at the latest the mark, which each begins with
+            tick, at = ticks[at], at - 1
+        return min(there[names[at]] + tick - ticks[at], target.end - 1) - target.start
+
+    def _ticks_of(self, stretch: _Stretch) -> dict[tuple[str, str, int], int]:
+        """When each operation is, by its name, its module, and how often it was there before."""
+        if stretch not in self._ticks:
+            seen: dict[tuple[str, str], int] = {}
+            ticks = {}
+            for op in self.ops_at(stretch):
+                key = (op.name, op.module)
+                seen[key] = number = seen.get(key, -1) + 1
+                ticks[(*key, number)] = op.at
+            self._ticks[stretch] = ticks
+        return self._ticks[stretch]
+
+    def _named(self, stretch: _Stretch) -> tuple[list[tuple[str, str, int]], list[int]]:
+        ticks = self._ticks_of(stretch)
+        if stretch not in self._lists:
+            self._lists[stretch] = (list(ticks), list(ticks.values()))
+        return self._lists[stretch]
+
+
+def _situations(order: Sequence[Turn]) -> list[_Situation]:
+    found = []
+    before: dict[int, bool] = {}
+    count: dict[tuple[int, bool, str], int] = {}
+    total = Counter(turn.kind for turn in order)
+    for turn in order:
+        key = turn.kind
+        count[key] = number = count.get(key, 0) + 1
+        found.append(_Situation(
+            forward=turn.forward, first=number == 1, last=number == total[key], after=before.get(turn.chunk)
+        ))  # fmt: skip
+        before[turn.chunk] = turn.forward
+    return found
+
+
+class _Composition:
+    def __init__(self, source: Composer, order: Sequence[Turn]) -> None:
+        self.source = source
+        kinds = _situations(order)
+        first, last = source.stretches[0], source.stretches[-1]
+        self.turns: list[Turn | None] = [None, *order, None]
+        alike = (source.like(turn, kind) for turn, kind in zip(order, kinds, strict=True))
+        self.placed: list[_Stretch] = [first, *alike, last]
+        lengths = [part.end - part.start for part in self.placed]
+        self.starts = list(itertools.accumulate(lengths, initial=0))
+        self._dies: dict[tuple[int, _Stretch], int] = {}
+
+    def trace(self) -> Trace:
+        storages = sorted(self._storages(), key=lambda storage: storage.born)
+        numbered = tuple(replace(storage, id=index) for index, storage in enumerate(storages))
+        return replace(self.source.trace, storages=numbered, ops=tuple(self._ops()))
+
+    def _ops(self) -> Iterator[Op]:
+        for part, start in zip(self.placed, self.starts, strict=False):
+            for op in self.source.ops_at(part):
+                yield replace(op, at=start + op.at - part.start)
+
+    def _storages(self) -> Iterator[Storage]:
+        by_stretch: dict[_Stretch, list[Storage]] = {}
+        for storage in self.source.trace.storages:
+            by_stretch.setdefault(self.source.stretch_at(storage.born), []).append(storage)
+        for index, part in enumerate(self.placed):
+            for storage in by_stretch.get(part, ()):
+                born = self.starts[index] + storage.born - part.start
+                yield replace(storage, born=born, died=self._death(storage.died, part, index))
+
+    def _death(self, died: int | None, part: _Stretch, index: int) -> int | None:
+        if died is None:
+            return None
+        end = self.source.stretch_at(died)
+        if end is part:
+            return self.starts[index] + died - part.start
+        if end.turn is None:  # gradients, and what was there before the step
+            return self.starts[-2] + died - end.start
+        key = (index, end)
+        if key not in self._dies:
+            self._dies[key] = self._turn_like(end, end.turn, part, index)
+        at = self._dies[key]
+        return self.starts[at] + self.source.moved(died, end, self.placed[at])
+
+    def _turn_like(self, end: _Stretch, ends: Turn, part: _Stretch, index: int) -> int:
+        """Where in this order what was born at ``index`` dies, when in the trace it is in the turn ``end``: in its
+        own backward (or its other half), in the last one, or so many turns of that kind later."""
+        made = part.turn
+        if made is not None and not ends.forward and (made.micro_batch, made.chunk) == (ends.micro_batch, ends.chunk):
+            own = self.turns[index]
+            assert own is not None
+            return self.turns.index(replace(own, forward=False, half=ends.half))
+        kind = ends.kind
+        traced = self.source.stretches
+        between = [stretch for stretch in traced[traced.index(part) + 1 :] if _kind(stretch.turn) == kind]
+        number = between.index(end)
+        later = [at for at in range(index + 1, len(self.turns)) if _kind(self.turns[at]) == kind]
+        if not later:  # this order has fewer: until what follows takes its place
+            return index + 1
+        if number and end is between[-1]:
+            return later[-1]
+        return later[min(number, len(later) - 1)]
+
+
+def _kind(turn: Turn | None) -> tuple[int, bool, str] | None:
+    return None if turn is None else turn.kind

@@ -1,0 +1,306 @@
+"""``brim estimate --gpus``: what every rank of a split training job takes, and how long its step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brim import catalog
+from brim.core import Trace
+from brim.errors import UnsupportedError, UsageError
+from brim.estimation.breakdown import at_peak
+from brim.estimation.estimate import PeakBytes, capability_of
+from brim.estimation.models import Source, find_model
+from brim.estimation.ranks import torch_engine as ranks_torch
+from brim.estimation.ranks.host_memory import RamPeak, ram_peak
+from brim.estimation.ranks.job import ParallelJob, StageFacts
+from brim.estimation.ranks.megatron import stages as ranks_megatron
+from brim.estimation.ranks.split import ENGINES, Split
+from brim.estimation.ranks.time import (
+    StageTime,
+    StepTime,
+    stage_time,
+    step_time,
+    training_hardware,
+)
+from brim.estimation.simulation import Place, place_of, simulate
+from brim.estimation.workload import Workload
+
+_DEFAULT_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank: ``coordinates`` in the mesh, peaks as in ``PeakBytes``, and what lies there at the peak.
+
+    ``breakdown`` sums to ``peak_bytes.process`` with the allocator's slack left out: tensors by category, the CUDA
+    context and NCCL's buffers. ``ram``: what its shards take in RAM where they are offloaded.
+    """
+
+    rank: int
+    coordinates: dict[str, int]
+    peak_bytes: PeakBytes
+    breakdown: dict[str, int]
+    ram: RamPeak | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank, "coordinates": dict(self.coordinates), "peak_bytes": peaks_json(self.peak_bytes),
+            "breakdown": dict(self.breakdown),
+        } | ({} if self.ram is None else {"ram_bytes": ram_json(self.ram)})  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelEstimate:
+    """What a split training step takes. ``time`` is None without a GPU, ``fits`` too.
+
+    ``worst_rank`` is the rank that allocates most, the first of those that are alike; ``process_bytes`` is the most
+    that any rank's process takes on its GPU, which may be another rank's where allocators fragment unlike.
+    """
+
+    model: str
+    engine: str
+    workload: Workload
+    split: Split
+    gpu: str
+    ranks: tuple[Rank, ...]
+    worst_rank: int
+    time: StepTime | None
+    fits: bool | None
+    flops: int
+    notes: tuple[str, ...]
+    not_modelled: tuple[str, ...] = ()
+
+    @property
+    def worst(self) -> Rank:
+        return self.ranks[self.worst_rank]
+
+    @property
+    def process_bytes(self) -> int:
+        return max(rank.peak_bytes.process for rank in self.ranks)
+
+    @property
+    def node_ram_bytes(self) -> int:
+        """What the shards of one node's ranks take in RAM, of the node with the most; 0 where none are there."""
+        each, split = [rank.ram.reserved if rank.ram else 0 for rank in self.ranks], self.split
+        return max(sum(each[at : at + split.gpus_per_node]) for at in range(0, split.gpus, split.gpus_per_node))
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.time is None else self.time.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        split = self.split
+        return {
+            "peak_bytes": peaks_json(self.worst.peak_bytes),
+            "at_peak_bytes": dict(self.worst.breakdown),
+            "worst_rank": self.worst_rank,
+            "process_bytes": self.process_bytes,
+            "mesh": {name: split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")},
+            "micro_batches": split.micro_batches,
+            "engine": self.engine,
+            "step_s": self.step_s,
+            "seconds": self.time.to_json() if self.time is not None else None,
+            "flops": self.flops,
+            "not_modelled": list(self.not_modelled),
+            "fits": self.fits,
+            "ranks": [rank.to_json() for rank in self.ranks],
+        } | ({} if not split.offload_shards else {"node_ram_bytes": self.node_ram_bytes})
+
+
+def peaks_json(peak: PeakBytes) -> dict[str, int]:
+    return {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process}
+
+
+def ram_json(ram: RamPeak) -> dict[str, Any]:
+    return {"allocated": ram.allocated, "reserved": ram.reserved, "breakdown": dict(ram.breakdown)}
+
+
+def estimate_ranks(
+    model: str | Path | Callable[[], Any],
+    split: Split,
+    *,
+    engine: str = "torch",
+    task: str = "train",
+    seq: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    checkpointing: str | None = None,
+    gpu: str | catalog.Gpu | None = None,
+    vram: str | int | None = None,
+    alloc_conf: str = "",
+    fused_loss: bool = True,
+    compiled: bool = False,
+) -> ParallelEstimate:
+    """What every rank of a training step of ``model`` takes when it is split as ``split`` says.
+
+    ``engine``: ``torch`` is PyTorch's own (FSDP2, DTensor, pipelining), traced as it will run; ``megatron`` is
+    Megatron-LM with Transformer Engine, written down from its code (bf16 weights, AdamW; ``fused_loss`` is its
+    ``--cross-entropy-loss-fusion`` by Transformer Engine). ``compiled``: each block by torch.compile, in ``torch``
+    only. Ranks that are alike are worked out once. Raises UsageError for what does not divide, naming the nearest
+    that does, and UnsupportedError for what the engine does not do.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine} was given.", f"It is one of {', '.join(ENGINES)}.")
+    if task != "train":
+        raise UnsupportedError(
+            f"The task {task} was to be split over several GPUs.", "Training is, so far.", "Use --task train."
+        )
+    workload = Workload(
+        task=task, batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    place = place_of(gpu, vram)
+    job = _job(find_model(model), workload, split, place, fused_loss=fused_loss, compiled=compiled)
+    stages, notes = (ranks_megatron if engine == "megatron" else ranks_torch).stages(job)
+    return _assembled(job, engine, stages, place, alloc_conf, notes)
+
+
+def _job(
+    source: Source, workload: Workload, split: Split, place: Place, *, fused_loss: bool = True, compiled: bool = False
+) -> ParallelJob:
+    return ParallelJob(
+        source=source,
+        workload=workload,
+        split=split,
+        sequence=workload.seq or _tokens(source),
+        capability=capability_of(place),
+        fused_loss=fused_loss,
+        compiled=compiled,
+    )
+
+
+def stage_fits(
+    model: str | Path | Callable[[], Any], split: Split, stage: int, *, seq: int, gpu: catalog.Gpu, checkpointing: str
+) -> bool:  # fmt: skip
+    """Whether the ranks of one pipeline stage fit on ``gpu`` under Megatron-LM: a quick no before all are looked at.
+    Raises what ``estimate_ranks`` does."""
+    place = place_of(gpu)
+    workload = Workload(task="train", batch=split.micro_batch, seq=seq, checkpointing=checkpointing)
+    (facts,), _ = ranks_megatron.stages(_job(find_model(model), workload, split, place), only=stage)
+    return _memory(facts.trace, place, "", _nccl_bytes(split))[0].process <= gpu.capacity_bytes
+
+
+def cpu_bytes(
+    model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
+    checkpointing: str | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The most that tensors take at once on each rank of a training step on CPUs, by PyTorch's own engine; beside
+    shards in RAM, all the rest (``cpu_ram_bytes``).
+
+    Raises what ``estimate_ranks`` does.
+    """
+    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
+    of_stage = [simulate(facts.trace).peak_bytes.allocated for facts in stages]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
+
+
+def cpu_ram_bytes(
+    model: str | Path, split: Split, *, seq: int, precision: str = "fp32", optimizer: str = "adamw",
+    checkpointing: str | None = None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The most that the shards of each rank take at once in RAM on CPUs, where they are offloaded.
+
+    A CPU then plays the GPU too: what a GPU would have is ``cpu_bytes``. Raises what ``estimate_ranks`` does.
+    """
+    stages = _cpu_stages(model, split, seq, precision, optimizer, checkpointing)
+    of_stage = [ram_peak(facts.ram, page_locked=False).allocated for facts in stages]
+    return tuple(of_stage[split.coordinates(rank)["pp"]] for rank in range(split.gpus))
+
+
+def _cpu_stages(
+    model: str | Path, split: Split, seq: int, precision: str, optimizer: str, checkpointing: str | None
+) -> Sequence[StageFacts]:
+    workload = Workload(
+        task="train", batch=split.micro_batch, seq=seq, precision=precision, optimizer=optimizer,
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    job = ParallelJob(
+        source=find_model(model), workload=workload, split=split, sequence=seq,
+        capability=capability_of(place_of(None)), target="cpu",
+    )  # fmt: skip
+    return ranks_torch.stages(job)[0]
+
+
+def _assembled(
+    job: ParallelJob, engine: str, stages: Sequence[StageFacts], place: Place, alloc_conf: str, notes: tuple[str, ...]
+) -> ParallelEstimate:
+    split = job.split
+    nccl = _nccl_bytes(split)
+    of_stage: dict[int, tuple[PeakBytes, dict[str, int], RamPeak | None]] = {}
+    for facts in stages:
+        if id(facts) not in of_stage:
+            ram = ram_peak(facts.ram, page_locked=True) if split.offload_shards else None
+            of_stage[id(facts)] = (*_memory(facts.trace, place, alloc_conf, nccl), ram)
+    ranks = []
+    for number in range(split.gpus):
+        coordinates = split.coordinates(number)
+        peak, breakdown, ram = of_stage[id(stages[coordinates["pp"]])]
+        ranks.append(Rank(rank=number, coordinates=coordinates, peak_bytes=peak, breakdown=breakdown, ram=ram))
+    worst = max(ranks, key=lambda rank: (rank.peak_bytes.allocated, -rank.rank))
+    most = max(rank.peak_bytes.process for rank in ranks)
+    time, told = _time(stages, split, place)
+    flops = sum(op.flops for facts in stages for op in facts.ops if op.flops)
+    context = f"CUDA context of {place.context.bytes:,} B: {place.context.source}"
+    if nccl:
+        context += f"; NCCL's buffers of {nccl:,} B: {catalog.nccl_source()}"
+    return ParallelEstimate(
+        model=job.source.name,
+        engine=engine,
+        workload=job.workload,
+        split=split,
+        gpu=place.name,
+        ranks=tuple(ranks),
+        worst_rank=worst.rank,
+        time=time,
+        fits=None if place.total_bytes is None else most <= place.total_bytes,
+        flops=flops * split.micro_batches * split.tp * split.cp * split.dp,
+        notes=(*notes, *place.notes, context, *told),
+        not_modelled=tuple(sorted({name for facts in stages for name in facts.not_modelled})),
+    )
+
+
+def _nccl_bytes(split: Split) -> int:
+    return sum(catalog.nccl_bytes(split.size(axis)) for axis in ("tp", "shard", "pp", "cp"))
+
+
+def _memory(trace: Trace, place: Place, alloc_conf: str, nccl: int) -> tuple[PeakBytes, dict[str, int]]:
+    """Peaks in a memory without end, and what lies there."""
+    endless = Place(
+        name=place.name, total_bytes=None, context=place.context, cublas_workspace_bytes=place.cublas_workspace_bytes
+    )
+    timeline = simulate(trace, endless, alloc_conf)
+    found, peaks = at_peak(trace, timeline), timeline.peak_bytes
+    peak = PeakBytes(allocated=peaks.allocated, reserved=peaks.reserved, process=peaks.process + nccl)
+    beside = {"rounding": found.rounding_bytes, "context": place.context.bytes, "nccl": nccl}
+    return peak, found.by_category | beside
+
+
+def _time(stages: Sequence[StageFacts], split: Split, place: Place) -> tuple[StepTime | None, tuple[str, ...]]:
+    if place.name not in catalog.gpu_names():
+        return None, ()
+    gpu = catalog.gpu(place.name)
+    if not (gpu.flops_per_s and gpu.bytes_per_s):
+        return None, ()
+    hardware, source = training_hardware(gpu)
+    times: dict[int, StageTime] = {}
+    for facts in stages:
+        if id(facts) not in times:
+            times[id(facts)] = stage_time(
+                facts.ops, facts.sent, facts.once, split, gpu, hardware,
+                weight_ops=facts.weight_ops, in_ram=facts.in_ram,
+            )  # fmt: skip
+    told = [f"step seconds: {source}"]
+    if split.offload_shards:
+        told.append(f"the RAM of a node moves {catalog.HOST_BYTES_PER_S / 1e9:.0f} GB/s, shared by its ranks")
+    return step_time([times[id(facts)] for facts in stages], split), tuple(told)
+
+
+def _tokens(source: Source) -> int:
+    limit = next(
+        (source.config[name] for name in ("max_position_embeddings", "n_positions") if source.config.get(name)),
+        _DEFAULT_TOKENS,
+    )
+    return min(_DEFAULT_TOKENS, int(limit))

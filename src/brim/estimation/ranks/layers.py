@@ -1,0 +1,152 @@
+"""Which layers a traced stage is made of, where a model's layers are of several kinds.
+
+The first layers of a mixture of experts may be dense, attention may look far in every sixth layer only. A stage then
+has the layers that it really has, cut out of the whole model; and a shallower one, of which two layers are repeated,
+lacks pairs of layers of a stretch in which each layer is like the last but one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from brim.errors import UsageError
+from brim.estimation.depth import on_meta, same_settings, settings_of
+from brim.estimation.models import Source, transformers_config
+from brim.estimation.ranks.depth import UNIT
+from brim.estimation.ranks.job import ParallelJob
+from brim.techniques.parallel import pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """A stage to trace: the layers ``own`` of ``source``'s, which are of these ``kinds``."""
+
+    source: Source
+    own: tuple[int, ...]
+    kinds: tuple[int, ...]
+    embeds: bool
+    has_head: bool
+    of: int  # layers of the model
+    alike: bool  # all of them
+
+    @property
+    def part(self) -> pipeline.Part:
+        """Of the model that ``whole`` makes, up to what ``cut`` leaves out."""
+        if self.alike:  # a model with one layer before and one behind them where the stage has some there
+            before, behind = (0 if self.embeds else 1), (0 if self.has_head else 1)
+            return pipeline.Part(first=before, layers=len(self.own), of=before + len(self.own) + behind)
+        first, end = (0 if self.embeds else self.own[0]), (self.of if self.has_head else self.own[-1] + 1)
+        return pipeline.Part(first=first, layers=end - first, of=self.of)
+
+    @property
+    def whole(self) -> Source:
+        return _with_layers(self.source, self.part.of) if self.alike else self.source
+
+    def cut(self, model: nn.Module) -> pipeline.Stage:
+        """What ``whole`` has made, without all other layers."""
+        part = self.part
+        return pipeline.cut(model, part, None if self.alike else [layer - part.first for layer in self.own])
+
+    def shallower(self) -> tuple[list[Layers], int] | None:
+        """Three stages, each two layers deeper than the one before, and how many layers the first one lacks. None
+        where that is no less work than to trace all."""
+        begin, end = _stretch(self.kinds)
+        least = UNIT + (end - begin) % UNIT
+        lengths = [least + more * UNIT for more in range(3)]
+        few = [self._without(begin + length, end) for length in lengths]
+        if lengths[-1] >= end - begin or sum(len(one.own) for one in few) >= len(self.own):
+            return None
+        return few, end - begin - least
+
+    @property
+    def _alike(self) -> bool:
+        return len(set(layer_kinds(self.source))) == 1
+
+    def _without(self, begin: int, end: int) -> Layers:
+        own, kinds = self.own[:begin] + self.own[end:], self.kinds[:begin] + self.kinds[end:]
+        return replace(self, own=own, kinds=kinds)
+
+
+def layers_of(job: ParallelJob, part: pipeline.Part) -> Layers:
+    """The stage with ``part`` of the job's layers. Raises UsageError for layers that its model does not have."""
+    kinds = layer_kinds(job.source)
+    there = tuple(range(len(kinds))) if job.layers is None else job.layers
+    alike = len(set(kinds)) == 1
+    if part.of != len(there) or (max(there) >= len(kinds) and not alike):
+        raise UsageError(f"{part.of} layers of {job.source.name} were asked for.", f"It has {len(kinds)}.")
+    own = there[part.first : part.first + part.layers]
+    return Layers(
+        source=job.source, own=own, kinds=tuple(0 if alike else kinds[layer] for layer in own), embeds=part.embeds,
+        has_head=part.has_head, of=len(kinds), alike=alike,
+    )  # fmt: skip
+
+
+def layer_kinds(source: Source) -> tuple[int, ...]:
+    """Of each layer its kind: 0 for those like the first, 1 for those like the first that is of another kind, ..."""
+    return _kinds_of(source.architecture, json.dumps(source.config, sort_keys=True, default=_in_json))
+
+
+def usual_layers(source: Source, count: int) -> tuple[int, ...]:
+    """So many layers of the kind that most are of, as of a deeper model where all are of one; else the last ones."""
+    kinds = layer_kinds(source)
+    if len(set(kinds)) == 1:
+        return tuple(range(count))
+    usual = Counter(kinds).most_common(1)[0][0]
+    found = [layer for layer, kind in enumerate(kinds) if kind == usual]
+    return tuple((found if len(found) >= count else range(len(kinds)))[-count:])
+
+
+@functools.lru_cache(maxsize=16)
+def _kinds_of(architecture: str, configuration: str) -> tuple[int, ...]:
+    source = Source(
+        name=architecture, library="transformers", architecture=architecture, config=json.loads(configuration)
+    )
+    config = transformers_config(source)
+    model = on_meta(source, config)
+    if model is None:  # what is wrong with it the trace will tell
+        return (0,) * int(config.num_hidden_layers)
+    layers, _ = pipeline.stack_of(model)
+    lists = [value for _, value in pipeline.of_layers(config, len(layers))]
+    first: list[tuple[int, Any, dict[str, Any]]] = []  # of each kind
+    kinds = []
+    for number, layer in enumerate(layers):
+        told = [value[number] for value in lists]
+        own = {name: value for name, value in settings_of(layer).items() if not isinstance(value, float)}
+        alike = (told == known and same_settings(settings, own, n, number) for n, known, settings in first)
+        kind = next((kind for kind, same in enumerate(alike) if same), len(first))
+        if kind == len(first):
+            first.append((number, told, own))
+        kinds.append(kind)
+    return tuple(kinds)
+
+
+def _in_json(value: Any) -> str:
+    """A dtype, as configurations in files have it."""
+    return str(value).removeprefix("torch.")
+
+
+def _with_layers(source: Source, layers: int) -> Source:
+    """The source with so many layers, which are alike."""
+    config = transformers_config(source)
+    field = str(config.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    lists = dict(pipeline.of_layers(config, int(config.num_hidden_layers)))
+    told = {name: [lists[name][0]] * layers for name in lists if name in source.config}
+    return replace(source, config={**source.config, **told, field: layers})
+
+
+def _stretch(kinds: Sequence[int]) -> tuple[int, int]:
+    """The longest one in which each layer is like the last but one."""
+    found, begin = (0, 0), 0
+    for end in range(1, len(kinds) + 1):
+        if end - begin > UNIT and kinds[end - 1] != kinds[end - 1 - UNIT]:
+            begin = end - UNIT
+        if end - begin > found[1] - found[0]:
+            found = begin, end
+    return found

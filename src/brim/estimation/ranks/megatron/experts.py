@@ -1,0 +1,252 @@
+"""Decoder layers of Megatron-LM that are not the plain one: latent attention, and experts in the place of a
+feed-forward.
+
+Read from Megatron-LM (megatron/core/transformer/multi_latent_attention.py;
+moe/{moe_layer,token_dispatcher,experts}.py): grouped products, all-to-all dispatch, as many tokens at every expert
+(``--moe-pad-expert-input-to-capacity`` with a factor of 1, or a router in balance), probabilities applied with the
+activation. What Python's variables hold on to until a layer's forward returns is held here too.
+"""
+
+from __future__ import annotations
+
+from brim.estimation.ranks.megatron.layer import Layer, Place, Saved
+from brim.estimation.ranks.script import Script
+from brim.estimation.ranks.sizes import Experts, Latent
+
+_ROUTER_TENSORS = 3  # float32 of a token for every expert: scores, their scattered choice, the balance loss's scores
+
+
+class _Sizes:
+    """Bytes of bfloat16 for so many numbers a token."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.tokens = place, place.tokens
+
+    def of(self, width: int) -> int:
+        return 2 * self.tokens * width
+
+
+class LatentAttention(Layer):
+    """Multi-head latent attention: keys and values from one latent vector, queries from another."""
+
+    @property
+    def _latent(self) -> Latent:
+        assert self.place.shape.latent is not None, "chosen for shapes that have it"
+        return self.place.shape.latent
+
+    def _forward_attention(self, keep: dict[str, int]) -> int:
+        script, place, own, size = self.script, self.place, self._latent, _Sizes(self.place).of
+        heads, hidden = place.shape.heads, place.shape.hidden
+        self._norm("input_layernorm", "ln1", keep)
+        width = heads * (own.plain + own.rotary)
+        self._at("self_attention.linear_q_up_proj")
+        if own.query_rank:
+            keep["q_latent"] = self._made(hidden, own.query_rank)
+            keep["q_norm"] = script.keep(size(own.query_rank) + 4 * place.tokens)
+            keep["query"] = self._made(own.query_rank, width)
+        else:
+            keep["query"] = self._made(hidden, width)
+        self._at("self_attention.linear_kv_up_proj")
+        keep["kv_latent"] = self._made(hidden, own.key_rank + own.rotary)
+        keep["kv_norm"] = script.keep(size(own.key_rank) + 4 * place.tokens)
+        both = self._made(own.key_rank, heads * (own.plain + own.value))
+        keep["key"], keep["value"] = script.keep(size(width)), script.keep(size(heads * own.value))
+        self._move(2 * size(width))
+        script.free(both)
+        self._at("self_attention.core_attention")
+        keep["out"] = script.keep(size(heads * own.value))
+        keep["softmax"] = script.keep(4 * place.tokens * heads)
+        self._attends(1.0)
+        self._at("self_attention.linear_proj")
+        out = script.alloc(place.whole)
+        self._multiplies(heads * own.value, hidden)
+        return out
+
+    def _drop_core(self, saved: Saved) -> None:
+        self.script.free(saved.kept.pop("softmax"))
+
+    def _core_again(self, saved: Saved) -> None:
+        self._at("self_attention.core_attention")
+        saved.kept["softmax"] = self.script.alloc(4 * self.place.tokens * self.place.shape.heads)
+        self._attends(1.0)
+
+    def _backward_attention(self, saved: Saved, gradient: int) -> int:
+        script, place, own, size = self.script, self.place, self._latent, _Sizes(self.place).of
+        heads, hidden, keep = place.shape.heads, place.shape.hidden, saved.kept
+        width = heads * (own.plain + own.rotary)
+        if "mask1" in keep:
+            script.free(keep.pop("mask1"))
+        self._at("self_attention.linear_proj")
+        out = self._back(heads * own.value, hidden)
+        self._at("self_attention.core_attention")
+        query, key, value = (script.alloc(size(each)) for each in (width, width, heads * own.value))
+        self._attends(2.5)
+        script.free(out, *(keep.pop(name) for name in ("query", "key", "value", "out", "softmax")))
+        self._at("self_attention.linear_kv_up_proj")
+        both = script.alloc(size(heads * (own.plain + own.value)))
+        script.free(key, value)
+        latent = self._back(own.key_rank, heads * (own.plain + own.value))
+        script.free(both, keep.pop("kv_norm"))
+        first = self._back(hidden, own.key_rank + own.rotary)
+        script.free(latent, keep.pop("kv_latent"))
+        self._at("self_attention.linear_q_up_proj")
+        if own.query_rank:
+            latent = self._back(own.query_rank, width)
+            script.free(query, keep.pop("q_norm"))
+            second = self._back(hidden, own.query_rank)
+            script.free(latent, keep.pop("q_latent"))
+        else:
+            second = self._back(hidden, width)
+            script.free(query)
+        return self._backward_norm("ln1", keep, gradient, first, second)
+
+    def _attends(self, times: float) -> None:
+        place, own = self.place, self._latent
+        width = place.shape.heads * (own.plain + own.rotary + own.value)
+        flops = int(times * place.tokens * place.sequence * width)
+        self.script.op("aten._scaled_dot_product_flash_attention.default", flops=flops, moved_bytes=0)
+
+    def _made(self, inputs: int, outputs: int) -> int:
+        made = self.script.keep(_Sizes(self.place).of(outputs))
+        self._multiplies(inputs, outputs)
+        return made
+
+    def _back(self, inputs: int, outputs: int) -> int:
+        """The gradient of a product's input; the weight's is added to its buffer."""
+        made = self.script.alloc(_Sizes(self.place).of(inputs))
+        self._multiplies(inputs, outputs)
+        self._multiplies(inputs, outputs, accumulates=True)
+        return made
+
+    def _multiplies(self, inputs: int, outputs: int, *, accumulates: bool = False) -> None:
+        self._product_of(outputs, inputs, self.place.tokens, accumulates=accumulates)
+
+
+class ExpertFeedForward(Layer):
+    """A router, experts that lie on the ranks of ``ep``, and experts that every token goes through."""
+
+    @property
+    def _experts(self) -> Experts:
+        assert self.place.shape.experts is not None, "chosen for shapes that have them"
+        return self.place.shape.experts
+
+    @property
+    def _sent_bytes(self) -> int:
+        """Hidden states of all tokens, once for every expert that is chosen."""
+        return self.place.whole * self._experts.chosen
+
+    def _forward_mlp(self, keep: dict[str, int]) -> int:
+        script, place, own, size = self.script, self.place, self._experts, _Sizes(self.place).of
+        self._norm("pre_mlp_layernorm", "ln2", keep)
+        self._at("mlp.router")
+        keep["router"] = script.keep(place.tokens * own.count * (4 * _ROUTER_TENSORS + 1))
+        self._product_of(own.count, place.shape.hidden, place.tokens)
+        permuted = script.alloc(self._sent_bytes)
+        self._move(self._sent_bytes + place.whole)
+        received = script.alloc(self._sent_bytes)
+        script.send("all_to_all", "ep", self._sent_bytes)
+        held = [permuted, received]
+        if own.shared:
+            held.append(self._forward_shared(keep))
+        self._at("mlp.experts")
+        keep["tokens"] = script.keep(self._sent_bytes)
+        self._move(2 * self._sent_bytes)
+        keep["fc1"] = script.keep(size(2 * own.inner * own.chosen))
+        self._grouped()
+        keep["act"] = script.keep(size(own.inner * own.chosen))
+        self._move(size(3 * own.inner * own.chosen))
+        out = script.alloc(self._sent_bytes)
+        self._grouped(back=True)
+        sorted_back = script.alloc(self._sent_bytes)
+        self._move(2 * self._sent_bytes)
+        script.free(out)
+        returned = script.alloc(self._sent_bytes)
+        script.send("all_to_all", "ep", self._sent_bytes)
+        total = script.alloc(place.whole)
+        self._move(self._sent_bytes + 2 * place.whole)
+        script.free(returned, sorted_back, *held)
+        return total
+
+    def _forward_shared(self, keep: dict[str, int]) -> int:
+        script, place, own, size = self.script, self.place, self._experts, _Sizes(self.place).of
+        self._at("mlp.shared_experts")
+        keep["shared_fc1"] = script.keep(size(2 * own.shared))
+        self._product_of(2 * own.shared, place.shape.hidden, place.tokens)
+        keep["shared_act"] = script.keep(size(own.shared))
+        self._move(size(3 * own.shared))
+        out = script.alloc(place.whole)
+        self._product_of(place.shape.hidden, own.shared, place.tokens)
+        return out
+
+    def _backward_mlp(self, saved: Saved, gradient: int) -> int:
+        script, place, own, size, keep = self.script, self.place, self._experts, _Sizes(self.place).of, saved.kept
+        if "mask2" in keep:
+            script.free(keep.pop("mask2"))
+        shared = self._backward_shared(keep) if own.shared else None
+        self._at("mlp.experts")
+        out = self._sent_back(self._sent_back(script.alloc(self._sent_bytes), sends=True))
+        act = script.alloc(size(own.inner * own.chosen))
+        self._grouped(back=True, gradient=True)
+        script.free(out, keep.pop("act"))
+        wide = script.alloc(size(2 * own.inner * own.chosen))
+        self._move(size(5 * own.inner * own.chosen))
+        script.free(act, keep.pop("fc1"))
+        tokens = script.alloc(self._sent_bytes)
+        self._grouped(gradient=True)
+        script.free(wide, keep.pop("tokens"))
+        tokens = self._sent_back(self._sent_back(tokens), sends=True)
+        self._at("mlp.router")
+        hidden = script.alloc(place.whole)
+        self._move(self._sent_bytes + place.whole)
+        script.free(tokens, keep.pop("router"))
+        return self._backward_norm("ln2", keep, gradient, hidden, shared, keep.pop("middle"))
+
+    def _sent_back(self, tokens: int, *, sends: bool = False) -> int:
+        made = self.script.alloc(self._sent_bytes)
+        if sends:
+            self.script.send("all_to_all", "ep", self._sent_bytes)
+        else:
+            self._move(2 * self._sent_bytes)
+        self.script.free(tokens)
+        return made
+
+    def _backward_shared(self, keep: dict[str, int]) -> int:
+        script, place, own, size = self.script, self.place, self._experts, _Sizes(self.place).of
+        self._at("mlp.shared_experts")
+        act = script.alloc(size(own.shared))
+        for accumulates in (False, True):
+            self._product_of(place.shape.hidden, own.shared, place.tokens, accumulates=accumulates)
+        script.free(keep.pop("shared_act"))
+        wide = script.alloc(size(2 * own.shared))
+        self._move(size(5 * own.shared))
+        script.free(act, keep.pop("shared_fc1"))
+        hidden = script.alloc(place.whole)
+        for accumulates in (False, True):
+            self._product_of(2 * own.shared, place.shape.hidden, place.tokens, accumulates=accumulates)
+        script.free(wide)
+        return hidden
+
+    def _grouped(self, *, back: bool = False, gradient: bool = False) -> None:
+        """One grouped product over this rank's experts: up (gate beside it) or back down."""
+        own, place = self._experts, self.place
+        rows, columns = (place.shape.hidden, own.inner) if back else (2 * own.inner, place.shape.hidden)
+        local = own.count // place.split.ep
+        for accumulates in (False, True) if gradient else (False,):
+            self._product_of(rows, columns, place.tokens * own.chosen, accumulates=accumulates, copies=local)
+
+
+class LatentExperts(ExpertFeedForward, LatentAttention):
+    """Both."""
+
+
+def layer_of(script: Script, place: Place, number: int) -> Layer:
+    """Layer ``number`` of the model."""
+    shape = place.shape
+    routed = place.is_routed(number)
+    kinds: dict[tuple[bool, bool], type[Layer]] = {
+        (False, False): Layer,
+        (True, False): LatentAttention,
+        (False, True): ExpertFeedForward,
+        (True, True): LatentExperts,
+    }
+    return kinds[shape.latent is not None, routed](script, place, f"decoder.layers.{number}")

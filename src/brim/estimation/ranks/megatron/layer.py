@@ -1,0 +1,397 @@
+"""One decoder layer under Megatron-LM and Transformer Engine: what it keeps, makes and sends, in order.
+
+Read from Megatron-LM (megatron/core/transformer/{transformer_layer,attention,mlp}.py, fusions/fused_bias_swiglu.py)
+and Transformer Engine 2.11 (pytorch/module/{layernorm_linear,linear}.py, pytorch/attention). Norms are fused into the
+product that follows, activations into one kernel, weight gradients into the float32 buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from brim.estimation.ranks.script import Script
+from brim.estimation.ranks.sizes import Shape
+from brim.estimation.ranks.split import Split
+
+_WIDTH = 2  # bytes of bfloat16
+_NORMS = {"ln1": "input_layernorm", "ln2": "pre_mlp_layernorm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank's share of the model and of a micro-batch. All sizes are bytes of bfloat16 unless they say
+    otherwise."""
+
+    shape: Shape
+    split: Split
+    sequence: int
+    recompute: str  # none, selective or full
+    fused_loss: bool = True  # Transformer Engine's cross entropy; else Megatron's own, in float32
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on one context-parallel rank."""
+        return self.sequence * self.split.micro_batch // self.split.cp
+
+    @property
+    def whole(self) -> int:
+        """Hidden states of all tokens."""
+        return self.tokens * self.shape.hidden * _WIDTH
+
+    @property
+    def between(self) -> int:
+        """Hidden states between tensor-parallel parts: split along the sequence under sequence parallelism."""
+        return self.whole // (self.split.tp if self.split.sequence_parallel else 1)
+
+    @property
+    def statistics(self) -> int:
+        """What a norm keeps beside its input and output: float32 scales, and means where it has them."""
+        tokens = self.tokens // (self.split.tp if self.split.sequence_parallel else 1)
+        return tokens * 4 * (2 if self.shape.layer_norm else 1)
+
+    @property
+    def query(self) -> int:
+        return self.tokens * self.shape.query // self.split.tp * _WIDTH
+
+    @property
+    def key(self) -> int:
+        return self.tokens * self.shape.key_value // self.split.tp * _WIDTH
+
+    @property
+    def softmax(self) -> int:
+        """Logarithms of the sums of exponentials, float32."""
+        return self.tokens * self.shape.heads // self.split.tp * 4
+
+    @property
+    def inner(self) -> int:
+        """The feed-forward's activation."""
+        return self.tokens * self.shape.ffn // self.split.tp * _WIDTH
+
+    @property
+    def wide(self) -> int:
+        """What its first product gives: gate and up in one where there is a gate."""
+        return self.inner * (2 if self.shape.gated else 1)
+
+    @property
+    def gathers(self) -> bool:
+        return self.split.tp > 1 and self.split.sequence_parallel
+
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """A plain layer's matrices as (outputs, inputs) on this rank."""
+        shape, t = self.shape, self.split.tp
+        return {
+            "linear_qkv": ((shape.query + 2 * shape.key_value) // t, shape.hidden),
+            "linear_proj": (shape.hidden, shape.query // t),
+            "linear_fc1": (shape.ffn * (2 if shape.gated else 1) // t, shape.hidden),
+            "linear_fc2": (shape.hidden, shape.ffn // t),
+        }
+
+    def is_routed(self, number: int) -> bool:
+        """Whether layer ``number`` has experts."""
+        return self.shape.experts is not None and number >= self.shape.experts.dense_layers
+
+    def matrices(self, number: int) -> list[tuple[int, int]]:
+        """Layer ``number``'s matrices as (outputs, inputs), of all experts one."""
+        shape, found = self.shape, self.weights()
+        own, latent = shape.experts, shape.latent
+        if latent is not None:
+            found = {name: size for name, size in found.items() if "fc" in name}
+            width, h = shape.heads * (latent.plain + latent.rotary), shape.hidden
+            found["kv_down"] = (latent.key_rank + latent.rotary, h)
+            found["kv_up"] = (shape.heads * (latent.plain + latent.value), latent.key_rank)
+            found["proj"] = (h, shape.heads * latent.value)
+            if latent.query_rank:
+                found |= {"q_down": (latent.query_rank, h), "q_up": (width, latent.query_rank)}
+            else:
+                found["q"] = (width, h)
+        if own is not None and self.is_routed(number):
+            found = {name: size for name, size in found.items() if "fc" not in name}
+            found |= {"expert_fc1": (2 * own.inner, shape.hidden), "expert_fc2": (shape.hidden, own.inner)}
+            if own.shared:
+                found |= {"shared_fc1": (2 * own.shared, shape.hidden), "shared_fc2": (shape.hidden, own.shared)}
+        return list(found.values())
+
+    def parameters(self, number: int = 0) -> int:
+        """Of layer ``number`` on this rank, its experts left out."""
+        shape, t, own = self.shape, self.split.tp, self.shape.experts
+        count = sum(rows * columns for rows, columns in self.matrices(number))
+        count += 2 * shape.hidden * (2 if shape.layer_norm else 1)
+        if own is not None and self.is_routed(number):
+            count += shape.hidden * own.count - 3 * own.inner * shape.hidden
+        if shape.latent is not None:
+            count += shape.latent.query_rank + shape.latent.key_rank
+        if shape.qkv_bias:
+            count += (shape.query + 2 * shape.key_value) // t
+        if shape.bias:
+            count += 2 * shape.hidden + shape.ffn * (2 if shape.gated else 1) // t
+        return count
+
+    def expert_parameters(self, number: int) -> int:
+        """Of layer ``number``'s experts on this rank."""
+        own = self.shape.experts
+        if own is None or not self.is_routed(number):
+            return 0
+        return own.count // self.split.ep * 3 * own.inner * self.shape.hidden
+
+
+@dataclass
+class Saved:
+    """Handles of what a layer keeps for its backward; ``given`` is its input."""
+
+    given: int
+    kept: dict[str, int] = field(default_factory=dict)
+
+
+class Layer:
+    """Writes the forward and the backward of one layer into a script."""
+
+    def __init__(self, script: Script, place: Place, name: str) -> None:
+        self.script, self.place, self.name = script, place, name
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def forward(self, given: int) -> tuple[Saved, int]:
+        """What is kept, and the output (owned by the caller)."""
+        saved = Saved(given)
+        output = self._forward(saved)
+        if self.place.recompute == "full":
+            self.script.free(*saved.kept.values())
+            saved.kept = {}
+        elif self.place.recompute == "selective":
+            self._drop_core(saved)
+        return saved, output
+
+    def _forward(self, saved: Saved) -> int:
+        keep = saved.kept
+        keep["middle"] = self._add(self._forward_attention(keep), "mask1", keep)
+        return self._add(self._forward_mlp(keep), "mask2", keep)
+
+    def _forward_attention(self, keep: dict[str, int]) -> int:
+        script, place = self.script, self.place
+        self._norm("input_layernorm", "ln1", keep)
+        mixed = self._column("self_attention.linear_qkv", "linear_qkv", place.query + 2 * place.key)
+        keep["qkv"] = script.keep(place.query + 2 * place.key)  # rotated, or made contiguous
+        self._move(2 * (place.query + 2 * place.key))
+        script.free(mixed)
+        self._attention(keep)
+        return self._row("self_attention.linear_proj", "linear_proj")
+
+    def _forward_mlp(self, keep: dict[str, int]) -> int:
+        script, place = self.script, self.place
+        self._norm("pre_mlp_layernorm", "ln2", keep)
+        keep["fc1"] = self._column("mlp.linear_fc1", "linear_fc1", place.wide)
+        self._at("mlp")
+        keep["act"] = script.keep(place.inner)
+        self._move(place.wide + place.inner)
+        return self._row("mlp.linear_fc2", "linear_fc2")
+
+    def _attention(self, keep: dict[str, int]) -> None:
+        script, place = self.script, self.place
+        self._at("self_attention.core_attention")
+        if place.split.cp > 1:  # heads are exchanged for the rest of the sequence, and back
+            script.send("all_to_all", "cp", place.query + 2 * place.key)
+        keep["core"] = script.keep(place.query)
+        keep["softmax"] = script.keep(place.softmax)
+        self._core(4)
+        if place.split.cp > 1:
+            script.send("all_to_all", "cp", place.query)
+            keep["out"] = script.keep(place.query)
+        else:
+            keep["out"] = keep.pop("core")
+
+    def _drop_core(self, saved: Saved) -> None:
+        """Recomputed attention keeps queries, keys and values; its output is kept by the product that follows."""
+        for name in ("core", "softmax"):
+            if name in saved.kept:
+                self.script.free(saved.kept.pop(name))
+
+    def _norm(self, module: str, name: str, keep: dict[str, int]) -> None:
+        self._at(module)
+        keep[name] = self.script.keep(self.place.between)
+        keep[f"{name}_statistics"] = self.script.keep(self.place.statistics)
+        self._move(2 * self.place.between)
+
+    def _column(self, module: str, weight: str, output_bytes: int) -> int:
+        """A product split by its outputs; its input is gathered from all ranks of the group first."""
+        script = self.script
+        self._at(module)
+        gathered = self._gathered()
+        made = script.keep(output_bytes)
+        self._product(weight)
+        if gathered is not None:
+            script.free(gathered)
+        return made
+
+    def _gathered(self) -> int | None:
+        """What this rank has of the sequence becomes what all of its group have, where they split it."""
+        if not self.place.gathers:
+            return None
+        gathered = self.script.alloc(self.place.whole)
+        self.script.send("all_gather", "tp", self.place.whole)
+        return gathered
+
+    def _row(self, module: str, weight: str) -> int:
+        """A product split by its inputs; its outputs are summed over the group."""
+        script, place = self.script, self.place
+        self._at(module)
+        partial = script.alloc(place.whole)
+        self._product(weight)
+        if place.split.tp == 1:
+            return partial
+        if not place.gathers:
+            script.send("all_reduce", "tp", place.whole)
+            return partial
+        made = script.alloc(place.between)
+        script.send("reduce_scatter", "tp", place.whole)
+        script.free(partial)
+        return made
+
+    def _add(self, out: int, mask: str, keep: dict[str, int]) -> int:
+        """Dropout, and the sum with the residual stream."""
+        script, place = self.script, self.place
+        self._at("")
+        if place.shape.dropout:
+            keep[mask] = script.keep(place.between // _WIDTH)
+        total = script.keep(place.between)
+        self._move(3 * place.between)
+        script.free(out)
+        return total
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def backward(self, saved: Saved, gradient: int) -> int:
+        """Frees what was kept, the input and ``gradient`` included; gives the input's gradient."""
+        script = self.script
+        if self.place.recompute == "full":
+            script.free(self._forward(saved))
+        elif self.place.recompute == "selective":
+            self._core_again(saved)
+        gradient = self._backward_mlp(saved, gradient)
+        gradient = self._backward_attention(saved, gradient)
+        script.free(saved.given)
+        return gradient
+
+    def _core_again(self, saved: Saved) -> None:
+        script, place = self.script, self.place
+        self._at("self_attention.core_attention")
+        again = script.alloc(place.query)
+        saved.kept["softmax"] = script.alloc(place.softmax)
+        self._core(4)
+        if place.split.cp > 1:
+            saved.kept["core"] = again
+        else:
+            script.free(again)
+
+    def _backward_mlp(self, saved: Saved, gradient: int) -> int:
+        script, place, keep = self.script, self.place, saved.kept
+        inner = self._backward_row("mlp.linear_fc2", "linear_fc2", gradient, place.inner, saved, "mask2")
+        script.free(keep.pop("act"))
+        self._at("mlp")
+        wide = script.alloc(place.wide)
+        self._move(2 * place.wide + place.inner)
+        script.free(inner, keep.pop("fc1"))
+        return self._backward_column("mlp.linear_fc1", "linear_fc1", wide, "ln2", saved, gradient, keep.pop("middle"))
+
+    def _backward_attention(self, saved: Saved, gradient: int) -> int:
+        script, place, keep = self.script, self.place, saved.kept
+        out = self._backward_row("self_attention.linear_proj", "linear_proj", gradient, place.query, saved, "mask1")
+        self._at("self_attention.core_attention")
+        if place.split.cp > 1:
+            script.send("all_to_all", "cp", place.query)
+        mixed = script.alloc(place.query + 2 * place.key)
+        self._core(10)
+        script.free(out, keep.pop("qkv"), keep.pop("softmax"), keep.pop("out"))
+        if place.split.cp > 1:
+            script.free(keep.pop("core"))
+            script.send("all_to_all", "cp", place.query + 2 * place.key)
+        whole = script.alloc(place.query + 2 * place.key)  # rotated back, in one
+        self._move(2 * (place.query + 2 * place.key))
+        script.free(mixed)
+        return self._backward_column("self_attention.linear_qkv", "linear_qkv", whole, "ln1", saved, gradient, None)
+
+    def _backward_row(
+        self, module: str, weight: str, gradient: int, input_bytes: int, saved: Saved, mask: str
+    ) -> int:
+        script, place = self.script, self.place
+        self._at(module)
+        masked = None
+        if mask in saved.kept:
+            masked = script.alloc(place.between)
+            script.free(saved.kept.pop(mask))
+        gathered = self._gathered()
+        made = script.alloc(input_bytes)
+        self._product(weight)
+        self._product(weight, accumulates=True)
+        script.free(*(handle for handle in (masked, gathered) if handle is not None))
+        return made
+
+    def _backward_column(
+        self, module: str, weight: str, output: int, norm: str, saved: Saved, gradient: int, residual: int | None
+    ) -> int:
+        """Product and norm before it, and the sum with the residual stream's gradient."""
+        script, place = self.script, self.place
+        self._at(module)
+        gathered = self._gathered()
+        partial = script.alloc(place.whole)
+        self._product(weight)
+        scattered = script.alloc(place.between) if place.gathers else partial
+        if place.split.tp > 1:
+            script.send("reduce_scatter" if place.gathers else "all_reduce", "tp", place.whole)
+        self._product(weight, accumulates=True)
+        if gathered is not None:
+            script.free(gathered, partial)
+        script.free(output)
+        return self._backward_norm(norm, saved.kept, gradient, scattered, None, residual)
+
+    def _backward_norm(
+        self,
+        norm: str,
+        keep: dict[str, int],
+        gradient: int,
+        first: int,
+        second: int | None,
+        residual: int | None = None,
+    ) -> int:
+        """From the gradients of a norm's readers and of the residual stream to that of its input."""
+        script, place = self.script, self.place
+        self._at(_NORMS[norm])
+        if second is not None:
+            both = script.alloc(place.between)
+            self._move(3 * place.between)
+            script.free(first, second)
+            first = both
+        before = script.alloc(place.between)
+        self._move(3 * place.between)
+        script.free(first, keep.pop(norm), keep.pop(f"{norm}_statistics"))
+        total = script.alloc(place.between)
+        self._move(3 * place.between)
+        script.free(gradient, before)
+        if residual is not None:
+            script.free(residual)
+        return total
+
+    def _at(self, module: str) -> None:
+        self.script.module = f"{self.name}.{module}" if module else self.name
+
+    def _product(self, weight: str, *, accumulates: bool = False) -> None:
+        """One product; a weight gradient is added to its float32 buffer."""
+        rows, columns = self.place.weights()[weight]
+        self._product_of(rows, columns, self.place.tokens, accumulates=accumulates)
+
+    def _product_of(
+        self, rows: int, columns: int, tokens: int, *, accumulates: bool = False, copies: int = 1
+    ) -> None:
+        """``copies`` matrices share the tokens."""
+        moved = _WIDTH * (tokens * (rows + columns)) + copies * rows * columns * (8 if accumulates else _WIDTH)
+        self.script.op("aten.mm.default", flops=2 * tokens * rows * columns, moved_bytes=moved)
+
+    def _core(self, passes: int) -> None:
+        """Causal attention: half of ``passes`` x tokens x sequence x width; backward is 2.5 times the forward."""
+        place = self.place
+        flops = passes * place.tokens * place.sequence * (place.shape.query // place.split.tp) // 2
+        self.script.op(
+            "aten._scaled_dot_product_flash_attention.default", flops=flops, moved_bytes=2 * (place.query + place.key)
+        )
+
+    def _move(self, bytes: int) -> None:
+        self.script.op("aten.add.Tensor", flops=0, moved_bytes=bytes)

@@ -1,0 +1,83 @@
+"""One layer, and what is beside the layers, as PyTorch's engine runs them: from traces of models of so few layers.
+
+A search over splits weighs its ways by these: a trace of one or two layers takes half a second of a CPU, one of a
+whole stage many times that. What a way takes is told by the proof alone (``ranks_torch``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from brim import catalog
+from brim.core import Category, Op, Phase, Trace
+from brim.estimation.estimate import capability_of
+from brim.estimation.models import Source
+from brim.estimation.ranks import torch_engine as ranks_torch
+from brim.estimation.ranks.job import ParallelJob
+from brim.estimation.ranks.layers import usual_layers
+from brim.estimation.ranks.script import Sent
+from brim.estimation.ranks.split import Split
+from brim.estimation.simulation import place_of
+from brim.estimation.workload import Workload
+
+_STATES = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.BUFFER, Category.WORKSPACE)
+_RANKS = 2  # that weights are split over: as few as split them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """One micro-batch of a model of few layers whose weights are split. ``ops`` are its kernels but for ``copies``,
+    by which FSDP2 makes whole weights of shards, and shards of gradients; ``sent`` is what is sent beside those.
+    ``kept_bytes``: of activations, where the backward pass begins."""
+
+    ops: tuple[Op, ...]
+    copies: tuple[Op, ...]
+    sent: tuple[Sent, ...]
+    kept_bytes: int
+
+
+def pieces(
+    source: Source, split: Split, layers: int, *, sequence: int, recompute: str, gpu: catalog.Gpu, precision: str
+) -> Pieces:
+    """Of ``source`` with so many layers, of the kind that most are of, whose tensors, sequences and experts are
+    shared as ``split`` says. Raises what ``ranks_torch.stages`` does."""
+    workload = Workload(
+        task="train", batch=split.micro_batch, seq=sequence, precision=precision, checkpointing=recompute
+    )
+    job = ParallelJob(
+        source=source, workload=workload, split=_little(split), sequence=sequence,
+        capability=capability_of(place_of(gpu)), layers=usual_layers(source, layers),
+    )  # fmt: skip
+    (facts,), _ = ranks_torch.stages(job)
+    ops = [op for op in facts.ops if op.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    return Pieces(
+        ops=tuple(op for op in ops if not _copies(op)),
+        copies=tuple(op for op in ops if _copies(op)),
+        sent=tuple(sent for sent in facts.sent if sent.axis != "shard"),
+        kept_bytes=_kept_bytes(facts.trace),
+    )
+
+
+def _little(split: Split) -> Split:
+    """As few ranks as split it this way, one micro-batch on each."""
+    shared = split.cp * split.ep
+    gpus = split.tp * (shared if shared > 1 else _RANKS)
+    return Split(
+        gpus=gpus, gpus_per_node=gpus, tp=split.tp, cp=split.cp, ep=split.ep, zero=3,
+        sequence_parallel=split.sequence_parallel, micro_batch=split.micro_batch,
+    )  # fmt: skip
+
+
+def _copies(op: Op) -> bool:
+    return op.name.startswith(("fsdp.", "aten._foreach_copy_."))
+
+
+def _kept_bytes(trace: Trace) -> int:
+    begins = _backward(trace.ops, trace.step_starts[-1])
+    alive = (one for one in trace.storages if one.born < begins and (one.died is None or one.died > begins))
+    return sum(one.bytes for one in alive if one.category not in _STATES)
+
+
+def _backward(ops: Iterable[Op], after: int) -> int:
+    return next(op.at for op in ops if op.phase is Phase.BACKWARD and op.at > after)

@@ -1,0 +1,94 @@
+"""The order in which a pipeline rank works off its micro-batches: 1F1B, interleaved 1F1B, zero-bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from brim.estimation.ranks.split import Split
+
+Half = Literal["", "input", "weight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One forward or backward of one micro-batch through one of the rank's model chunks. ``half``: which gradients a
+    zero-bubble pipeline's backward works out; empty: all."""
+
+    micro_batch: int
+    chunk: int
+    forward: bool
+    half: Half = ""
+
+    @property
+    def kind(self) -> tuple[int, bool, str]:
+        """What turns of other micro-batches have in common with this one."""
+        return self.chunk, self.forward, self.half
+
+
+def turns(split: Split, stage: int) -> list[Turn]:
+    """All turns of pipeline rank ``stage`` in one step.
+
+    Without interleaving: ``p - stage - 1`` forwards ahead, then one forward and one backward in turn (Narayanan et
+    al., arXiv 2104.04473). Interleaved: as megatron/core/pipeline_parallel/schedules.py does it, ``p``
+    micro-batches at a time through each chunk, backward in the chunks' reverse order. Zero-bubble: ``_halved``.
+    """
+    forwards = list(_order(split))
+    if split.zero_bubble:
+        return _halved(split, stage, forwards)
+    if split.pp == 1:
+        ahead = 0
+    elif split.interleave == 1:
+        ahead = split.pp - stage - 1
+    else:
+        ahead = (split.pp - stage - 1) * 2 + (split.interleave - 1) * split.pp
+    ahead = min(ahead, len(forwards))
+    last = split.interleave - 1
+    found = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
+    for index, (m, c) in enumerate(forwards[ahead:]):
+        found.append(Turn(micro_batch=m, chunk=c, forward=True))
+        found.append(_backward(forwards[index], last))
+    found += [_backward(turn, last) for turn in forwards[len(forwards) - ahead :]]
+    return found
+
+
+def brief(split: Split, stage: int) -> Split:
+    """The same split with as few micro-batches as show everything that the whole step does on this rank."""
+    if split.interleave > 1 or split.zero_bubble:
+        enough = 3 * split.pp
+    else:
+        enough = split.pp - stage + 2
+    few = min(split.micro_batches, enough)
+    return replace(split, global_batch=few * split.micro_batch * split.dp)
+
+
+def _halved(split: Split, stage: int, forwards: list[tuple[int, int]]) -> list[Turn]:
+    """ZB-H1 (Qi et al., arXiv 2401.10241): gradients of what came in at once, those of weights ``stage`` backwards
+    later, where a rank would wait (torch/distributed/pipelining/schedules.py, ScheduleInterleavedZeroBubble)."""
+    last, many = split.interleave - 1, len(forwards)
+    ahead = min(last * split.pp + split.pp - stage - 1, many)
+    found = [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[:ahead]]
+    for index in range(many + stage):
+        found += [Turn(micro_batch=m, chunk=c, forward=True) for m, c in forwards[ahead + index : ahead + index + 1]]
+        if index < many:
+            found.append(replace(_backward(forwards[index], last), half="input"))
+        if 0 <= index - stage < many:
+            found.append(replace(_backward(forwards[index - stage], last), half="weight"))
+    return found
+
+
+def _order(split: Split) -> Iterator[tuple[int, int]]:
+    """(micro-batch, chunk) of every forward."""
+    if split.interleave == 1:
+        yield from ((m, 0) for m in range(split.micro_batches))
+        return
+    for first in range(0, split.micro_batches, split.pp):
+        for chunk in range(split.interleave):
+            for m in range(first, min(first + split.pp, split.micro_batches)):
+                yield m, chunk
+
+
+def _backward(turn: tuple[int, int], last: int) -> Turn:
+    micro_batch, chunk = turn
+    return Turn(micro_batch=micro_batch, chunk=last - chunk, forward=False)

@@ -1,0 +1,168 @@
+"""A decoder's sizes, read from its configuration under whatever names it has there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.initialization import no_init_weights
+
+from brim.errors import UnsupportedError
+from brim.estimation.models import Source, class_of, transformers_config
+from brim.estimation.ranks.split import Sizes
+from brim.techniques.checkpointing.technique import blocks
+from brim.techniques.parallel.context_parallel import narrow
+from brim.techniques.parallel.tensor_parts import has_turned, why_whole
+
+# Decoders whose layer is norm, attention, norm, feed-forward, in that order, and what is special about each.
+_GATED = ("llama", "mistral", "qwen2", "phi3", "gemma", "mixtral", "deepseek_v2", "deepseek_v3")
+_PLAIN = ("gpt2", "opt", "starcoder2")
+_LEARNED = ("gpt2", "opt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks, and widths of a head. ``query_rank`` 0:
+    queries are made from the hidden states."""
+
+    query_rank: int
+    key_rank: int
+    plain: int
+    rotary: int
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """``chosen`` of ``count`` experts of width ``inner`` for each token, beside shared ones of width ``shared``;
+    the first ``dense_layers`` layers have none."""
+
+    count: int
+    chosen: int
+    inner: int
+    shared: int
+    dense_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a decoder is made of. ``positions`` is the length of a table of learned ones, 0 with rotary ones;
+    ``windowed``: its attention does not look at all that went before. ``whole_tensors``: its layers' products are not
+    split by ``brim train`` (``techniques.tensor_parts``)."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    positions: int
+    gated: bool
+    layer_norm: bool
+    bias: bool
+    qkv_bias: bool
+    tied: bool
+    dropout: bool
+    latent: Latent | None = None
+    experts: Experts | None = None
+    windowed: bool = False
+    whole_tensors: bool = False
+
+    @property
+    def query(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of all keys; of all values too."""
+        return self.kv_heads * self.head_dim
+
+    def sizes(self, sequence: int) -> Sizes:
+        return Sizes(
+            layers=self.layers, heads=self.heads, kv_heads=self.kv_heads, hidden=self.hidden, ffn=self.ffn,
+            sequence=sequence, experts=self.experts.count if self.experts else 0,
+        )  # fmt: skip
+
+
+def shape_of(source: Source) -> Shape:
+    """Raises UnsupportedError for what is not a decoder of the usual kind."""
+    if source.library != "transformers":
+        raise UnsupportedError(
+            f"{source.name} was to be split over several GPUs.",
+            "That is known of transformers' language models only.",
+        )
+    config: Any = transformers_config(source)
+    kind = str(config.model_type)
+    if kind not in (*_GATED, *_PLAIN):
+        raise UnsupportedError(
+            f"{source.name} was to be split over several GPUs.", f"It is a {kind}, which is not known to split.",
+            f"Known are decoders: {', '.join((*_GATED, *_PLAIN))}.",
+        )  # fmt: skip
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    plain = kind in _PLAIN
+    ffn = _first(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    dropout = _first(config, "resid_pdrop", "dropout", "hidden_dropout") or 0.0
+    return Shape(
+        name=source.name,
+        layers=int(config.num_hidden_layers),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
+        ffn=int(ffn),
+        vocabulary=int(config.vocab_size),
+        positions=int(config.max_position_embeddings) if kind in _LEARNED else 0,
+        gated=not plain,
+        layer_norm=plain,
+        bias=plain,
+        qkv_bias=plain or kind == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        dropout=dropout > 0,
+        latent=_latent(config),
+        experts=_experts(config),
+        windowed=narrow(config) is not None,
+        whole_tensors=_has_whole_tensors(source, config),
+    )
+
+
+def _has_whole_tensors(source: Source, config: Any) -> bool:
+    """By the layers themselves: a configuration does not say."""
+    kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModel"))
+    if kind is None:
+        return False
+    with torch.device("meta"), no_init_weights():
+        model = kind._from_config(config)
+    layers = [model.get_submodule(path) for path in blocks(model)[:1]]
+    return any(why_whole(layer) or has_turned(layer) for layer in layers)
+
+
+def _latent(config: Any) -> Latent | None:
+    if not getattr(config, "kv_lora_rank", None):
+        return None
+    return Latent(
+        query_rank=int(config.q_lora_rank or 0),
+        key_rank=int(config.kv_lora_rank),
+        plain=int(config.qk_nope_head_dim),
+        rotary=int(config.qk_rope_head_dim),
+        value=int(config.v_head_dim),
+    )
+
+
+def _experts(config: Any) -> Experts | None:
+    count = _first(config, "num_local_experts", "n_routed_experts")
+    if not count:
+        return None
+    inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    return Experts(
+        count=int(count), chosen=int(config.num_experts_per_tok), inner=inner,
+        shared=inner * int(getattr(config, "n_shared_experts", None) or 0),
+        dense_layers=int(getattr(config, "first_k_dense_replace", None) or 0),
+    )  # fmt: skip
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

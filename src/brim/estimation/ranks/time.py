@@ -1,0 +1,188 @@
+"""Seconds of a split training step: kernels by roofline, collectives by their links, the pipeline's bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from brim import catalog
+from brim.core import Hardware, Op, Phase
+from brim.errors import UsageError
+from brim.estimation.ranks.schedule import Turn, turns
+from brim.estimation.ranks.script import Sent
+from brim.estimation.ranks.split import Split
+from brim.predict.cost import op_s
+
+_CROSSINGS = ("to_device", "to_ram")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """One pipeline rank's seconds per micro-batch (through all its chunks), and once per step.
+
+    ``communicates_s`` of them it waits for others. ``once_s``: gradients' reduction, weights' gathering, the
+    optimizer. ``weight_s``: of ``backward_s``, the second half of a zero-bubble pipeline's backward pass.
+    """
+
+    forward_s: float
+    backward_s: float
+    communicates_s: float
+    once_s: float
+    weight_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Where a step's seconds go: they add up to ``step_s``."""
+
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+    once_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.communication_s + self.bubble_s + self.once_s
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "compute_s": self.compute_s, "communication_s": self.communication_s, "bubble_s": self.bubble_s,
+            "once_s": self.once_s,
+        }  # fmt: skip
+
+
+def training_hardware(gpu: catalog.Gpu) -> tuple[Hardware, str]:
+    """The GPU at the rate that it holds over whole training steps where that is known, and what was taken."""
+    hardware, known = gpu.hardware(), catalog.training_rate(gpu)
+    if known is None:
+        return hardware, f"products at the best rate that was measured on {gpu.name}"
+    rate, source = known
+    rates = {**hardware.flops_per_s, "bfloat16": rate, "float16": rate}
+    return replace(hardware, flops_per_s=rates), source
+
+
+def kernels_s(ops: Iterable[Op], hardware: Hardware) -> float:
+    return sum(op_s(op, hardware) for op in ops)
+
+
+def sent_s(sent: Sent, split: Split, network: catalog.Network) -> float:
+    """Seconds of one collective as a ring, or of one message to the next pipeline rank."""
+    ranks = split.size(sent.axis)
+    if ranks == 1 or not sent.bytes:
+        return 0.0
+    per_node = split.per_node(sent.axis)
+    rate = network.bytes_per_s(per_node, crosses=per_node < ranks)
+    if sent.kind == "send":
+        return network.latency_s + sent.bytes / rate
+    turns = 2 if sent.kind == "all_reduce" else 1
+    return network.latency_s + turns * sent.bytes * (ranks - 1) / ranks / rate
+
+
+def crossed_s(sent: Sent, gpu: catalog.Gpu) -> float:
+    """Seconds of a shard's copy between page-locked RAM and the GPU. Raises UsageError where no rate is known."""
+    if not gpu.pcie_bytes_per_s:
+        raise UsageError(
+            f"Shards in the RAM beside {gpu.name} were asked for.", "The rate of its link to the host is not known.",
+            "Name another GPU.",
+        )  # fmt: skip
+    return sent.bytes / gpu.pcie_bytes_per_s
+
+
+def host_s(ops: Iterable[Op], split: Split) -> float:
+    """Seconds of what the CPU does to shards in RAM: its rate, which a node's ranks share, is that of their bytes."""
+    rate = catalog.HOST_BYTES_PER_S / min(split.gpus, split.gpus_per_node)
+    return sum(op.read_bytes + op.written_bytes for op in ops) / rate
+
+
+def all_sent_s(sent: Iterable[Sent], split: Split, gpu: catalog.Gpu) -> float:
+    network = catalog.network(gpu)
+    return sum(
+        crossed_s(each, gpu) if each.kind in _CROSSINGS else sent_s(each, split, network) for each in sent
+    )  # fmt: skip
+
+
+def stage_time(
+    ops: Sequence[Op], sent: Sequence[Sent], once: Sequence[Sent], split: Split, gpu: catalog.Gpu, hardware: Hardware,
+    *, weight_ops: Sequence[Op] = (), in_ram: Sequence[Op] = (),
+) -> StageTime:  # fmt: skip
+    """From the kernels and collectives of one micro-batch, the optimizer's kernels, and what is sent once a step.
+
+    Within a micro-batch tensor-parallel collectives wait for what they need and are waited for. FSDP2 gathers the
+    next block's weights, and reduces the last one's gradients, while a block computes: only what is longer than the
+    kernels shows. Shards in RAM come and go in the same turn, on the same streams. ``in_ram``: the CPU adds gradients
+    of several micro-batches, for which FSDP2 waits, and takes the optimizer's step.
+    """
+    seconds, waits = {}, 0.0
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        own = [each for each in sent if each.phase is phase]
+        works = kernels_s((op for op in ops if op.phase is phase), hardware)
+        adds = host_s((op for op in in_ram if op.phase is phase), split)
+        hidden = [each.axis == "shard" and not (adds and each.kind == "to_ram") for each in own]
+        waited = adds + all_sent_s((each for each, hides in zip(own, hidden, strict=True) if not hides), split, gpu)
+        beside = all_sent_s((each for each, hides in zip(own, hidden, strict=True) if hides), split, gpu)
+        waited += max(beside - works - waited, 0.0)
+        seconds[phase], waits = works + waited, waits + waited
+    optimizer_s = kernels_s((op for op in ops if op.phase is Phase.OPTIMIZER), hardware)
+    optimizer_s += host_s((op for op in in_ram if op.phase is Phase.OPTIMIZER), split)
+    return StageTime(
+        forward_s=seconds[Phase.FORWARD],
+        backward_s=seconds[Phase.BACKWARD],
+        communicates_s=waits,
+        once_s=optimizer_s + all_sent_s(once, split, gpu),
+        weight_s=kernels_s(weight_ops, hardware),
+    )
+
+
+def played_s(stages: Sequence[StageTime], split: Split) -> float:
+    """From the first turn of any pipeline rank to the last, each begun when its rank and what it needs are ready.
+
+    A forward pass needs the one of the part before, a backward pass (of a zero-bubble pipeline its first half) that
+    of the part behind; a rank's chunks take equal shares of its seconds.
+    """
+    orders = [turns(split, stage) for stage in range(split.pp)]
+    at, ready_s = [0] * split.pp, [0.0] * split.pp
+    done_s: dict[tuple[bool, int, int], float] = {}  # forward, micro-batch, part of the model
+    last = split.pp * split.interleave - 1
+    while any(position < len(order) for position, order in zip(at, orders, strict=True)):
+        before = sum(at)
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                turn = order[at[stage]]
+                part = turn.chunk * split.pp + stage
+                begin_s = ready_s[stage]
+                if turn.half != "weight" and part != (0 if turn.forward else last):
+                    needed = (turn.forward, turn.micro_batch, part - 1 if turn.forward else part + 1)
+                    if needed not in done_s:
+                        break
+                    begin_s = max(begin_s, done_s[needed])
+                ready_s[stage] = begin_s + _turn_s(stages[stage], turn) / split.interleave
+                if turn.half != "weight":
+                    done_s[turn.forward, turn.micro_batch, part] = ready_s[stage]
+                at[stage] += 1
+        assert sum(at) > before, f"pipeline ranks wait for one another after {at} turns"
+    return max(ready_s)
+
+
+def _turn_s(stage: StageTime, turn: Turn) -> float:
+    if turn.forward:
+        return stage.forward_s
+    return {"": stage.backward_s, "input": stage.backward_s - stage.weight_s, "weight": stage.weight_s}[turn.half]
+
+
+def step_time(stages: Sequence[StageTime], split: Split) -> StepTime:
+    """A step of all pipeline ranks: the slowest works through all micro-batches, the others' first and last one are
+    its bubble (1F1B, Narayanan et al., arXiv 2104.04473), shorter by the number of chunks where stages interleave.
+    Of a zero-bubble pipeline all turns are played through."""
+    slowest = max(stages, key=lambda stage: stage.forward_s + stage.backward_s)
+    busy = slowest.forward_s + slowest.backward_s
+    others = sum(stage.forward_s + stage.backward_s for stage in stages) - busy
+    waits = slowest.communicates_s * split.micro_batches
+    bubble_s = others / split.interleave
+    if split.zero_bubble:
+        bubble_s = max(played_s(stages, split) - busy * split.micro_batches, 0.0)
+    return StepTime(
+        compute_s=busy * split.micro_batches - waits,
+        communication_s=waits,
+        bubble_s=bubble_s,
+        once_s=max(stage.once_s for stage in stages),
+    )

@@ -1,0 +1,377 @@
+"""The pipeline ranks of a training job under PyTorch's own engine, traced as they would run.
+
+``techniques.pipeline`` cuts the stage, ``techniques.sharding`` splits it by FSDP2 and DTensor, and one process
+takes the place of one rank in PyTorch's fake process group. Three micro-batches are traced; a pipeline's step is
+put together from them in its order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from brim.core import Category, Op, Phase, Storage, Trace
+from brim.core.trace import TO_DEVICE, TO_RAM
+from brim.errors import BrimError, ModelError, UnsupportedError
+from brim.estimation.models import short, transformers_config
+from brim.estimation.optimizers import make_optimizer
+from brim.estimation.ranks.balance import stages_of
+from brim.estimation.ranks.chunk import TracedChunk
+from brim.estimation.ranks.compose import OPTIMIZER, Composer, mark_of, traced_order
+from brim.estimation.ranks.depth import deepened_in_pairs
+from brim.estimation.ranks.job import ParallelJob, StageFacts
+from brim.estimation.ranks.join import of_chunks
+from brim.estimation.ranks.layers import Layers, layers_of
+from brim.estimation.ranks.schedule import Turn, brief, turns
+from brim.estimation.ranks.script import Sent
+from brim.estimation.ranks.split import (
+    Split,
+    check_context,
+    check_experts,
+    check_sizes,
+    refuse_beside,
+    sizes_of,
+)
+from brim.estimation.silence import quiet
+from brim.estimation.steps import Job
+from brim.predict.cost import base_name
+from brim.predict.dispatch import mark
+from brim.predict.flops import OVER
+from brim.predict.tracer import trace
+from brim.techniques import compiling
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.parallel import context_parallel, pipeline, sharding
+
+_STEPS = 2  # the first makes the optimizer's state
+_TYPES = {
+    "bf16": (torch.bfloat16, None),
+    "fp32": (torch.float32, None),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+}
+# Collectives as traces name them -> kind, and whether the whole is what is read.
+_COLLECTIVES = {
+    "_allgather_base_": ("all_gather", False),
+    "_reduce_scatter_base_": ("reduce_scatter", True),
+    "allreduce_": ("all_reduce", True),
+    "all_gather_into_tensor": ("all_gather", False),
+    "reduce_scatter_tensor": ("reduce_scatter", True),
+    "all_reduce": ("all_reduce", True),
+    "all_to_all_single": ("all_to_all", True),
+}
+_CROSSINGS = {TO_DEVICE: "to_device", TO_RAM: "to_ram"}
+_BUFFERS = (
+    "pipelining: every stage has room for what it receives of all micro-batches at once, as "
+    "torch.distributed.pipelining makes it (stage.py, _RecvInfo)"
+)
+_IN_RAM = "shards in RAM: page-locked, each in a power of two of bytes (PyTorch's CachingHostAllocator.h)"
+_TOLD = "engine: PyTorch's FSDP2, DTensor and pipelining, traced on one rank of a fake process group"
+
+
+def stages(job: ParallelJob) -> tuple[list[StageFacts], tuple[str, ...]]:
+    """Every pipeline rank's step, and what was assumed.
+
+    Raises UsageError for sizes that do not divide, UnsupportedError for what is not modelled.
+    """
+    split = job.split
+    _check(job)
+    check_sizes(split, sizes_of(transformers_config(job.source), job.sequence))
+    layers = stages_of(
+        split, transformers_config(job.source), sequence=job.sequence, checkpointing=job.workload.checkpointing
+    ) if job.layers is None else (len(job.layers),)  # fmt: skip
+    parts = pipeline.parts(layers)
+    composers: dict[Any, Composer] = {}
+    known: dict[Any, Trace] = {}
+    found = []
+    for stage in range(split.pp):
+        own = parts[stage :: split.pp]
+        order = turns(brief(split, stage), stage)
+        traced = traced_order(order)
+        chunks = tuple(layers_of(job, part) for part in own)
+        key = (*((one.kinds, one.embeds, one.has_head) for one in chunks), *traced)
+        if key not in composers:
+            composers[key] = Composer(_traced(job, chunks, traced, known), traced)
+        found.append(_facts(composers[key], job, chunks, order, stage))
+    told = [_TOLD, _IN_RAM] if split.offload_shards else [_TOLD]
+    told += [_BUFFERS, f"stages of {', '.join(map(str, layers))} layers"] if split.pp > 1 else []
+    return found, tuple(told)
+
+
+def _check(job: ParallelJob) -> None:
+    split, workload = job.split, job.workload
+    check_experts(split)
+    check_context(split)
+    if job.compiled:
+        _check_compiled(split)
+    if split.zero_bubble:
+        pipeline.check_halves(workload.checkpointing)
+    if workload.precision not in (None, *_TYPES):
+        raise UnsupportedError(
+            f"--precision {workload.precision} was asked for on several GPUs.", f"Known are {', '.join(_TYPES)}."
+        )
+    if job.source.library != "transformers":
+        raise UnsupportedError(
+            f"{job.source.name} was to be split over several GPUs.",
+            "That is known of transformers' language models only.",
+        )
+
+
+def _check_compiled(split: Split) -> None:
+    refuse_beside(
+        "--compile",
+        ("--ep", split.ep > 1, "Which experts tokens go to is decided by values, where a graph ends."),
+        ("--zero-bubble", split.zero_bubble, "A compiled block's backward pass is one, and has no halves."),
+    )
+
+
+# -- tracing a stage -----------------------------------------------------------------------------------------
+
+
+def _traced(
+    job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn], known: dict[Any, Trace]
+) -> Trace:  # fmt: skip
+    """The rank's step with these turns; of one deep stage, two layers of shallower ones repeated where that is
+    exact; of several chunks each kind once, kept in ``known``.
+
+    Halves of backward passes are not put together so: with ZeRO-1 the sum was 0.7 % over what all chunks took.
+    """
+    if len(chunks) > 1:
+        joined = None
+        if not job.split.zero_bubble:
+            joined = of_chunks(chunks, order, lambda chunk, own: _traced(job, [chunk], own, known), known)
+        return _run(job, chunks, order) if joined is None else joined
+    few = chunks[0].shallower()
+    if few is not None:
+        found = deepened_in_pairs([_run(job, [one], order) for one in few[0]], few[1])
+        if found is not None:
+            return found
+    return _run(job, chunks, order)
+
+
+def _run(job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> Trace:
+    """The rank's step with all that these chunks have."""
+    program = _Program(job, chunks, order)
+    split = job.split
+    try:
+        with quiet(), sharding.alone(split.shards * split.tp):
+            program.mesh = sharding.mesh_of(split.shards, split.tp, "cpu")  # its numbers are no part of the program
+            program.context = context_parallel.mesh_of(split.cp, "cpu", split.tp)
+            made = trace(
+                program.build, steps=_STEPS, target=job.target, model=job.source.name, capability=job.capability
+            )
+            return _as_sharded(made, program.axes())
+    except BrimError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"A stage of {job.source.name} was to be traced with {split.describe()}.", f"It fails: {short(error)}",
+            "Its layers may not split this way.",
+        ) from error  # fmt: skip
+
+
+def _as_sharded(made: Trace, axes: Mapping[str, str]) -> Trace:
+    """Without what building lets go: real programs build on ``meta`` and make their shards only. Collectives are
+    named by the axis of the mesh that they are sent along; ``axes``: by the group."""
+    start = made.step_starts[0]
+    kept = [storage for storage in made.storages if storage.died is None or storage.died >= start]
+    kept = [storage for storage in kept if not _counts_steps(storage)]
+    ops = (op if OVER not in op.name else replace(op, name=_along(op.name, axes)) for op in made.ops)
+    storages = tuple(replace(storage, id=index) for index, storage in enumerate(kept))
+    return replace(made, storages=storages, ops=tuple(ops))
+
+
+def _along(name: str, axes: Mapping[str, str]) -> str:
+    does, _, group = name.rpartition(OVER)
+    return f"{does}{OVER}{axes.get(group, group)}"
+
+
+def _counts_steps(storage: Storage) -> bool:
+    """PyTorch keeps an optimizer's step counters in RAM (torch/optim/adam.py, not fused and not capturable)."""
+    return storage.category is Category.OPTIMIZER_STATE and storage.bytes == 4
+
+
+class _Program:
+    """One rank's program: ``build`` gives its step of ``order``. Nothing names a device: all is traced."""
+
+    mesh: DeviceMesh
+    context: DeviceMesh | None = None
+
+    def __init__(self, job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn]) -> None:
+        self.job, self.chunks, self.order = job, chunks, order
+
+    def axes(self) -> dict[str, str]:
+        """Of the mesh, by the name of the group: experts are spread over all that share weights."""
+        along = {"tp": self.mesh["tp"], "ep": self.mesh["shard"], "cp": self.context}
+        return {mesh.get_group().group_name: axis for axis, mesh in along.items() if mesh is not None}
+
+    def build(self) -> Callable[[], None]:
+        job, split = self.job, self.job.split
+        weights, computes = _TYPES[job.workload.precision or _precision(job)]
+        chunks, twins = [], []
+        for layers in self.chunks:
+            model, table = self._model(layers, weights)
+            model.train()
+            if (job.workload.checkpointing or "none") != "none":
+                names = checkpointing.blocks(model)
+                checkpointing.apply(model, dict.fromkeys(names, str(job.workload.checkpointing)))
+            if job.compiled:
+                compiling.apply(model)
+            handle = sharding.apply(
+                model, self.mesh,
+                sharding.Sharding(
+                    zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes,
+                    offload=split.offload_shards, experts=split.ep > 1, context=self.context,
+                    context_place=_likely(split),
+                ),
+            )  # fmt: skip
+            chunks.append(TracedChunk(model, handle, job, computes or weights))
+            twins += [pipeline.Twin(p) for name, p in model.named_parameters() if name == table]
+        trained = [p for chunk in chunks for p in chunk.model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
+        sharding.group_by_kind(optimizer, offload=split.offload_shards)
+        return self._step(chunks, twins, optimizer)
+
+    def _model(self, layers: Layers, weights: torch.dtype) -> tuple[pipeline.Stage, str | None]:
+        """The whole model, and of it the stage: layers that are left out take nothing once they are gone. And the
+        name in it of a weight that another stage has too."""
+        job = self.job
+        precision = "bf16" if weights is torch.bfloat16 else "fp32"
+        settings = replace(job.workload, precision=precision, seq=job.sequence)
+        model = Job(layers.whole, settings).module()
+        table = pipeline.tied_table(model) if self.job.split.pp > 1 else None
+        stage = layers.cut(model)
+        return stage, next((name for name, parameter in stage.named_parameters() if parameter is table), None)
+
+    def _step(
+        self, chunks: Sequence[TracedChunk], twins: Sequence[pipeline.Twin], optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        last = set({turn.kind: turn for turn in self.order}.values())
+        sent: list[torch.Tensor] = []  # let go at the step's end by torch's runtime of schedules (send_ops)
+        keeps = sent if _keeps_sent(self.job.split) else None
+
+        def step() -> None:
+            for chunk in chunks:
+                chunk.begin()
+            for turn in self.order:
+                mark(mark_of(turn))
+                chunks[turn.chunk].take(turn, keeps, last=turn in last)
+            mark(OPTIMIZER)
+            sent.clear()
+            for chunk in chunks:
+                chunk.finish()
+            for twin in twins:
+                twin.add()
+            with chunks[0].handle.stepping():
+                optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+
+def _likely(split: Split) -> int:
+    """Of the ranks that share sequences the first and the last have fewer pieces of attention than all others. The
+    process is the first of all ranks nevertheless: DTensor remembers meshes over traces, as one rank sees them."""
+    return 1 if split.cp > 2 else 0
+
+
+def _precision(job: ParallelJob) -> str:
+    """The configuration's; where it has none, what large models are trained in."""
+    dtype = str(getattr(transformers_config(job.source), "dtype", None)).removeprefix("torch.")
+    return "bf16" if dtype in ("bfloat16", "float16") else "bf16-mixed"
+
+
+# -- from a trace to facts -----------------------------------------------------------------------------------
+
+
+def _facts(
+    composer: Composer, job: ParallelJob, chunks: Sequence[Layers], order: Sequence[Turn], stage: int
+) -> StageFacts:
+    split = job.split
+    ops = composer.usual_ops()
+    per_micro_batch = _sent(ops)
+    hidden = _boundary_bytes(job)
+    for chunk in chunks if split.pp > 1 else ():
+        for phase, does in ((Phase.FORWARD, not chunk.has_head), (Phase.BACKWARD, not chunk.embeds)):
+            if does:
+                per_micro_batch.append(Sent(kind="send", axis="pp", bytes=hidden, phase=phase))
+    kernels = [op for op in (*ops, *composer.optimizer_ops()) if not _is_collective(op) and op.name not in _CROSSINGS]
+    told = 1 + max(turn.micro_batch for turn in order)
+    held = (split.micro_batches - told) * sum(sent.bytes for sent in per_micro_batch if sent.axis == "pp")
+    held *= _keeps_sent(split)
+    trace = composer.composed(order)
+    trace = _with_sent(trace, held) if held else trace
+    return StageFacts(
+        trace=replace(trace, storages=tuple(storage for storage in trace.storages if not storage.in_ram)),
+        ram=tuple(storage for storage in trace.storages if storage.in_ram),
+        ops=tuple(op for op in kernels if not op.in_ram),
+        in_ram=tuple(op for op in (*kernels, *_once_in_ram(composer, split)) if op.in_ram),
+        sent=tuple(per_micro_batch),
+        once=_put_off(composer, per_micro_batch, split),
+        weight_ops=composer.weight_ops(),
+        not_modelled=tuple(name for name in composer.trace.not_modelled if not name.endswith("NCCL's buffers")),
+    )
+
+
+def _once_in_ram(composer: Composer, split: Split) -> list[Op]:
+    """Of two micro-batches the second's gradients are added, which the first, that stands for both, does not tell."""
+    adds = (op for op in composer.end_ops() if op.name not in _CROSSINGS)
+    return [replace(op, phase=Phase.OPTIMIZER) for op in adds] if split.micro_batches == 2 else []
+
+
+def _keeps_sent(split: Split) -> bool:
+    """Whether torch's runtime of schedules runs them, and not the loop of 1F1B."""
+    return split.interleave > 1 or split.zero_bubble
+
+
+def _with_sent(trace: Trace, held_bytes: int) -> Trace:
+    """With what the micro-batches that are not told of have sent, which is kept until the step ends."""
+    ends = next(op.at for op in reversed(trace.ops) if op.name == OPTIMIZER)
+    sent = Storage(
+        id=len(trace.storages), bytes=held_bytes, category=Category.TEMPORARY, module="what was sent",
+        born=trace.step_starts[-1], died=ends, dtype="uint8",
+    )  # fmt: skip
+    return replace(trace, storages=(*trace.storages, sent))
+
+
+def _put_off(composer: Composer, usual: Iterable[Sent], split: Split) -> tuple[Sent, ...]:
+    """What the first and the last micro-batch send over data-parallel ranks beyond what all do."""
+    if split.micro_batches == 1:
+        return ()
+    ends = Counter(_sent(composer.end_ops()))
+    for sent in usual:
+        ends[sent] -= 2
+    return tuple(sent for sent, count in ends.items() for _ in range(count) if sent.axis == "shard")
+
+
+def _boundary_bytes(job: ParallelJob) -> int:
+    split = job.split
+    config: Any = transformers_config(job.source)
+    weights, computes = _TYPES[job.workload.precision or _precision(job)]
+    width = (computes or weights).itemsize
+    return split.micro_batch * split.between(job.sequence) * int(config.hidden_size) * width
+
+
+def _is_collective(op: Op) -> bool:
+    return op.name.startswith(("c10d.", "_c10d_functional."))
+
+
+def _sent(ops: Iterable[Op]) -> list[Sent]:
+    """FSDP2 sends by ``c10d``, over data-parallel ranks; DTensor, and experts and attention to all ranks' tokens, by
+    ``_c10d_functional``, over those that the operation's name tells. And shards that come from RAM and go there."""
+    found = []
+    for op in ops:
+        if op.name in _CROSSINGS:
+            found.append(Sent(kind=_CROSSINGS[op.name], axis="shard", bytes=op.written_bytes, phase=op.phase))
+            continue
+        known = _COLLECTIVES.get(base_name(op.name)) if _is_collective(op) else None
+        if known is None:
+            continue
+        kind, reads_whole = known
+        axis = "shard" if op.name.startswith("c10d.") else op.name.rpartition(OVER)[2]
+        size = op.read_bytes if reads_whole else op.written_bytes
+        found.append(Sent(kind=kind, axis=axis, bytes=size, phase=op.phase))
+    return found

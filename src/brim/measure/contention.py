@@ -1,0 +1,137 @@
+"""What a processor and a drive that works for it leave each other of their speeds.
+
+Reads and writes take cycles of the very cores that compute, and bandwidth of the memory that they compute from: how
+much of it differs by machine (a virtual one may do nothing beside a read) and by what is computed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from brim import threads
+from brim.errors import TransferError, UsageError
+from brim.measure.disk import RING_BYTES, RUN_CHUNK_BYTES, UncachedFile, touched_ring, uncached_file
+from brim.units import MIB
+
+READ, WRITE = "read", "write"
+_SIDE, _MATRICES = 2048, 8  # 128 MiB in turn: several times the last-level cache of most processors
+# Many and short: a drive that others use too may change within a second, and then in all three parts of a round.
+_ROUNDS, _ROUND_S = 11, 0.05
+_LEAST = 0.05  # of a speed: less is a machine that was doing something else
+
+
+def beside(way: str, rows: int, directory: Path) -> tuple[float, float]:
+    """The shares of their speeds that products of ``rows`` rows, and reads from or writes to (``way``) the disk of
+    ``directory``, keep while both are busy; measured in a second.
+
+    Raises UsageError for a directory that does not exist or another ``way``, TransferError when the disk fails.
+    """
+    if way not in (READ, WRITE):
+        raise UsageError(f"Computing beside {way!r} was to be measured.", f"Known are {READ} and {WRITE}.")
+    weights = [torch.ones(_SIDE, _SIDE) for _ in range(_MATRICES)]
+    x = torch.ones(rows, _SIDE)
+    shares: list[tuple[float, float]] = []
+    with torch.inference_mode(), uncached_file(directory) as file:
+        work = _counted(lambda index: F.linear(x, weights[index % _MATRICES]))
+        move = _Mover(file, way)
+        work(_ROUND_S)
+        for _ in range(_ROUNDS):
+            shares.append(_shares(work, move))
+    compute, drive = (statistics.median(column) for column in zip(*shares, strict=True))
+    return min(1.0, max(_LEAST, compute)), min(1.0, max(_LEAST, drive))
+
+
+def both_ways(directory: Path) -> tuple[float, float]:
+    """The shares of their speeds that reads and writes of one drive keep beside each other. Raises as ``beside``."""
+    shares: list[tuple[float, float]] = []
+    with uncached_file(directory) as file:
+        movers = _Mover(file, READ), _Mover(file, WRITE)
+        for _ in range(_ROUNDS):
+            alone = [_moved((one,))[0] for one in movers]
+            reads, writes = (now / then for now, then in zip(_moved(movers), alone, strict=True))
+            shares.append((reads, writes))
+    reads, writes = (statistics.median(column) for column in zip(*shares, strict=True))
+    return min(1.0, max(_LEAST, reads)), min(1.0, max(_LEAST, writes))
+
+
+def _moved(movers: Sequence[_Mover]) -> list[float]:
+    """Bytes a second of each while all of them work."""
+    for one in movers:
+        one.begin()
+    time.sleep(_ROUND_S)
+    return [one.end() for one in movers]
+
+
+def _shares(work: Callable[[float], float], move: _Mover) -> tuple[float, float]:
+    """One round: each alone, then both at once. Rates fall and rise within seconds, so they are compared at once."""
+    alone = work(_ROUND_S)
+    (moved_alone,) = _moved((move,))
+    move.begin()
+    together = work(_ROUND_S)
+    moved = move.end()
+    return together / alone, moved / moved_alone
+
+
+def _counted(one: Callable[[int], object]) -> Callable[[float], float]:
+    """How often a second ``one`` can be done, in so many seconds."""
+
+    def run(seconds: float) -> float:
+        count, began_s = 0, time.perf_counter()
+        while (now_s := time.perf_counter()) - began_s < seconds or not count:
+            one(count)
+            count += 1
+        return count / (now_s - began_s)
+
+    return run
+
+
+class _Mover:
+    """Moves chunks in a thread of its own, as a run does, from ``begin`` to ``end``, which gives bytes a second."""
+
+    def __init__(self, file: UncachedFile, way: str) -> None:
+        self._file, self._way = file, way
+        # As a run's slots: one small buffer would take nothing of the bandwidth that products need.
+        self._ring = touched_ring()
+        self._stop = threading.Event()
+        self._bytes, self._failure = 0, ""
+        if way == WRITE and not file.writable:
+            raise UsageError(
+                "Computing beside writes was to be measured.", "The directory cannot be written.", "Name another."
+            )
+
+    def begin(self) -> None:
+        self._stop.clear()
+        self._bytes, self._began_s = 0, time.perf_counter()
+        self._thread = threading.Thread(target=self._run, name="brim-beside", daemon=True)
+        threads.start(self._thread)
+
+    def end(self) -> float:
+        self._stop.set()
+        self._thread.join()
+        if self._failure:
+            raise TransferError("A drive was to be measured beside computing.", self._failure)
+        return self._bytes / (time.perf_counter() - self._began_s)
+
+    def _run(self) -> None:
+        move = os.preadv if self._way == READ else os.pwritev
+        descriptor, offset, at = self._file.descriptor, 0, 0
+        try:
+            while not self._stop.is_set():
+                count = move(descriptor, [self._ring[at : at + RUN_CHUNK_BYTES]], offset)
+                self._bytes, at = self._bytes + count, (at + RUN_CHUNK_BYTES) % RING_BYTES
+                offset = (offset + count) % (self._file.size_bytes - RUN_CHUNK_BYTES + 1) // MIB * MIB
+                if not self._file.direct and self._way == READ and hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            self._failure = f"{error}."
+
+
+__all__ = ["READ", "WRITE", "beside", "both_ways"]

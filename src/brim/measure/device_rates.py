@@ -1,0 +1,206 @@
+"""How fast the current device of an accelerator moves bytes, alone and both ways at once, and multiplies matrices."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from brim.accelerator import CUDA, Accelerator, page_lock, page_unlock
+from brim.core.hardware import RAM, VRAM, Link
+from brim.measure.bandwidth import dtype_name, matrix_rate, median_s
+from brim.measure.capacity import device_free_bytes
+from brim.units import KIB, MIB
+
+_COPY_BYTES = 128 * MIB
+_READ_BYTES = 1024 * MIB
+_COPIES = 8
+_ROUNDS = 5
+_SIMT, _TENSOR_CORES = "ieee", "tf32"
+
+
+def links(on: Accelerator) -> tuple[Link, Link]:
+    """RAM -> VRAM and VRAM -> RAM through pinned memory: alone, and with the other way busy.
+
+    Where a backend has no streams, copies take turns, and each way has half of its rate with the other one busy.
+    """
+    size_bytes = max(MIB, min(_COPY_BYTES, device_free_bytes(on) // 8))
+    with _pinned(on, size_bytes) as sent, _pinned(on, size_bytes) as received:
+        there = torch.empty_like(sent, device=on.device)
+        back = torch.ones_like(there)
+
+        def up() -> None:
+            there.copy_(sent, non_blocking=True)
+
+        def down() -> None:
+            received.copy_(back, non_blocking=True)
+
+        alone = [there.nbytes / median_s(way, rounds=_ROUNDS, synchronize=on.synchronize) for way in (up, down)]
+        if on.has_streams:
+            both = [_duplex_rates(on, up, down, there.nbytes) for _ in range(_ROUNDS)]
+        else:
+            both = [(alone[0] / 2, alone[1] / 2)]
+        latency_s = median_s(
+            lambda: there[: 4 * KIB].copy_(sent[: 4 * KIB], non_blocking=True),
+            rounds=50,
+            synchronize=on.synchronize,
+        )
+    ways = ((RAM, VRAM), (VRAM, RAM))
+    up_link, down_link = (
+        Link(
+            source=source,
+            target=target,
+            bytes_per_s=alone[index],
+            duplex_bytes_per_s=statistics.median(rates[index] for rates in both),
+            latency_s=latency_s,
+            single_bytes_per_s=alone[index],
+            chunk_bytes=size_bytes,
+        )
+        for index, (source, target) in enumerate(ways)
+    )
+    return up_link, down_link
+
+
+def vram_read_rate(on: Accelerator) -> float:
+    """Bytes per second that one kernel reads: a bfloat16 matrix-vector product or a float32 maximum."""
+    columns = 8192
+    size_bytes = min(_READ_BYTES, device_free_bytes(on) // 8)
+    weight = torch.ones(size_bytes // (2 * columns), columns, dtype=torch.bfloat16, device=on.device)
+    vector = torch.ones(1, columns, dtype=torch.bfloat16, device=on.device)
+    numbers = weight.view(torch.float32)
+    kernels: tuple[Callable[[], object], ...] = (lambda: F.linear(vector, weight), lambda: numbers.amax())
+    return max(weight.nbytes / median_s(kernel, synchronize=on.synchronize) for kernel in kernels)
+
+
+def matrix_rates(on: Accelerator) -> dict[str, float]:
+    """Operations per second by dtype; ``tf32`` is float32 on tensor cores; float8 where the device multiplies it.
+
+    The last two are known of CUDA only.
+    """
+    rates = {}
+    if on.type == CUDA:
+        for precision, name in ((_SIMT, "float32"), (_TENSOR_CORES, "tf32")):
+            with _float32_precision(precision):
+                rates[name] = _rate(on, _product(on, torch.float32))
+    else:
+        rates["float32"] = _rate(on, _product(on, torch.float32))
+    for dtype in (torch.bfloat16, torch.float16):
+        rates[dtype_name(dtype)] = _rate(on, _product(on, dtype))
+    # ROCm gives its own architectures' numbers as a capability, and multiplies float8 under another contract.
+    if on.type == CUDA and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
+        rates[dtype_name(torch.float8_e4m3fn)] = _rate(on, _float8_product)
+    return rates
+
+
+@contextmanager
+def unnoticed(on: Accelerator) -> Iterator[None]:
+    """Leave the device as it was found: what was measured with within would stay reserved by PyTorch otherwise, be it
+    its buffers or cuBLAS's workspace, and be the peak that the program sees. Where it had a higher one before than it
+    holds now, that cannot be told from it and the peak stays. Other backends than CUDA keep no such peak here.
+    """
+    if on.type != CUDA:
+        try:
+            yield
+        finally:
+            on.synchronize()
+            on.empty_cache()
+        return
+    counted = on.counts_memory()
+    is_peak_now = counted and on.peak_bytes(on.index)[1] == on.reserved_bytes()
+    try:
+        yield
+    finally:
+        on.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # the next product makes another
+        on.empty_cache()
+        if is_peak_now:
+            on.reset_peaks(on.index)
+
+
+@contextmanager
+def registered(on: Accelerator, size_bytes: int) -> Iterator[torch.Tensor]:
+    """Pinned bytes (uint8) of exactly this size in whole pages: ``pin_memory()`` rounds up to a power of two.
+
+    Pageable ones where the driver pins no more: so a run will copy them, and that is to be measured.
+    """
+    size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    tensor = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    if page_lock(tensor.data_ptr(), size_bytes):
+        yield tensor
+        return
+    try:
+        yield tensor
+    finally:
+        on.synchronize()
+        page_unlock(tensor.data_ptr())
+
+
+def _pinned(on: Accelerator, size_bytes: int) -> AbstractContextManager[torch.Tensor]:
+    """Pinned bytes, and ordinary ones where a backend pins none (MPS shares its memory with the processor)."""
+    if on.type == CUDA:
+        return registered(on, size_bytes)
+    try:
+        return nullcontext(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
+    except RuntimeError:
+        return nullcontext(torch.empty(size_bytes, dtype=torch.uint8))
+
+
+def _duplex_rates(
+    on: Accelerator, up: Callable[[], None], down: Callable[[], None], size_bytes: int
+) -> tuple[float, float]:
+    """Bytes per second of each way while both are busy: only copies that end before the faster way has finished."""
+    streams = [on.module.Stream() for _ in range(2)]
+    begin = on.module.Event(enable_timing=True)
+    ends: list[list[Any]] = [[], []]
+    on.synchronize()
+    begin.record()
+    for stream in streams:
+        stream.wait_event(begin)
+    for _ in range(_COPIES):  # alternating, so that neither stream runs ahead while the other is being filled
+        for stream, way, marks in zip(streams, (up, down), ends, strict=True):
+            with on.module.stream(stream):
+                way()
+                marks.append(on.module.Event(enable_timing=True))
+                marks[-1].record(stream)
+    on.synchronize()
+    seconds = [[begin.elapsed_time(mark) / 1e3 for mark in marks] for marks in ends]
+    both_busy_s = min(times[-1] for times in seconds)
+    counted = [[time for time in times if time <= both_busy_s] or times[:1] for times in seconds]
+    up_rate, down_rate = (len(times) * size_bytes / times[-1] for times in counted)
+    return up_rate, down_rate
+
+
+@contextmanager
+def _float32_precision(precision: str) -> Iterator[None]:
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = precision
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _product(on: Accelerator, dtype: torch.dtype) -> Callable[[int], Callable[[], object]]:
+    def of_size(size: int) -> Callable[[], object]:
+        left, right = (torch.rand(size, size, device=on.device).to(dtype) for _ in range(2))
+        return lambda: F.linear(left, right)
+
+    return of_size
+
+
+def _float8_product(size: int) -> Callable[[], object]:
+    left, right = (torch.rand(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one, whole = torch.ones((), device="cuda"), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(left, right.t(), one, whole, one, whole)
+
+
+def _rate(on: Accelerator, product: Callable[[int], Callable[[], object]]) -> float:
+    largest = 1 << (math.isqrt(device_free_bytes(on) // 24).bit_length() - 1)  # of two float32 factors and a product
+    return matrix_rate(product, target_s=0.02, largest=min(16384, largest), synchronize=on.synchronize)

@@ -1,0 +1,1 @@
+"""The fastest ways to split a training job over GPUs."""

@@ -1,0 +1,206 @@
+"""A module's forward as ``torch.compile(..., fullgraph=True)`` would run it, in a trace: with the memory of its two
+graphs' kernels, and what the partitioner keeps between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from brim.errors import BrimError
+from brim.predict.compiled.graph import Graphs, Layout, captured, local
+from brim.predict.compiled.kernels import Program
+from brim.predict.patches import silenced
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+_OF_ITS_PLACE = ("layer_idx",)  # tells a layer from the next, which work alike otherwise
+
+
+class NotOneGraph(Exception):
+    """The forward of a module is no single graph of tensors."""
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    graphs: Graphs
+    forward: Program
+    backward: Program
+    results: Any  # tree of what the module returns, its tensors as places in the outputs
+    places: tuple[Any, ...]
+
+
+class CompiledBlock:
+    """``forward`` of ``module`` compiled. Graphs are shared by all that ``known`` is given to: layers that are alike
+    are compiled once, as torch.compile does."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], known: dict[Any, _Compiled]) -> None:
+        self._module, self._forward, self._known = module, forward, known
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotOneGraph before anything ran."""
+        own = _tensors_of(self._module)
+        leaves, tree = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [*own.values(), *given]
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return self._forward(*args, **kwargs)
+        layouts = tuple(map(Layout.of, tensors))
+        plain = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        key = (_likeness(self._module), str(tree), plain, tuple(map(_key, layouts)), tuple(own))
+        if key not in self._known:
+            self._known[key] = self._compiled(own, leaves, tree, layouts)
+        found = self._known[key]
+        outputs = _Run.apply(found, *tensors)  # type: ignore[no-untyped-call]
+        values = [outputs[place] if type(place) is _Place else place for place in found.places]
+        return tree_unflatten(values, found.results)
+
+    def _compiled(
+        self, own: dict[str, torch.Tensor], leaves: Sequence[Any], tree: Any, layouts: Sequence[Layout]
+    ) -> _Compiled:
+        shape: list[Any] = []
+
+        def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            held = iter(tensors[len(own) :])
+            values = [next(held) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(values, tree)
+            with _holding(self._module, dict(zip(own, tensors, strict=False))):
+                made, results = tree_flatten(self._forward(*args, **kwargs))
+            found = [value for value in made if isinstance(value, torch.Tensor)]
+            numbers = iter(range(len(found)))
+            shape[:] = [results, tuple(_Place(next(numbers)) if isinstance(v, torch.Tensor) else v for v in made)]
+            return found
+
+        try:
+            with silenced("torch._functorch"):
+                graphs = captured(flat, layouts, len(own))
+        except Exception as error:
+            if _is_brims_own(error):
+                raise
+            raise NotOneGraph(f"{type(error).__name__}: {error}") from error
+        kept = _inputs_kept(graphs)
+        return _Compiled(
+            graphs=graphs, forward=Program(graphs.forward.graph),
+            backward=Program(graphs.backward.graph, kept), results=shape[0], places=shape[1],
+        )  # fmt: skip
+
+
+class _Place(int):
+    """Of a tensor among a graph's outputs."""
+
+
+class _Run(torch.autograd.Function):
+    """AOTAutograd's ``CompiledFunction``: one node for the whole block."""
+
+    @staticmethod
+    def forward(ctx: Any, compiled: _Compiled, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = compiled.forward.play([local(tensor) for tensor in tensors])
+        many = len(compiled.graphs.outputs)
+        kept: Any = made[many:]
+        ctx.compiled, ctx.spreads = compiled, [_share(tensor) for tensor in tensors]
+        ctx.save_for_backward(*kept)
+        layouts = compiled.graphs.outputs
+        outputs = tuple(_whole(value, layout.share) for value, layout in zip(made[:many], layouts, strict=True))
+        plain = [out for out, layout in zip(outputs, layouts, strict=True) if not layout.requires_grad]
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        compiled: _Compiled = ctx.compiled
+        layouts = compiled.graphs.outputs
+        wanted = [_like(given, lay) for given, lay in zip(gradients, layouts, strict=True) if lay.requires_grad]
+        inputs = [*ctx.saved_tensors, *wanted]
+        ctx.maybe_clear_saved_tensors()
+        del wanted, gradients
+        made = compiled.backward.play(inputs)
+        return (None, *(_whole(value, share) for value, share in zip(made, ctx.spreads, strict=True)))
+
+
+def _share(tensor: torch.Tensor) -> Any:
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def _whole(value: Any, share: Any) -> Any:
+    if value is None or share is None:
+        return value
+    return DTensor(value, share, requires_grad=value.requires_grad)
+
+
+def _like(gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """As the graph was made for it: AOTAutograd copies a gradient that lies in another way."""
+    if layout.share is not None and isinstance(gradient, DTensor) and gradient.placements != layout.share.placements:
+        gradient = gradient.redistribute(placements=layout.share.placements)
+    own = local(gradient)
+    return (
+        own
+        if own.stride() == layout.stride
+        else torch.empty_strided(layout.size, layout.stride, dtype=own.dtype, device=own.device).copy_(own)
+    )
+
+
+def _is_brims_own(error: Exception) -> bool:
+    """Whether it says nothing of the module: PyTorch asserts that a module is one graph, brim that brim is right."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    raised_in = "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
+    return isinstance(error, BrimError) or (isinstance(error, AssertionError) and raised_in.startswith("brim."))
+
+
+def _inputs_kept(graphs: Graphs) -> list[int]:
+    """Of what is kept for the backward pass, inputs of the forward pass: others have them too."""
+    output = next(node for node in graphs.forward.graph.nodes if node.op == "output")
+    many = len(graphs.outputs)
+    results = set(output.args[0][:many])
+    saved = output.args[0][many:]
+    return [at for at, node in enumerate(saved) if node.op == "placeholder" or node in results]
+
+
+# -- a module ------------------------------------------------------------------------------------------------------
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@contextmanager
+def _holding(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """While open, the module has other parameters and buffers."""
+    before = [(part, part._parameters, part._buffers) for part in module.modules()]
+    instead = {id(held): tensors[name] for name, held in _tensors_of(module).items()}
+
+    def exchanged(held: Mapping[str, Any]) -> Any:
+        return {name: instead.get(id(tensor), tensor) for name, tensor in held.items()}
+
+    try:
+        for part, parameters, buffers in before:
+            part._parameters, part._buffers = exchanged(parameters), exchanged(buffers)
+        yield
+    finally:
+        for part, parameters, buffers in before:
+            part._parameters, part._buffers = parameters, buffers
+
+
+def _key(layout: Layout) -> Any:
+    share = layout.share
+    placed = None if share is None else (id(share.mesh), str(share.placements), tuple(share.tensor_meta.shape))
+    return (layout.size, layout.stride, layout.dtype, layout.requires_grad, placed)
+
+
+def _likeness(module: nn.Module) -> Any:
+    """What must be the same of two modules that work alike."""
+    return tuple((name, type(part), _settings(part)) for name, part in module.named_modules())
+
+
+def _settings(part: nn.Module) -> Any:
+    found = [(name, value) for name, value in vars(part).items() if isinstance(value, _PLAIN)]
+    plain = tuple(pair for pair in found if pair[0] not in _OF_ITS_PLACE)
+    hooks = (len(part._forward_pre_hooks), len(part._forward_hooks))
+    instead = vars(part).get("forward")
+    return plain, hooks, type(instead), getattr(instead, "choice", None)

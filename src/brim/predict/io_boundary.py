@@ -1,0 +1,146 @@
+"""Where a program meets what is no tensor of the trace: data loaders, files, NumPy."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import safetensors.torch
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import dataloader
+
+from brim.predict import side_effects
+
+
+@contextmanager
+def outside_world() -> Iterator[None]:
+    """For one trace, data loaders load in this process, and nothing is changed but temporary files."""
+    base = dataloader._BaseDataLoaderIter
+    with ExitStack() as stack:
+        stack.enter_context(side_effects.held_back())
+        stack.enter_context(mock.patch.object(dataloader.DataLoader, "_get_iterator", _in_this_process))
+        stack.enter_context(mock.patch.object(base, "_next_index", _really(base._next_index)))
+        stack.enter_context(mock.patch.object(torch, "save", _saved(torch.save, 1)))
+        stack.enter_context(mock.patch.object(safetensors.torch, "save_file", _saved(safetensors.torch.save_file, 1)))
+        stack.enter_context(mock.patch.object(torch, "load", _loaded(torch.load)))
+        # transformers would load weights in threads, where no trace is watching
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
+        yield
+
+
+def _in_this_process(loader: Any) -> Any:
+    """Workers could not hand fake tensors over; what they load, pinned or not, takes no GPU memory."""
+    workers, timeout, pinned = loader.num_workers, loader.timeout, loader.pin_memory
+    loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # it draws a seed
+            return dataloader._SingleProcessDataLoaderIter(loader)
+    finally:
+        loader.num_workers, loader.timeout, loader.pin_memory = workers, timeout, pinned
+
+
+def _really(next_index: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Samplers draw the order of the examples: real numbers, which no tensor of the step depends on."""
+
+    def draw(iterator: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return next_index(iterator)
+
+    return draw
+
+
+def _loaded(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Fake storages are made on the host; what is to lie on the GPU is moved there, tensor by tensor. What the trace
+    has saved comes back as it was."""
+
+    def call(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        effects = side_effects.current()
+        if effects is not None and (kept := effects.saved.get(_identity(effects, file))) is not None:
+            return _restored(kept, map_location)
+        on_gpu = isinstance(map_location, (str, torch.device)) and torch.device(map_location).type == "cuda"
+        found = load(file, "cpu" if on_gpu else map_location, *args, **kwargs)
+        return tree_map_only(torch.Tensor, torch.Tensor.cuda, found) if on_gpu else found
+
+    return call
+
+
+def _saved(save: Callable[..., Any], file_at: int) -> Callable[..., Any]:
+    """A file of a checkpoint of fake tensors has nothing in it, and programs may rename it. What would be in it is
+    kept for the same trace to load.
+
+    Modules that are imported during the trace may keep this function: after it, all is saved.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        effects = side_effects.current()
+        if effects is None:
+            return save(*args, **kwargs)
+        file = args[file_at] if len(args) > file_at else kwargs.get("f", kwargs.get("filename"))
+        if isinstance(file, (str, os.PathLike)):
+            Path(effects.to_write(file, even_temporary=True)).touch()
+        effects.saved[_identity(effects, file)] = tree_map_only(torch.Tensor, _Kept, args[0])
+        return None
+
+    return call
+
+
+class _Kept:
+    """A copy of a tensor in a file, which takes no memory of the GPU."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.on_device, self.trains = tensor.is_cuda, tensor.requires_grad
+        self.copy = tensor.detach().cpu() if self.on_device else tensor.detach().clone()
+
+    def load(self, map_location: Any) -> torch.Tensor:
+        named = isinstance(map_location, (str, torch.device))
+        there = torch.device(map_location).type == "cuda" if named else self.on_device and map_location is None
+        return (self.copy.cuda() if there else self.copy.clone()).requires_grad_(self.trains)
+
+
+def _restored(kept: Any, map_location: Any) -> Any:
+    return tree_map_only(_Kept, lambda one: one.load(map_location), kept)
+
+
+def _identity(effects: side_effects.SideEffects, file: Any) -> Any:
+    """Of a file, whatever its name is by now; of an object that stands for one, itself."""
+    if not isinstance(file, (str, os.PathLike)):
+        return file
+    try:
+        found = os.stat(effects.to_read(file))  # noqa: PTH116
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def models_save_nothing() -> Iterator[None]:
+    """``save_pretrained`` looks for tensors that share memory, which all fake ones seem to."""
+    with ExitStack() as stack:
+        for library, kind in (
+            ("transformers", "PreTrainedModel"),
+            ("peft", "PeftModel"),
+            ("diffusers", "ModelMixin"),
+        ):
+            found = getattr(sys.modules.get(library), kind, None)
+            if found is not None:
+                stack.enter_context(mock.patch.object(found, "save_pretrained", _saved_folder))
+        yield
+
+
+def _saved_folder(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """The folder with the configuration, and no weights."""
+    Path(save_directory).mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
+        model.config.save_pretrained(save_directory)
+
+
+def as_tensor_of_file(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that stands for a part of a file (safetensors maps files as storages)."""
+    return torch.empty(storage.nbytes() // dtype.itemsize, dtype=dtype)

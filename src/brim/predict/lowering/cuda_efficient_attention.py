@@ -1,0 +1,99 @@
+"""What memory-efficient attention takes besides its outputs.
+
+Follows transformers/cuda/attention.cu and attention_backward.cu under aten/src/ATen/native, and kernel_backward.h
+under mem_eff_attention there. Of the kernels that mem_eff_attention/kernels/generate_kernels.py lists, the first that
+takes the head's size and fits the shared memory of the GPU runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from brim.predict.lowering.kernel import Kernel, Rule, nbytes
+
+_aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+_LARGEST_HEADS = (32, 64, 128, 1 << 16)  # of a kernel, by the head's size
+_SMALL_SHARED_MEMORY = ((7, 0), (7, 5), (8, 6), (8, 9), (12, 0))  # 64 to 99 KiB for a block of threads
+_MOST_PARTS = 200  # of a key's gradient that is added up in memory, over all heads
+_MANY_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Rows of queries and of keys that one block of threads works on, and what it keeps in registers."""
+
+    queries: int
+    keys: int
+    in_registers: bool
+
+    @classmethod
+    def of(cls, size: int, half: bool, capability: tuple[int, int]) -> _Backward:
+        largest = next(one for one in _LARGEST_HEADS if size <= one)
+        queries = 128 if largest > 64 and capability not in _SMALL_SHARED_MEMORY else 64
+        in_registers = half and largest <= queries
+        return cls(queries, 128 if in_registers and largest > 64 and capability >= (8, 0) else 64, in_registers)
+
+
+def _forward(kernel: Kernel) -> None:
+    """The seed and the offset of dropout lie in RAM. Half-precision results that are wider than a block of keys are
+    added up in float32."""
+    for output in kernel.result[2:]:
+        kernel.drop(output)
+    kernel.emit()
+    query, value = kernel.arg("query"), kernel.arg("value")
+    if query.dtype in _HALF and value.size(-1) > _LARGEST_HEADS[-2]:
+        kernel.free(kernel.temp(query.size(0) * query.size(1) * query.size(2) * value.size(-1) * 4))
+
+
+def _backward_of(capability: tuple[int, int]) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        gradient, query, key, value = (kernel.arg(name) for name in ("grad_out_", "query", "key", "value"))
+        batch, heads, rows, _ = query.shape
+        half = query.dtype in _HALF
+        dense = None if gradient.transpose(1, 2).is_contiguous() else kernel.temp(nbytes(gradient))
+        kernel.emit()
+        sums_bytes = batch * heads * rows * 4
+        if half:  # the kernel makes them
+            sums = kernel.temp(sums_bytes)
+        else:  # the gradient times the result, summed, laid out head by head
+            product, sums = kernel.temp(nbytes(gradient)), kernel.temp(sums_bytes)
+            if heads > 1 and rows > 1:
+                by_row, sums = sums, kernel.temp(sums_bytes)
+                kernel.free(by_row)
+            kernel.free(product)
+        workspace = kernel.temp(_workspace_bytes(query, key, value, capability))
+        kernel.free(sums)
+        kernel.free(workspace)
+        if dense is not None:
+            kernel.free(dense)
+
+    return rule
+
+
+def _workspace_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> int:
+    """Parts of the query's gradient, each with a lock; those of the keys' and values' where registers are too few."""
+    batch, heads, rows, size = query.shape
+    half, columns, value_size = query.dtype in _HALF, key.size(2), value.size(-1)
+    block = _Backward.of(max(size, value_size), half, capability)
+    floats = ceil(rows / block.queries) * ceil(size / block.keys) * (4 + block.queries * block.keys)
+    if half and not block.in_registers:
+        splits = ceil(columns / block.keys)
+        if splits * heads * batch >= _MANY_BLOCKS and columns <= 2 * block.keys:
+            splits = 1
+        splits = max(min(splits, _MOST_PARTS // (batch * heads)), 1)
+        if torch.are_deterministic_algorithms_enabled():
+            splits = 1
+        wide = sum(ceil(one / block.queries) * block.queries for one in (size, value_size))
+        floats += splits * block.keys * wide
+    return batch * heads * ceil(floats / 4) * 4 * 4
+
+
+def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
+    return {
+        _aten._scaled_dot_product_efficient_attention.default: _forward,
+        _aten._scaled_dot_product_efficient_attention_backward.default: _backward_of(capability),
+    }

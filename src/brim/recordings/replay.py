@@ -1,0 +1,426 @@
+"""A recorded run, replayed: does the simulated allocator do what the real one did?"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from brim.allocator.blocks import DEFAULT_POOL, Block, BlockPool, PoolId
+from brim.allocator.caching_allocator import CachingAllocator
+from brim.allocator.config import MIN_BLOCK_BYTES, SMALL_BYTES, AllocatorConfig
+from brim.allocator.out_of_memory import OutOfMemory
+from brim.recordings.device import RELEASES, RecordedDevice, SegmentEvent
+from brim.recordings.history import (
+    ACTIONS,
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    OOM,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Columns,
+    History,
+    contradictions,
+)
+from brim.recordings.restore import pieces, restore
+from brim.recordings.starting_state import State, final_state, starting_state
+
+MOST_EVENTS = 4_000_000  # how much is replayed again to find out sizes that no event tells
+_SHOWN_BY = 100_000  # events, in which it shows by what the recorded allocator chose among blocks of one size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """How far a replay agrees with the record, and the peaks of both.
+
+    ``segments`` counts what was taken from the device and given back (``segment_alloc``, ``segment_free``,
+    ``segment_map``, ``segment_unmap``); ``final_blocks`` the blocks of the snapshot's segments, free ones included.
+    """
+
+    device: int
+    allocations: int
+    addresses_matched: int
+    segments: int
+    segments_matched: int
+    final_blocks: int
+    final_blocks_matched: int
+    ooms: int
+    ooms_matched: int
+    peak_reserved_measured_bytes: int
+    peak_reserved_replayed_bytes: int
+    peak_allocated_replayed_bytes: int
+    inconsistent_events: int
+
+    @property
+    def exact(self) -> bool:
+        return (
+            self.addresses_matched == self.allocations
+            and self.segments_matched == self.segments
+            and self.final_blocks_matched == self.final_blocks
+            and self.ooms_matched == self.ooms
+            and self.peak_reserved_replayed_bytes == self.peak_reserved_measured_bytes
+            and not self.inconsistent_events
+        )
+
+
+def replay(history: History, config: AllocatorConfig | None = None) -> Replay:
+    """Rebuild the start of ``history``, replay it, and compare every address, segment and peak.
+
+    ``config`` None: the settings in the history. Raises FormatError for events that no allocator can have written.
+    """
+    with contradictions(history):
+        if config is None:
+            config, start = recorded_start(history)
+        else:
+            start = settled_start(history, config)
+        run = Run(history, config, start)
+        run.all_events()
+        return run.result()
+
+
+def recorded_config(history: History) -> AllocatorConfig:
+    """The settings in ``history``, and how its allocator chose among free blocks of one size, which none tells.
+
+    Whichever of the two orders the recorded addresses follow for longer; that of the lowest address where no choice
+    was between segments. Raises FormatError for events that no allocator can have written.
+    """
+    told = AllocatorConfig.from_snapshot(history.settings)
+    with contradictions(history):
+        return _chosen_config(history, told, starting_state(history, told))
+
+
+def recorded_start(history: History) -> tuple[AllocatorConfig, State]:
+    """``recorded_config``, and the state before the first event. Raises FormatError as it does."""
+    told = AllocatorConfig.from_snapshot(history.settings)
+    with contradictions(history):
+        start = starting_state(history, told)
+        config = _chosen_config(history, told, start)
+        return config, _settled(history, config, start)
+
+
+def _chosen_config(history: History, told: AllocatorConfig, start: State) -> AllocatorConfig:
+    by_age = dataclasses.replace(told, oldest_segment_first=True)
+    return by_age if _follows(history, by_age, start) > _follows(history, told, start) else told
+
+
+def _follows(history: History, config: AllocatorConfig, start: State) -> int:
+    """The event up to which ``history`` has the addresses that ``config`` gives, ``_SHOWN_BY`` at most."""
+    run = _FirstDifference(history, config, start)
+    try:
+        run.all_events()
+    except _Differs as difference:
+        return difference.event
+    return _SHOWN_BY
+
+
+def settled_start(history: History, config: AllocatorConfig) -> State:
+    """The starting state; sizes that no event tells are corrected until the record's choices follow from them."""
+    return _settled(history, config, starting_state(history, config))
+
+
+def _settled(history: History, config: AllocatorConfig, start: State) -> State:
+    for _ in range(max(MOST_EVENTS // max(len(history.actions), 1), 4) if start.guessed else 0):
+        run = Run(history, config, start, stop_at_wrong_guess=True)
+        run.all_events()
+        if run.wrong_guess is None:
+            break
+        start.enlarge(*run.wrong_guess)
+    return start
+
+
+class _Replaying(CachingAllocator):
+    """Passes its cache over when the record shows that a request found nothing there.
+
+    A request that fails waits for other streams in between; the record tells only that their blocks became free.
+    """
+
+    passes_over = False
+    keeps_cache = False  # during a capture, a request that fails gives nothing back
+
+    def empty_cache(self, pool: PoolId | None = None) -> None:
+        if not self.keeps_cache:
+            super().empty_cache(pool)
+
+    def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        return None if self.passes_over else super()._find_free(pool, size, stream)
+
+
+class Run:
+    """One pass over a history.
+
+    ``changed_bytes`` are by event what it added to the bytes in use or took from them, 0 where it did neither. A
+    block knows the ``event`` that it was allocated by.
+    """
+
+    def __init__(
+        self, history: History, config: AllocatorConfig, start: State, *, stop_at_wrong_guess: bool = False
+    ) -> None:
+        config = dataclasses.replace(config, memory_fraction=1.0)  # the record says what did not fit
+        self.history, self.start, self.config = history, start, config
+        self.columns = Columns(history)
+        self.changed_bytes = array("q", [0]) * len(history.actions)
+        self.device = RecordedDevice()
+        self.allocator = _Replaying(config, device=self.device)
+        self.handles = restore(self.allocator, start)  # by recorded address
+        self.device.held.update(start.ranges, start.lowest.values())
+        self.pools = _PoolOf(history)
+        self.released_pools: set[PoolId] = set()  # of the releases that are pending
+        self.allocations = self.matched = self.segments = self.ooms = self.ooms_matched = 0
+        self.inconsistent = start.inconsistent
+        self.most_bytes = measured_peak_bytes(
+            self.columns, start
+        )  # a range of addresses is larger than what is there
+        self.stops = stop_at_wrong_guess
+        self.wrong_guess: tuple[int, int] | None = None  # a block at the start, and by how much it is larger
+
+    def all_events(self) -> None:
+        history = self.history
+        pending: list[SegmentEvent] = []
+        rows = zip(self.columns.actions.tobytes(), history.addresses, history.sizes, history.streams, strict=True)
+        for index, (action, address, size, stream) in enumerate(rows):
+            if action == ALLOC:
+                if size <= 0:
+                    self.inconsistent += 1
+                    continue
+                if pending or self.released_pools:
+                    self._alloc_from_device(index, address, size, stream, pending)
+                    pending = []
+                else:
+                    self._alloc(index, address, size, stream)
+                if self.wrong_guess is not None:
+                    return
+            elif action == FREE_REQUESTED:
+                if pending:
+                    pending = self._give_back(pending)
+                self._request(index, address)
+            elif action == FREE_COMPLETED:
+                if pending:
+                    pending = self._give_back(pending, midway=True)
+                self._complete(index, address)
+            elif action < OOM:
+                self.segments += 1
+                pending.append((ACTIONS[action], address, size))
+                if action in (SEGMENT_FREE, SEGMENT_UNMAP):
+                    self.released_pools.add(self.pools.at(index, address))
+            elif action == OOM:
+                if size <= 0:
+                    self.inconsistent += 1
+                    continue
+                self._oom(index, size, stream, pending)
+                pending = []
+        self._give_back(pending)
+
+    def _alloc_from_device(
+        self, index: int, address: int, size: int, stream: int, pending: list[SegmentEvent]
+    ) -> None:
+        """An allocation before which the device was asked for memory, or was given some back."""
+        released = any(event[0] in RELEASES for event in pending)
+        taken = any(event[0] not in RELEASES for event in pending)
+        if released and self.config.garbage_collection_threshold and taken:
+            self._collect(pending)
+        elif released and (self.config.max_split_bytes is None or not taken):
+            pending = self._give_back(pending)
+        self._free_pools()
+        self.released_pools.clear()
+        self.device.expected.extend(pending)
+        self.allocator.passes_over = released and taken
+        self._alloc(index, address, size, stream)
+        self.allocator.passes_over = False
+        self.device.expected.clear()
+
+    def _alloc(self, index: int, address: int, size: int, stream: int) -> None:
+        pool = self.pools.at(index, address)
+        try:
+            block = self.allocator.malloc(size, stream, pool)
+        except OutOfMemory:  # the record gives back what the replay does not have: go on without it
+            self.device.expected.clear()
+            block = self.allocator.malloc(size, stream, pool)
+        self.allocations += 1
+        if block.address == address:
+            self.matched += 1
+        elif self.stops:
+            self._question(index, block, size)
+        block.event = index
+        self.handles[address] = block
+        self.changed_bytes[index] = block.size
+
+    def _question(self, index: int, block: Block, nbytes: int) -> None:
+        """The record did not take this block: it was smaller, if the size of the block before it was guessed."""
+        before = self.start.live.get(self.start.guessed.get(block.address, -1))
+        if before is None or before.freed_at <= index:
+            return
+        rest = block.size + (block.next.size if block.next is not None and block.next.is_free else 0)
+        by = rest - self.config.round_size(nbytes) + MIN_BLOCK_BYTES
+        if before.size + by <= self.config.round_size(before.requested) + SMALL_BYTES:
+            self.wrong_guess = before.address, by
+
+    def _collect(self, pending: list[SegmentEvent]) -> None:
+        """Give back the whole segments that the record gave back: its memory fraction is not known.
+
+        Takes them out of ``pending``.
+        """
+        self.device.expected.extend(pending)
+        for event in list(pending):
+            pools = (self.allocator.large, self.allocator.small)
+            block = next((pool.blocks[event[1]] for pool in pools if event[1] in pool.blocks), None)
+            if event[0] == "segment_free" and block is not None and block.is_whole:
+                self.allocator.release_segment(block)
+                pending.remove(event)
+        self.device.expected.clear()
+
+    def _request(self, index: int, address: int) -> None:
+        block = self.handles.get(address)
+        if block is None or not block.allocated:
+            self.inconsistent += 1
+            return
+        self.changed_bytes[index] = block.size
+        self.allocator.request_free(block)
+        block.event_count = 1
+
+    def _complete(self, index: int, address: int) -> None:
+        block = self.handles.pop(address, None)
+        if block is None:
+            self.inconsistent += 1
+            return
+        if block.allocated:  # the record says only that it was completed
+            self.changed_bytes[index] = block.size
+            self.allocator.request_free(block)
+        block.event_count = 0
+        self.allocator.complete_free(block)
+
+    def _give_back(self, pending: list[SegmentEvent], *, midway: bool = False) -> list[SegmentEvent]:
+        """Empty the cache if memory was given back; returns what is left to happen."""
+        if not pending or pending[0][0] not in RELEASES:
+            return pending
+        if midway and (self.config.max_split_bytes is not None or self.config.garbage_collection_threshold):
+            self._collect(pending)  # the rest of the cache is given back after the waiting
+            return pending
+        self.device.expected.extend(event for event in pending if event[0] in RELEASES)
+        self._free_pools()
+        for pool in [None] if DEFAULT_POOL in self.released_pools else sorted(self.released_pools):
+            self.allocator.empty_cache(pool)
+        self.released_pools.clear()
+        self.device.expected.clear()
+        return [event for event in pending if event[0] not in RELEASES]
+
+    def _free_pools(self) -> None:
+        """Private pools that gave memory back were in use by no graph any more."""
+        for pool in self.released_pools & self.allocator.private_pools.keys():
+            self.allocator.private_pools[pool].use_count = 0
+
+    def _oom(self, index: int, size: int, stream: int, pending: list[SegmentEvent]) -> None:
+        """The failing request gave back what it could and may have mapped pages first."""
+        self.ooms += 1
+        if DEFAULT_POOL not in self.released_pools:  # a private pool that nobody uses any more, whoever asked for it
+            pending = self._give_back(pending)
+        self._free_pools()
+        self.released_pools.clear()
+        self.device.expected.extend(pending)
+        self.device.lenient = False
+        self.device.reserved_next = self._mapped_later(index, size, stream)
+        self.allocator.passes_over = True
+        self.allocator.keeps_cache = not any(event[0] in RELEASES for event in pending)
+        try:
+            block = self.allocator.malloc(size, stream, self.pools.at(index, -1))
+        except OutOfMemory:
+            self.ooms_matched += not self.device.expected
+        else:
+            self.allocator.free(block)
+        self.allocator.passes_over = self.allocator.keeps_cache = False
+        self.device.lenient = True
+        self.device.expected.clear()
+        self.device.reserved_next = None
+
+    def _mapped_later(self, index: int, size: int, stream: int) -> int | None:
+        """Where the address space begins that a request reserved before it failed: a later one maps it."""
+        if not self.config.expandable_segments:
+            return None
+        pool, columns, held = self.pools.at(index, -1), self.columns, sorted(self.device.held)
+        of_kind = (columns.actions == SEGMENT_MAP) & (columns.streams == stream)
+        of_kind &= (columns.sizes % self.allocator.expandable.page_bytes(small=False) != 0) == (size <= SMALL_BYTES)
+        for later in np.flatnonzero(of_kind[index:]) + index:
+            address = int(columns.addresses[later])
+            before = held[bisect_right(held, address) - 1] if held and held[0] <= address else -self.most_bytes
+            if address - before >= self.most_bytes and self.pools.at(int(later), address) == pool:
+                return address
+        return None
+
+    def result(self) -> Replay:
+        expected = final_state(self.history)
+        blocks, matched = _compare(expected, self.allocator, self.handles)
+        stats = self.allocator.stats
+        return Replay(
+            device=self.history.device,
+            allocations=self.allocations,
+            addresses_matched=self.matched,
+            segments=self.segments,
+            segments_matched=self.device.matched,
+            final_blocks=blocks,
+            final_blocks_matched=matched,
+            ooms=self.ooms,
+            ooms_matched=self.ooms_matched,
+            peak_reserved_measured_bytes=measured_peak_bytes(self.columns, self.start),
+            peak_reserved_replayed_bytes=stats.reserved_peak_bytes,
+            peak_allocated_replayed_bytes=stats.allocated_peak_bytes,
+            inconsistent_events=self.inconsistent,
+        )
+
+
+class _Differs(Exception):
+    """An address that the record has not, or as many events as are looked at."""
+
+    def __init__(self, event: int) -> None:
+        super().__init__()
+        self.event = event
+
+
+class _FirstDifference(Run):
+    def _alloc(self, index: int, address: int, size: int, stream: int) -> None:
+        super()._alloc(index, address, size, stream)
+        if self.matched < self.allocations or index >= _SHOWN_BY:
+            raise _Differs(min(index, _SHOWN_BY))
+
+
+class _PoolOf:
+    """The pool of an allocation or a segment: from its event, else from the snapshot's private segments."""
+
+    def __init__(self, history: History) -> None:
+        self._pools = history.pools if history.pools else None
+        private = sorted((s.address, s.size, s.pool) for s in history.segments if s.pool != DEFAULT_POOL)
+        self._starts = [address for address, _, _ in private]
+        self._private = private
+
+    def at(self, index: int, address: int) -> PoolId:
+        if self._pools is not None:
+            return self._pools[index]
+        return self.of_segment(address) if self._starts else DEFAULT_POOL
+
+    def of_segment(self, address: int) -> PoolId:
+        start, size, pool = self._private[max(bisect_right(self._starts, address) - 1, 0)]
+        return pool if start <= address < start + size else DEFAULT_POOL
+
+
+def _compare(expected: State, allocator: CachingAllocator, handles: dict[int, Block]) -> tuple[int, int]:
+    """Blocks of the final state, and how many of them the replay ended with: same address, size and use."""
+    pools = [allocator.small, allocator.large]
+    for private in allocator.private_pools.values():
+        pools += [private.small, private.large]
+    found = {(block.address, block.size, False) for pool in pools for block in pool.blocks.values()}
+    found |= {(block.address, block.size, True) for block in handles.values()}
+    addresses = sorted(expected.live)
+    wanted = {
+        (address, size, live is not None)
+        for at in expected.ranges.values()
+        for address, size, live, _ in pieces(at, expected, addresses)
+    }
+    return len(wanted), len(wanted & found)
+
+
+def measured_peak_bytes(columns: Columns, start: State) -> int:
+    """The most that was reserved at once, by the record alone."""
+    return start.reserved_bytes + int(np.cumsum(columns.reserved_changes).max(initial=0))

@@ -1,0 +1,108 @@
+"""Puts a caching allocator into a given state."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from brim.allocator.blocks import AddressRange, Block
+from brim.allocator.caching_allocator import CachingAllocator
+from brim.allocator.expandable import UNBOUNDED_BYTES
+from brim.recordings.starting_state import Group, Live, Range, State
+
+
+def restore(allocator: CachingAllocator, state: State) -> dict[int, Block]:
+    """Give an empty allocator the segments and the blocks of ``state``. Peaks start from there.
+
+    Returns the blocks that are in use or wait for another stream, by address.
+    """
+    handles: dict[int, Block] = {}
+    addresses = sorted(state.live)
+    by_group: dict[Group, list[Range]] = {}
+    for address in sorted(state.ranges):
+        found = state.ranges[address]
+        if found.expandable:
+            by_group.setdefault(found.group, []).append(found)
+        else:
+            allocator.stats.segments += 1
+            _chain(allocator, pieces(found, state, addresses), found.group, None, handles)
+    bases = sorted(state.lowest.values())
+    for group, ranges in by_group.items():
+        _restore_expandable(allocator, group, ranges, bases, state, addresses, handles)
+    allocator.stats.reset_peaks()
+    return handles
+
+
+Piece = tuple[int, int, Live | None, bool]  # address, bytes, who uses it, whether memory is behind it
+
+
+def pieces(found: Range, state: State, addresses: list[int]) -> list[Piece]:
+    """The live blocks of a range and the free blocks between them."""
+    made: list[Piece] = []
+    at, end = found.address, found.address + found.size
+    for index in range(bisect_left(addresses, at), bisect_left(addresses, end)):
+        live = state.live[addresses[index]]
+        if live.address > at:
+            made.append((at, live.address - at, None, True))
+        made.append((live.address, live.size, live, True))
+        at = live.address + live.size
+    if at < end:
+        made.append((at, end - at, None, True))
+    return made
+
+
+def _restore_expandable(
+    allocator: CachingAllocator,
+    group: Group,
+    ranges: list[Range],
+    bases: list[int],
+    state: State,
+    addresses: list[int],
+    handles: dict[int, Block],
+) -> None:
+    """One address space per group, with holes where nothing is mapped. It ends where the next one begins."""
+    base = min(state.lowest.get(group, ranges[0].address), ranges[0].address)
+    after = bisect_left(bases, ranges[-1].address + 1)
+    end = bases[after] if after < len(bases) else base + UNBOUNDED_BYTES
+    segment = AddressRange(base, end - base, allocator.expandable.page_bytes(group[1]))
+    made: list[Piece] = []
+    at = base
+    for found in ranges:
+        if found.address > at:
+            made.append((at, found.address - at, None, False))
+        made += pieces(found, state, addresses)
+        at = found.address + found.size
+    if at < end:
+        made.append((at, end - at, None, False))
+    _chain(allocator, made, group, segment, handles)
+
+
+def _chain(
+    allocator: CachingAllocator,
+    parts: list[Piece],
+    group: Group,
+    segment: AddressRange | None,
+    handles: dict[int, Block],
+) -> None:
+    """Blocks for adjacent pieces, linked, in use or in their pool."""
+    stream, small, pool_id = group
+    pool = allocator.block_pool(pool_id, small)
+    before: Block | None = None
+    for address, size, live, mapped in parts:
+        block = Block(address, size, stream, pool, segment)
+        block.mapped = mapped
+        block.splice(before, None)
+        before = block
+        if not mapped:
+            pool.insert_hole(block)
+            continue
+        allocator.stats.add_reserved(size)
+        if live is None:
+            pool.insert(block)
+            if segment is None and len(parts) > 1:
+                allocator.stats.add_inactive_split(1, size)
+            continue
+        allocator.mark_live(block, live.requested)
+        handles[address] = block
+        if live.pending:
+            allocator.request_free(block)
+            block.event_count = 1

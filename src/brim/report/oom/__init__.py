@@ -1,0 +1,1 @@
+"""Out-of-memory messages: found in logs, read, explained, answered with advice."""

@@ -1,0 +1,231 @@
+"""Write training checkpoints: whatever happens, a whole one is there.
+
+    with Checkpointer(output, keep=2) as keeper:
+        ...
+        keeper.save(
+            step,
+            [model_tensors(module), Tensors(stem="optimizer", layout=layout, values=states)],
+            state={"rng": rng_state(), "data": batches.state_dict(), "optimizer": numbers},
+            files=model_files(module, opened.path),
+        )
+
+    checkpoint = latest(output)  # checkpoint_reading
+    checkpoint.read_into("model", {name: tensor})
+
+A checkpoint is a folder ``step-000120`` that transformers (or, with ``adapter_model``, peft) reads as a model:
+safetensors files, config.json and the tokenizer; ``optimizer.safetensors``; ``brim.manifest.json``, the checksums of
+the weights; and ``brim.checkpoint.json``, the manifest of it all, which also has what is not a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from brim.errors import ModelError, TransferError, UnsupportedError, UsageError
+from brim.memory.checkpoint_writing import CODES, Layout, plan_safetensors
+from brim.memory.checksums import MANIFEST_NAME as WEIGHTS_MANIFEST_NAME
+from brim.memory.checksums import manifest_text
+from brim.memory.pool import PAGE_BYTES, HostSource, round_up
+from brim.run.checkpoint.manifest import checkpoint_folder
+from brim.run.checkpoint.stream import Ring
+from brim.run.checkpoint.thread import WriterThread
+from brim.run.checkpoint.writer import FolderWriter, PlannedFile
+from brim.threads import interrupts_held
+
+MODEL, ADAPTER, OPTIMIZER = "model", "adapter_model", "optimizer"
+STAGING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """What one safetensors file ``STEM.safetensors`` (or its shards and their index) will hold.
+
+    stem: MODEL and ADAPTER are what transformers and peft look for. layout: name, dtype and shape of every tensor,
+    tied ones once. values: the tensors, in any order, consumed once and one at a time: a generator over blocks on
+    disk is welcome. shard_bytes: the largest file; None is one file (peft knows no shards).
+    """
+
+    stem: str
+    layout: Sequence[Layout]
+    values: Iterable[tuple[str, torch.Tensor]]
+    metadata: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    shard_bytes: int | None = None
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run into ``folder``.
+
+    keep: how many remain, the new one included; the others are deleted once the new one was read back and found
+    whole. protected: checkpoints that are never deleted, as the one that this run streams its weights from.
+    asynchronous: ``save`` returns as soon as what is left to write fits into the staging buffer, and a thread
+    writes while training goes on; at most one checkpoint is under way. staging: a flat uint8 tensor in RAM that all
+    bytes pass through, so that a pool can count it; without one, ``staging_bytes`` are held from ``save`` to
+    ``finish`` or the next ``save``.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        asynchronous: bool = True,
+        staging: torch.Tensor | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        protected: Collection[Path] = (),
+    ) -> None:
+        if keep < 1:
+            raise UsageError(f"{keep} checkpoints were to be kept.", "It takes one at least.")
+        if staging is None and staging_bytes < PAGE_BYTES:
+            raise UsageError(f"{staging_bytes} bytes were given to write checkpoints.", f"It takes {PAGE_BYTES}.")
+        self._root, self._keep, self._asynchronous = Path(folder).absolute(), keep, asynchronous
+        self._staging, self._staging_bytes = staging, round_up(staging_bytes, PAGE_BYTES)
+        self._protected = {Path(path).absolute() for path in protected}
+        self._writing: WriterThread | None = None
+
+    def protect(self, folder: Path) -> None:
+        """Never delete this checkpoint: its files are in use."""
+        self._protected.add(folder.absolute())
+
+    def save(
+        self,
+        step: int,
+        tensors: Sequence[Tensors],
+        *,
+        state: Mapping[str, Any],
+        files: Mapping[str, bytes | Path] | None = None,
+    ) -> Path:
+        """Write the checkpoint of ``step`` and return its folder, which is there once ``finish`` has returned.
+
+        state: plain JSON values. files: further files by name: their content, or the file to copy. When it returns,
+        the tensors may change. Raises TransferError when the disk refuses, this checkpoint or (before anything of
+        this one is written) the one before; the older ones are untouched then, and it can be called again.
+        Raises UnsupportedError for a dtype that safetensors does not have.
+        """
+        self.finish()
+        document = json.loads(json.dumps(state))  # as it is now
+        extra = dict(files or {})
+        groups = [_plan(one, extra) for one in tensors]
+        writer = FolderWriter(self._root, step, [plan for group in groups for plan in group])
+        thread: WriterThread | None = None
+        try:
+            ring = self._ring()
+            with interrupts_held():
+                thread = WriterThread(writer, ring, lambda: self._complete(writer, step, document, extra))
+            first = 0
+            for one, group in zip(tensors, groups, strict=True):
+                thread.feed(first, group, one.values)
+                first += len(group)
+            thread.end()
+            self._writing = thread
+        except BaseException:
+            if thread is not None:
+                thread.abandon()
+            raise
+        if not self._asynchronous:
+            self.finish()
+        return checkpoint_folder(self._root, step)
+
+    def _ring(self) -> Ring:
+        return Ring(HostSource().make(self._staging_bytes) if self._staging is None else self._staging)
+
+    def _complete(
+        self, writer: FolderWriter, step: int, state: Mapping[str, Any], files: Mapping[str, bytes | Path]
+    ) -> None:
+        """On the thread, when all tensors were written."""
+        weights = {
+            name: int(tensor.checksum, 16)
+            for file, entry in writer.finish_tensors().items()
+            if file.startswith(MODEL)
+            for name, tensor in entry.tensors.items()
+        }
+        if weights:  # for whoever opens the folder as a model
+            writer.add(WEIGHTS_MANIFEST_NAME, manifest_text(weights).encode())
+        for name, content in files.items():
+            writer.add(name, content)
+        writer.commit(state)
+        with _told(
+            f"Checkpoints before step {step} were to be deleted from {self._root}.",
+            "The new one is complete. Delete them by hand.",
+        ):
+            writer.prune(self._keep, self._protected)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises TransferError when it could not be."""
+        if self._writing is not None:
+            self._writing.join()  # an interrupt while it waits leaves it to be waited for
+            writing, self._writing = self._writing, None
+            with _told(
+                f"A checkpoint was to be written into {self._root}.",
+                "The earlier ones are as they were. Free some disk space or choose another folder.",
+            ):
+                writing.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait, as ``finish`` does."""
+        self.finish()
+
+
+@contextlib.contextmanager
+def _told(asked: str, todo: str) -> Iterator[None]:
+    """The disk's refusals as TransferError."""
+    try:
+        yield
+    except OSError as error:
+        raise TransferError(asked, f"{error.strerror or error}.", todo) from error
+    except ModelError as error:  # it was written, and what was read back is not what was written
+        raise TransferError(asked, error.found, "The earlier ones are as they were. Check the disk.") from error
+
+
+def _plan(tensors: Tensors, files: MutableMapping[str, bytes | Path]) -> list[PlannedFile]:
+    """The files that ``tensors`` become; where there are several, their index is added to ``files``."""
+    for name, dtype, _ in tensors.layout:
+        if dtype not in CODES:
+            raise UnsupportedError(f"{name} was to be saved.", f"safetensors has no dtype for {dtype}.")
+    shards = _shards(tensors)
+    if not shards:
+        return []
+    if len(shards) == 1:
+        return [_planned(f"{tensors.stem}.safetensors", shards[0], tensors.metadata)]
+    names = [f"{tensors.stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    weight_map = {one[0]: file for file, shard in zip(names, shards, strict=True) for one in shard}
+    index = {"metadata": {"total_size": sum(map(_bytes, tensors.layout))}, "weight_map": weight_map}
+    files[f"{tensors.stem}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+    return [_planned(file, shard, tensors.metadata) for file, shard in zip(names, shards, strict=True)]
+
+
+def _shards(tensors: Tensors) -> list[list[Layout]]:
+    if not tensors.layout:
+        return []
+    shards: list[list[Layout]] = [[]]
+    held_bytes = 0
+    for one in tensors.layout:
+        if shards[-1] and tensors.shard_bytes is not None and held_bytes + _bytes(one) > tensors.shard_bytes:
+            shards.append([])
+            held_bytes = 0
+        shards[-1].append(one)
+        held_bytes += _bytes(one)
+    return shards
+
+
+def _planned(name: str, layout: Sequence[Layout], metadata: Mapping[str, str]) -> PlannedFile:
+    header, sources = plan_safetensors(Path(name), layout, dict(metadata))
+    return PlannedFile(name=name, header=header, sources=sources)
+
+
+def _bytes(one: Layout) -> int:
+    _, dtype, shape = one
+    return math.prod(shape) * dtype.itemsize

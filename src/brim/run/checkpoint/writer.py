@@ -1,0 +1,197 @@
+"""One checkpoint on its way to the disk: a hidden folder that becomes visible only when all of it is there.
+
+The order is what makes it safe: every file is written and fsynced, then the manifest, then the folder; what was
+written is read back and compared; only then is the folder renamed, its parent fsynced, and only then are older
+checkpoints deleted. (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014: a rename is no barrier for
+the data of what is renamed.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brim.memory import system
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.checkpoint_writing import CODES, sync_path
+from brim.memory.checksums import Checksum
+from brim.run.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    checkpoint_folder,
+    checkpoint_folders,
+    partial_folder,
+    partial_folders,
+    set_aside,
+    to_text,
+)
+from brim.run.checkpoint.reading import verify
+from brim.version import __version__
+
+_SYNC_BYTES = 64 << 20  # what may wait in the page cache until it is brought to the disk
+_COPY_BYTES = 1 << 20
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFile:
+    """A safetensors file to be: its first bytes, and where each tensor goes."""
+
+    name: str
+    header: bytes
+    sources: Mapping[str, TensorSource]
+
+    @property
+    def bytes(self) -> int:
+        return len(self.header) + sum(source.bytes for source in self.sources.values())
+
+
+@dataclass(slots=True)
+class _OpenFile:
+    plan: PlannedFile
+    fd: int
+    unsynced_bytes: int = 0
+    checksums: dict[str, Checksum] = field(default_factory=dict)
+
+    def entry(self) -> FileEntry:
+        tensors = {
+            name: TensorEntry(
+                dtype=CODES[source.dtype], shape=source.shape, checksum=f"{self.checksums[name].value():016x}"
+            )
+            for name, source in self.plan.sources.items()
+        }
+        return FileEntry(bytes=self.plan.bytes, checksum=_checksum(self.plan.header), tensors=tensors)
+
+
+class FolderWriter:
+    """Writes one checkpoint. Every method raises OSError, or what ``verify`` raises; then ``abandon`` it."""
+
+    def __init__(self, root: Path, step: int, plans: Sequence[PlannedFile]) -> None:
+        self._root, self._step, self._plans = root, step, plans
+        self._target = checkpoint_folder(root, step)
+        self._partial = partial_folder(self._target)
+        self._open: list[_OpenFile] = []
+        self._entries: dict[str, FileEntry] = {}
+
+    def create(self) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        for left in partial_folders(self._root):  # of a run that was killed
+            shutil.rmtree(left)
+        self._partial.mkdir()
+        for plan in self._plans:
+            made = _OpenFile(plan, os.open(self._partial / plan.name, _NEW, 0o666))
+            self._open.append(made)
+            made.checksums = {name: Checksum() for name in plan.sources}
+            _write(made.fd, memoryview(plan.header), 0)
+
+    def write(self, file: int, name: str, at: int, piece: torch.Tensor) -> None:
+        """The next bytes (flat uint8) of a tensor of the ``file``-th plan; ``at`` of them were written before."""
+        made = self._open[file]
+        _write(made.fd, memoryview(piece.numpy().data), made.plan.sources[name].extents[0].offset + at)
+        made.checksums[name].update(piece)
+        made.unsynced_bytes += piece.numel()
+        if made.unsynced_bytes >= _SYNC_BYTES:
+            _sync(made.fd)
+            made.unsynced_bytes = 0
+
+    def finish_tensors(self) -> dict[str, FileEntry]:
+        """Bring the tensors' files to the disk and close them."""
+        while self._open:
+            made = self._open[0]
+            _sync(made.fd)
+            self._entries[made.plan.name] = made.entry()
+            self._open.pop(0)
+            os.close(made.fd)
+        return self._entries
+
+    def add(self, name: str, content: bytes | Path) -> None:
+        """A small file, or a copy of one."""
+        checksum, size = Checksum(), 0
+        fd = os.open(self._partial / name, _NEW, 0o666)
+        try:
+            for piece in [content] if isinstance(content, bytes) else _read_pieces(content):
+                _write(fd, memoryview(piece), size)
+                checksum.update(_as_tensor(piece))
+                size += len(piece)
+            _sync(fd)
+        finally:
+            os.close(fd)
+        self._entries[name] = FileEntry(bytes=size, checksum=f"{checksum.value():016x}", tensors={})
+
+    def adopt(self, name: str, entry: FileEntry) -> None:
+        """A file that another process has written into the hidden folder, brought to the disk and read back."""
+        self._entries[name] = entry
+
+    def commit(self, state: Mapping[str, Any]) -> None:
+        """Write the manifest, compare all with what is on the disk, and give the folder its name."""
+        manifest = Manifest(brim=__version__, step=self._step, files=self._entries, state=state)
+        self.add(MANIFEST_NAME, to_text(manifest).encode())
+        sync_path(self._partial)
+        verify(self._partial, manifest)
+        old = set_aside(self._target)
+        if self._target.exists():  # a run that resumed from before it came here again
+            if old.exists():
+                _delete(old)
+            self._target.rename(old)
+        self._partial.rename(self._target)
+        sync_path(self._root)
+        if old.exists():
+            _delete(old)
+
+    def prune(self, keep: int, protected: Collection[Path]) -> None:
+        """Delete the older checkpoints but the newest ``keep``. Newer ones are of another run: they stay."""
+        older = [(step, path) for step, path in checkpoint_folders(self._root) if step <= self._step]
+        kept = sorted({step for step, _ in older})[-keep:]
+        for step, path in older:
+            if step not in kept and path not in protected:
+                _delete(path)
+
+    def abandon(self) -> None:
+        """Close and remove what can be; what cannot, the next checkpoint removes."""
+        while self._open:
+            with contextlib.suppress(OSError):
+                os.close(self._open.pop().fd)
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def _delete(folder: Path) -> None:
+    """First out of sight as a whole: half a checkpoint is worse than none."""
+    hidden = partial_folder(folder)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _write(fd: int, content: memoryview, offset: int) -> None:
+    while content:
+        put = os.pwrite(fd, content[: 1 << 30], offset)
+        content, offset = content[put:], offset + put
+
+
+def _sync(fd: int) -> None:
+    os.fsync(fd)
+    system.forget_cached(fd)
+
+
+def _read_pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(_COPY_BYTES):
+            yield piece
+
+
+def _as_tensor(piece: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(piece), dtype=torch.uint8) if piece else torch.empty(0, dtype=torch.uint8)
+
+
+def _checksum(content: bytes) -> str:
+    made = Checksum()
+    made.update(_as_tensor(content))
+    return f"{made.value():016x}"

@@ -1,0 +1,1 @@
+"""Training data: JSONL, conversations and text, tokenised as it is needed."""

@@ -1,0 +1,347 @@
+"""Training data from JSONL and text: tokenised as it is needed, in an order that a seed decides, never all in memory.
+
+data = open_data("chat.jsonl", tokenizer, seq=1024, vocab_size=model.config.vocab_size)
+batches = Batches(data, batch=32, seed=0, pad_id=tokenizer.pad_token_id or 0)
+for batch in batches:  # endless
+    loss = model(**batch).loss
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from brim.errors import ModelError, UsageError
+from brim.run.data.chat import ChatEncoder
+from brim.run.data.lines import Lines
+from brim.run.data.packed import TokenRow, text_pieces, token_row, tokenizer_digest
+from brim.run.data.rows import MESSAGES, TEXT
+
+IGNORED = -100  # the label that torch's cross-entropy leaves out
+_JSONL, _TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md")
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One sequence: token ids, and for each its label (itself or IGNORED). The model shifts them."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+
+class Dataset(Protocol):
+    """Examples by number.
+
+    ``identity`` is a digest of the content and of what shapes it. ``truncated``: how many examples were cut so far.
+    """
+
+    identity: str
+
+    @property
+    def truncated(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def example(self, index: int) -> Example: ...
+
+
+def open_data(
+    path: str | Path,
+    tokenizer: Any,
+    seq: int,
+    *,
+    vocab_size: int | None = None,
+    too_long: Literal["truncate", "error"] = "truncate",
+    pack: bool | None = None,
+) -> LineDataset | PackedDataset:
+    """JSONL with ``messages``, ``text``, alpaca's ``instruction`` or ShareGPT's ``conversations`` in each line, a
+    ``.json`` file with a list of them, a text file, or a folder of text files (a document each).
+
+    seq: the most tokens of a sequence. vocab_size: rows of the model's embedding; a larger token id is an error.
+    too_long: what becomes of a JSONL example of more tokens. pack: sequences of exactly ``seq`` tokens across
+    documents, with EOS between them; None: text files are packed, JSONL is not. Of ``messages`` only the
+    assistant's answers have labels.
+
+    Every line of a JSONL file is checked now; tokens are made as examples are asked for, and those of packed text
+    once, into the user's cache folder. Raises UsageError with file and line number for bad data, ModelError for a
+    tokenizer that does not fit.
+    """
+    if seq < 2:
+        raise UsageError(f"Sequences of {seq} tokens were asked for.", "The shortest that can be learnt from has 2.")
+    path = Path(path)
+    if not _is_jsonl(path):
+        if pack is False:
+            raise UsageError(f"{path} was to be read unpacked.", "Text files have no examples.", "Give JSONL.")
+        files = _text_files(path)
+        row = token_row(files, lambda: (text_pieces(file) for file in files), tokenizer)
+        return PackedDataset(path, row, tokenizer, seq, vocab_size)
+    lines = Lines(path)
+    if not pack:
+        return LineDataset(lines, tokenizer, seq, vocab_size, too_long)
+    if lines.kind != TEXT:
+        raise UsageError(f"{path} was to be packed.", "It has messages; only text can be.", "Leave pack out.")
+    row = token_row([path], lambda: ([lines.row(i)[TEXT]] for i in range(len(lines))), tokenizer)
+    return PackedDataset(path, row, tokenizer, seq, vocab_size)
+
+
+def _is_jsonl(path: Path) -> bool:
+    """Whether it is JSONL; if not, it is text. Raises UsageError for anything else."""
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix in _TEXT or suffix in _JSONL:
+        return suffix in _JSONL and not path.is_dir()
+    raise UsageError(
+        f"{path} was given as training data.",
+        f"It ends in {path.suffix!r}.",
+        f"Give a file that ends in {', '.join((*_JSONL, *_TEXT))}.",
+    )
+
+
+def _text_files(path: Path) -> list[Path]:
+    """The file, or the text files in the folder. Raises UsageError when there is none, or an empty one."""
+    files = sorted(one for one in path.iterdir() if one.suffix.lower() in _TEXT) if path.is_dir() else [path]
+    if not files:
+        known = ", ".join(_TEXT)
+        raise UsageError(f"{path} was given as training data.", "It holds no text files.", f"They end in {known}.")
+    for file in files:
+        if not any(piece.strip() for piece in text_pieces(file)):
+            raise UsageError(f"{file} was given as training data.", "It is empty.", "Give text to learn.")
+    return files
+
+
+class LineDataset:
+    """A line is an example."""
+
+    def __init__(
+        self, lines: Lines, tokenizer: Any, seq: int, vocab_size: int | None, too_long: Literal["truncate", "error"]
+    ) -> None:
+        self._lines, self._tokenizer, self._seq, self._too_long = lines, tokenizer, seq, too_long
+        self._vocab_size = vocab_size
+        self._chat = ChatEncoder(tokenizer) if lines.kind == MESSAGES else None
+        self._cut = bytearray(len(lines))
+        self.identity = _digest(lines.digest, tokenizer_digest(tokenizer), str(seq))
+
+    @property
+    def truncated(self) -> int:
+        return sum(self._cut)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def example(self, index: int) -> Example:
+        """Raises UsageError with the line's number when nothing of it can be learnt, or it is too long."""
+        row, where = self._lines.row(index), self._lines.where(index)
+        ids, learnt = self._encode(row, where)
+        if self._vocab_size is not None and ids:
+            _check_vocabulary(max(ids), self._vocab_size, self._tokenizer, where)
+        if len(ids) > self._seq:
+            self._note_cut(index, len(ids), where)
+        if not any(learnt[1 : self._seq]):  # the first token is predicted from nothing
+            raise _nothing_learnt(where, any(learnt[1:]), len(ids), self._seq)
+        labels = [token if told else IGNORED for token, told in zip(ids, learnt, strict=True)]
+        return Example(input_ids=ids[: self._seq], labels=labels[: self._seq])
+
+    def check(self) -> None:
+        """Tokenise every example once, so that a bad one shows now and not in the middle of training."""
+        for index in range(len(self)):
+            self.example(index)
+
+    def _encode(self, row: dict[str, Any], where: str) -> tuple[list[int], list[bool]]:
+        if self._chat is not None:
+            return self._chat.encode(row, where)
+        ids = list(self._tokenizer(row[TEXT], verbose=False).input_ids)
+        end = self._tokenizer.eos_token_id
+        if end is not None and ids[-1:] != [end]:
+            ids.append(end)
+        return ids, [True] * len(ids)
+
+    def _note_cut(self, index: int, tokens: int, where: str) -> None:
+        if self._too_long == "error":
+            raise UsageError(
+                f"{where} was to be used as a sequence of at most {self._seq} tokens.",
+                f"It has {tokens}.",
+                "Allow longer sequences (--seq), split the example, or let it be truncated.",
+            )
+        if not any(self._cut):
+            warnings.warn(
+                f"{where} has {tokens} tokens and is cut to {self._seq}. Others will be too without saying so.",
+                stacklevel=3,
+            )
+        self._cut[index] = 1
+
+
+class PackedDataset:
+    """Documents one after the other, cut every ``seq`` tokens; what is left at the end is not used."""
+
+    truncated = 0
+
+    def __init__(self, path: Path, row: TokenRow, tokenizer: Any, seq: int, vocab_size: int | None) -> None:
+        self._row, self._seq = row, seq
+        self.identity = _digest(row.digest, str(seq))
+        if vocab_size is not None:
+            _check_vocabulary(row.largest, vocab_size, tokenizer, str(path))
+        if row.count < seq:
+            raise UsageError(
+                f"{path} was to be cut into sequences of {seq} tokens.",
+                f"It has {row.count}.",
+                "Ask for shorter sequences (--seq), or give more text.",
+            )
+
+    def __len__(self) -> int:
+        return self._row.count // self._seq
+
+    def example(self, index: int) -> Example:
+        ids = self._row.read(index * self._seq, (index + 1) * self._seq)
+        return Example(input_ids=ids, labels=list(ids))
+
+    def check(self) -> None:
+        """Every token was made when it was opened."""
+
+
+class Batches:
+    """An endless stream of batches of ``batch`` examples.
+
+    The epochs' examples, each epoch in an order of its own that ``seed`` decides, are one sequence; batch k has those
+    at positions k*batch to (k+1)*batch - 1 of it. So a batch may reach into the next epoch, no example is left out,
+    every batch has the same number of examples, and the position is all that there is to remember.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        pad_id: int = 0,
+        pad_to: int | None = None,
+    ) -> None:
+        """pad_to: every batch is this long (``seq``: always the shape that was promised); None: as its longest."""
+        if batch < 1:
+            raise UsageError(f"Batches of {batch} examples were asked for.", "It takes one at least.")
+        self._dataset, self._batch, self._pad_id, self._pad_to = dataset, batch, pad_id, pad_to
+        self._seed, self._shuffle = seed, shuffle
+        self.position = 0  # examples given so far
+
+    @property
+    def truncated(self) -> int:
+        """How many examples were cut so far."""
+        return self._dataset.truncated
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``labels``: int64, (batch, length), padded on the right.
+
+        There is no attention mask: under causal attention no token sees what is to its right, and the padding
+        itself has no label. Raises what ``Dataset.example`` raises; the position is then where it was.
+        """
+        examples = [self._example(at) for at in range(self.position, self.position + self._batch)]
+        length = self._pad_to or max(len(one.input_ids) for one in examples)
+        self.position += self._batch
+        return {
+            "input_ids": _padded([one.input_ids for one in examples], length, self._pad_id),
+            "labels": _padded([one.labels for one in examples], length, IGNORED),
+        }
+
+    def _example(self, position: int) -> Example:
+        epoch, index = divmod(position, len(self._dataset))
+        if self._shuffle:
+            index = shuffled(index, len(self._dataset), f"{self._seed} {epoch}")
+        return self._dataset.example(index)
+
+    def steps(self, epochs: float) -> int:
+        """Batches until every example was given ``epochs`` times."""
+        return math.ceil(epochs * len(self._dataset) / self._batch)
+
+    @property
+    def epoch(self) -> float:
+        """How often the data was gone through."""
+        return self.position / len(self._dataset)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "position": self.position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "identity": self._dataset.identity,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, in its order; the size of a batch may be another.
+
+        Raises UsageError when the data, the tokenizer or the length of sequences are others.
+        """
+        if state["identity"] != self._dataset.identity:
+            raise UsageError(
+                "Training was to go on in the middle of its data.",
+                "The data, the tokenizer or the length of sequences has changed since the checkpoint was written.",
+                "Resume with the same data and --seq, or train anew from the checkpoint's model.",
+            )
+        self.position, self._seed, self._shuffle = state["position"], state["seed"], state["shuffle"]
+
+
+def one_pass(dataset: Dataset, batch: int, *, pad_to: int, pad_id: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """Every example once, in the order of the data, as ``Batches`` gives them; the last batch has what is left."""
+    for first in range(0, len(dataset), batch):
+        examples = [dataset.example(index) for index in range(first, min(first + batch, len(dataset)))]
+        yield {
+            "input_ids": _padded([one.input_ids for one in examples], pad_to, pad_id),
+            "labels": _padded([one.labels for one in examples], pad_to, IGNORED),
+        }
+
+
+def shuffled(index: int, count: int, key: str) -> int:
+    """Where ``index`` goes in the permutation of range(count) that ``key`` names; nothing is held in memory.
+
+    A Feistel network over the smallest even number of bits that holds ``count``, followed until it comes back into
+    the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, cycle-walking).
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(_ROUNDS):
+            mixed = hashlib.blake2b(f"{key} {number} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(mixed, "little") & mask)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+def _padded(rows: list[list[int]], length: int, filler: int) -> torch.Tensor:
+    return torch.tensor([row + [filler] * (length - len(row)) for row in rows], dtype=torch.int64)
+
+
+def _check_vocabulary(largest: int, vocab_size: int, tokenizer: Any, where: str) -> None:
+    if largest >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"{where} was tokenised for a model with {vocab_size} tokens.",
+            f"The tokenizer makes token {largest} of it ({token!r}).",
+            "Use the tokenizer that belongs to the model.",
+        )
+
+
+def _nothing_learnt(where: str, beyond: bool, tokens: int, seq: int) -> UsageError:
+    found = (
+        f"Nothing of an answer is among the first {seq} of its {tokens} tokens."
+        if beyond
+        else (f"None of its {tokens} tokens is to be learnt.")
+    )
+    return UsageError(
+        f"{where} was to be used as training data.", found, "Allow longer sequences (--seq), or leave the line out."
+    )
+
+
+def _digest(*facts: str) -> str:
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,201 @@
+"""Examples in a JSONL or JSON file: checked once from beginning to end, then read one by one as they are needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from brim.core.files import regular
+from brim.errors import UsageError
+from brim.run.data.rows import FORMS, MESSAGES, TEXT, as_messages
+from brim.units import MIB
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_MAX_LINE_BYTES = 16 * MIB  # a line is held in memory, and its tokens are
+_BOM = b"\xef\xbb\xbf"
+_READ_BYTES = 1 << 20
+# A string, whole or cut off where the bytes end, or what tells how deep a place is. Possessive: the matcher would
+# keep a place to go back to for every letter.
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{},]', re.DOTALL)
+
+
+class Lines:
+    """The lines of a JSONL file that are not blank, or the elements of the list that a ``.json`` file is (one that
+    has an object in each line is read as JSONL). Held in memory: where each is, 24 bytes a line.
+
+    ``kind`` is MESSAGES or TEXT, as the first line has it; ``digest`` is of the content. Other forms (``data_rows``)
+    become MESSAGES. Raises UsageError with file and line number for the first line that is not of the form.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kind = ""
+        self._offsets, self._sizes, self._numbers = array("q"), array("q"), array("q")
+        self._counted = "line"
+        digest = hashlib.blake2b(digest_size=16)
+        pieces = _read_lines(path)
+        if path.suffix.lower() == ".json" and _is_list(path):
+            self._counted, pieces = "element", _read_elements(path)
+        for number, (offset, raw) in enumerate(pieces, start=1):
+            digest.update(raw)
+            if raw.strip() and raw != _BOM:
+                row = _parse(raw, self._where(number))
+                self.kind = self.kind or _kind(row, self._where(number))
+                _check(row, self.kind, self._where(number))
+                for values, value in ((self._offsets, offset), (self._sizes, len(raw)), (self._numbers, number)):
+                    values.append(value)
+        self.digest = digest.hexdigest()
+        if not self._offsets:
+            raise UsageError(f"{path} was given as training data.", "It is empty.", FORMS)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def where(self, index: int) -> str:
+        """The line as an error names it."""
+        return self._where(self._numbers[index])
+
+    def _where(self, number: int) -> str:
+        return f"{self.path}, {self._counted} {number}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        with open(self.path, "rb") as file:
+            file.seek(self._offsets[index])
+            row = _parse(file.read(self._sizes[index]), self.where(index))
+        _check(row, self.kind, self.where(index))  # someone may have changed the file
+        return row
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and the line."""
+    try:
+        with regular(path).open("rb") as file:
+            number, offset = 0, 0
+            while raw := file.readline(_MAX_LINE_BYTES):
+                number += 1
+                if len(raw) == _MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                    raise _too_long(f"{path}, line {number}")
+                yield offset, raw
+                offset += len(raw)
+    except OSError as error:
+        raise UsageError(f"{path} was given as training data.", f"{error.strerror}.") from error
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a ``.json`` file is one list: with an object in each line it is JSONL by another name."""
+    try:
+        with regular(path).open("rb") as file:
+            while (raw := file.read(_READ_BYTES)) and not raw.strip(_BOM + b" \t\r\n"):
+                pass
+    except OSError as error:
+        raise UsageError(f"{path} was given as training data.", f"{error.strerror}.") from error
+    return raw.lstrip(_BOM + b" \t\r\n").startswith(b"[")
+
+
+def _read_elements(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each element of a JSON list begins, and its text, which nobody has looked into yet."""
+    held, base, at, depth, begin = b"", 0, 0, 0, 0
+    number, ended = 0, False
+    try:
+        with regular(path).open("rb") as file:
+            while True:
+                found = _TOKEN.search(held, at)
+                if found is None or (found[0].startswith(b'"') and found.end() == len(held) and not ended):
+                    if ended:
+                        break
+                    at = len(held) if found is None else found.start()
+                    base, held, at, begin = base + begin, held[begin:], at - begin, 0
+                    if len(held) > _MAX_LINE_BYTES:
+                        raise _too_long(f"{path}, element {number + 1}")
+                    more = file.read(_READ_BYTES)
+                    held, ended = held + more, not more
+                    continue
+                at, token = found.end(), found[0]
+                depth += (token in b"[{") - (token in b"]}") if len(token) == 1 else 0
+                if token == b"[" and depth == 1:
+                    begin = at
+                elif (token == b"," and depth == 1) or (token == b"]" and depth == 0):
+                    raw = held[begin : found.start()]
+                    number += 1
+                    if raw.strip() or token == b"," or number > 1:
+                        yield base + begin, raw if raw.strip() else b"?"
+                    begin = at
+                    if depth == 0:
+                        break
+            if depth or (held[at:] + file.read(_READ_BYTES)).strip():
+                raise _refused(f"{path}, behind element {number}", "The list does not end, or something follows it.")
+    except OSError as error:
+        raise UsageError(f"{path} was given as training data.", f"{error.strerror}.") from error
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(raw.removeprefix(_BOM).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _refused(where, f"Byte {error.start + 1} of the line is not UTF-8.", "Convert the file.") from error
+    except (ValueError, RecursionError) as error:
+        raise _refused(where, f"It is not JSON: {error}.") from error
+    if not isinstance(row, dict):
+        raise _refused(where, f"It is not a JSON object but {type(row).__name__}.")
+    return as_messages(row, lambda found: _refused(where, found))
+
+
+def _kind(row: dict[str, Any], where: str) -> str:
+    if MESSAGES in row or TEXT in row:
+        return MESSAGES if MESSAGES in row else TEXT
+    known = ", ".join(map(repr, row)) or "none"
+    raise _refused(where, f"It has neither messages, text, instruction nor conversations; its keys are {known}.")
+
+
+def _check(row: dict[str, Any], kind: str, where: str) -> None:
+    if kind not in row:
+        raise _refused(where, f"It has no {kind}, as the lines before it do.")
+    if kind == TEXT:
+        _check_text(row[TEXT], "text", where)
+        return
+    messages = row[MESSAGES]
+    if not isinstance(messages, list) or not messages:
+        raise _refused(where, "messages is not a list with one message at least.")
+    for index, message in enumerate(messages, start=1):
+        _check_message(message, f"message {index}", where)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise _refused(where, "No message is the assistant's, so there is no answer to learn.")
+
+
+def _check_message(message: Any, name: str, where: str) -> None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _refused(where, f"{name} is not an object with role and content.")
+    if message["role"] not in ROLES:
+        raise _refused(where, f"{name} has the role {message['role']!r}; known: {', '.join(ROLES)}.")
+    if message.get("content") is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return
+    may_be_empty = message["role"] != "assistant"
+    _check_text(message.get("content"), f"the content of {name}", where, may_be_empty=may_be_empty)
+
+
+def _check_text(text: Any, name: str, where: str, *, may_be_empty: bool = False) -> None:
+    if not isinstance(text, str):
+        raise _refused(where, f"{name} is not a string but {type(text).__name__}.")
+    if not may_be_empty and not text.strip():
+        raise _refused(where, f"{name} is empty.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(where, f"{name} has half of a surrogate pair, which is no character.") from error
+
+
+def _too_long(where: str) -> UsageError:
+    return UsageError(
+        f"{where} was to be read.",
+        f"It is longer than {_MAX_LINE_BYTES // MIB} MiB.",
+        "Split it: it is one example.",
+    )
+
+
+def _refused(where: str, found: str, todo: str = FORMS) -> UsageError:
+    return UsageError(f"{where} was to be read as training data.", found, todo)

@@ -1,0 +1,1 @@
+"""``brim.fit``: a module that exists already, in place, inside a budget."""

@@ -1,0 +1,37 @@
+"""Inputs without their values, but for those that say what a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+_MOST_TOLD = 1 << 14  # elements
+
+
+def speaks(tensor: torch.Tensor) -> bool:
+    """Whether the values of an input are told to a prediction: whole numbers (a mask, lengths), if few."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    return whole and not tensor.is_meta and 0 < tensor.numel() <= _MOST_TOLD
+
+
+def as_shapes(example: Any, make: Callable[..., torch.Tensor], **options: Any) -> Any:
+    """``example`` with tensors that ``make`` makes of a shape and a dtype; those that speak are copied."""
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if speaks(tensor) else make(tensor.shape, dtype=tensor.dtype, **options)
+
+    return tree_map_only(torch.Tensor, like, example)
+
+
+def without_values(example: Any) -> Any:
+    """Inputs like ``example``, made where this is called: in a trace those that speak are known there."""
+    return tree_map_only(torch.Tensor, _without_values, example)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    if speaks(tensor):
+        return torch.tensor(tensor.tolist(), dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,163 @@
+"""What PyTorch's allocator will reserve of a GPU when a fitted model is called, and the plan that stays within."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from brim.core import EventKind, Hardware, Plan, Timeline, Trace
+from brim.core.hardware import VRAM
+from brim.errors import BudgetError, UnsupportedError
+from brim.estimation.simulation import simulate
+from brim.memory.pool import round_up
+from brim.memory.tiers import fake_memory
+from brim.predict.tracer import trace
+from brim.run.fit.example_shapes import without_values
+from brim.run.fit.machine import capability
+from brim.run.plan.choosing import Need, found_with_more, make_plan
+from brim.run.train.strategy.meta_copy import twin
+from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.dry_run import call_with
+from brim.techniques.streaming.weight_streaming import Weights, apply
+from brim.units import format_bytes
+
+_PROOFS = 8  # plans that are tried, each with less to give to weights and slots than the one before
+_SEGMENT_BYTES = 2 << 20  # what the allocator asks the driver for is a multiple of it
+_ENDLESS_BYTES = 1 << 60
+_CUDA = torch.device("cuda")
+
+
+def plan_forward(
+    model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any, device: str
+) -> tuple[Partition, Plan]:
+    """The fastest plan whose call stays within ``budget``, and the partition it speaks of.
+
+    On a GPU a budget is for all that PyTorch reserves there: cuBLAS's workspace and what lies unused in segments too.
+    So the plan is applied to a copy without values, which is called with ``inputs`` (None: a step takes what
+    ``need`` says), and where that takes more, the next plan has less. Raises BudgetError with the smallest budget.
+    """
+    if not _is_reserved(hardware, device):
+        return make_plan(model, hardware, budget, need, Weights(), task="forward")
+    try:
+        return _plan(model, hardware, budget, need, inputs)
+    except BudgetError as error:
+        partition, plan = found_with_more(lambda more: _plan(model, hardware, more, need, inputs), budget, error)
+        peaks = plan.promise.peak_bytes
+        smallest = {tier: count for tier, count in peaks.items() if count > budget.get(tier, count)}
+        if not smallest:
+            return partition, replace(plan, budget_bytes=dict(budget))
+        raise BudgetError(
+            f"{type(model).__name__} was to run in {_told(budget)}.",
+            f"The smallest plan takes {_told(smallest)}, with what PyTorch and cuBLAS hold of it.",
+            f"Give {_told(smallest)}.",
+            smallest_bytes=smallest,
+        ) from error
+
+
+def _is_reserved(hardware: Hardware, device: str) -> bool:
+    """Whether PyTorch's CUDA allocator holds what the compute tier does."""
+    return hardware.compute == VRAM and device != "emulated"
+
+
+def _plan(
+    model: nn.Module, hardware: Hardware, budget: Mapping[str, int], need: Need, inputs: Any
+) -> tuple[Partition, Plan]:
+    spent = 0
+    for _ in range(_PROOFS):
+        less = replace(need, spent_bytes={**need.spent_bytes, VRAM: need.spent_bytes.get(VRAM, 0) + spent})
+        partition, plan = make_plan(model, hardware, budget, less, Weights(), task="forward")
+        reserved = reserved_bytes(model, partition, plan, hardware, need.step_bytes, inputs)
+        if reserved <= budget[VRAM]:
+            promise = replace(plan.promise, peak_bytes={**plan.promise.peak_bytes, VRAM: reserved})
+            return partition, replace(plan, promise=promise)
+        spent += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
+    raise BudgetError(
+        f"{type(model).__name__} was to run in {_told(budget)}.",
+        f"The last of {_PROOFS} plans takes {format_bytes(reserved)} of VRAM.",
+        smallest_bytes={VRAM: reserved},
+    )
+
+
+def _told(amounts: Mapping[str, int]) -> str:
+    return ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in amounts.items())
+
+
+def reserved_bytes(
+    model: nn.Module, partition: Partition, plan: Plan, hardware: Hardware, step_bytes: int, inputs: Any
+) -> int:
+    """What PyTorch's allocator holds of the GPU at most once ``plan`` is in force and the model is called.
+
+    What ``model`` itself has there before is let go of first, and not counted. Raises UnsupportedError for a model
+    that cannot be copied.
+    """
+
+    def put_in_force(copy: nn.Module) -> nn.Module:
+        memory = fake_memory(
+            Timeline(plan.model, measured=False), compute_tier=VRAM, compute_bytes=_ENDLESS_BYTES,
+            ram_bytes=_ENDLESS_BYTES, device=_CUDA,
+        )  # fmt: skip
+        return apply(copy, partition, plan, memory, Weights()).model
+
+    return _reserved_bytes(model, put_in_force, hardware, step_bytes, inputs)
+
+
+def untouched_bytes(model: nn.Module, hardware: Hardware, step_bytes: int, inputs: Any, device: str) -> int:
+    """What the compute tier holds where all of the model is there, as PyTorch has it."""
+    if not _is_reserved(hardware, device):
+        return step_bytes + sum(tensor_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    return _reserved_bytes(model, lambda copy: copy.to(_CUDA), hardware, step_bytes, inputs)
+
+
+def _reserved_bytes(
+    model: nn.Module, prepare: Callable[[nn.Module], nn.Module], hardware: Hardware, step_bytes: int, inputs: Any
+) -> int:
+    def build() -> Callable[[], None]:
+        prepared = prepare(_copy_of(model))
+        given = None if inputs is None else tree_map_only(torch.Tensor, lambda t: t.to(_CUDA), without_values(inputs))
+        return lambda: _step(prepared, given, step_bytes)
+
+    made = trace(build, steps=2, capability=capability(hardware))
+    return _peak_bytes(made, simulate(made))
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    absent = {name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"}
+    try:
+        return twin(model, absent=absent, device=_CUDA)
+    except (TypeError, RuntimeError) as error:  # as deepcopy says for locks, handles and tensors with a history
+        raise UnsupportedError(
+            f"What {type(model).__name__} takes of a GPU was to be predicted.",
+            f"It cannot be copied: {next(iter(str(error).splitlines()), '')}",
+            "Leave out of the module what copy.deepcopy cannot copy.",
+        ) from error
+
+
+@torch.no_grad()
+def _step(model: nn.Module, inputs: Any, step_bytes: int) -> None:
+    if inputs is not None:
+        call_with(model, inputs)
+        return
+    taken = torch.empty(step_bytes, dtype=torch.uint8, device=_CUDA)
+    one = torch.ones(1, 1, device=_CUDA)
+    one @ one  # cuBLAS makes its workspace at the first product
+    del taken
+
+
+def _peak_bytes(made: Trace, timeline: Timeline) -> int:
+    """Reserved at most from the first step of ``made`` on."""
+    begins = {storage.id for storage in made.storages if storage.born >= made.step_starts[0]}
+    held = peak = 0
+    stepping = False
+    for event in timeline:
+        if event.kind is EventKind.SEGMENT_ALLOC:
+            held += event.bytes
+        elif event.kind is EventKind.SEGMENT_FREE:
+            held -= event.bytes
+        stepping |= event.kind is EventKind.ALLOC and event.storage in begins
+        peak = max(peak, held) if stepping else held
+    return peak

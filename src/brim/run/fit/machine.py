@@ -1,0 +1,251 @@
+"""From a module and a budget to a plan in force: machine, budgets, pools."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from brim import accelerator
+from brim.core import Hardware, Link, Plan, Tier, Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.measure.capacity import free_bytes
+from brim.measure.probe import probe
+from brim.memory.tiers import Memory, cpu_memory, device_memory, emulated_memory, fake_memory
+from brim.run.fit.step_memory import watch_example
+from brim.run.plan.choosing import Need, make_job, make_plan, partitions
+from brim.techniques.blocks import Partition
+from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming, apply
+from brim.units import format_bytes, parse_bytes
+
+__all__ = [
+    "Device",
+    "Need",
+    "budgets",
+    "capability",
+    "emulated_hardware",
+    "forward_need",
+    "machine",
+    "make_job",
+    "make_memory",
+]
+__all__ += ["make_plan", "partitions", "predict", "put_in_force"]
+
+Device = Literal["auto", "cuda", "cpu", "emulated"]  # or one of several: "cuda:1"
+_FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
+
+
+def forward_need(
+    model: nn.Module,
+    budget: Mapping[str, int],
+    hardware: Hardware,
+    example: Mapping[str, Any] | Sequence[Any] | None,
+    activations: str | int | None,
+) -> Need:
+    """What a forward pass on ``example`` takes; else ``activations``, or an eighth of the budget."""
+    seen = None if example is None else watch_example(model, example)
+    if activations is not None:
+        step_bytes = parse_bytes(activations)
+    else:
+        step_bytes = budget[hardware.compute] // 8 if seen is None else seen.step_bytes
+    return Need(step_bytes=step_bytes, observation=seen, tokens=1 if example is None else _tokens(example))
+
+
+@contextlib.contextmanager
+def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
+    """Within, the CUDA device that ``device`` names (``"cuda:1"``), or else that ``model`` lies on, is the current
+    one: what is measured, planned and allocated is so there. Gives the device without its number.
+
+    Raises UsageError for a name that means no device, and for a model on several of them.
+    """
+    kind, _, number = device.partition(":")
+    index = int(number) if number.isdecimal() else None
+    if kind in accelerator.NAMES and kind != accelerator.CUDA:
+        raise UnsupportedError(
+            f"Device {device!r} was asked for.",
+            f"brim moves weights, caches and activations by CUDA's streams and page-locked memory; of "
+            f"{accelerator.NAMES[kind]} it knows memory and rates only (brim.probe(device={kind!r})).",
+            "Use device cpu.",
+        )
+    if kind not in get_args(Device) or (number and (kind != "cuda" or index is None)):
+        raise UsageError(
+            f"Device {device!r} was asked for.", f"Devices are {', '.join(get_args(Device))} and cuda:NUMBER."
+        )
+    if index is None and kind in ("auto", "cuda") and model is not None:
+        found = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+        if len(found) > 1:
+            raise UsageError(
+                f"{type(model).__name__} was to be fitted.",
+                f"It lies on several devices: {', '.join(f'cuda:{one}' for one in sorted(found))}.",
+                "Move it to one of them, or to the CPU, before.",
+            )
+        index = next(iter(found), None)
+    if index is None:
+        yield cast(Device, kind)
+        return
+    here = accelerator.available(accelerator.CUDA)
+    count = 0 if here is None else here.count()
+    if index >= count:
+        raise UsageError(f"Device {device!r} was asked for.", f"torch sees {count} CUDA devices.")
+    with accelerator.of(torch.device(accelerator.CUDA, index)).current():
+        yield cast(Device, kind)
+
+
+def machine(device: Device) -> Hardware:
+    """What ``device`` names, measured or remembered."""
+    if device != "emulated":
+        return probe(device=device)
+    return emulated_hardware(probe(device="cpu"))
+
+
+def capability(hardware: Hardware) -> tuple[int, int]:
+    """Of the GPU: as its driver says if it is the one here, else the catalog's."""
+    # Of what predicts steps only this is needed here, and only for GPUs that are not there: a command that generates
+    # starts sooner without all that it imports.
+    from brim.estimation.estimate import capability_of
+    from brim.estimation.simulation import place_of
+
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == hardware.name:
+        return torch.cuda.get_device_capability()
+    return capability_of(place_of(hardware))
+
+
+def emulated_hardware(measured: Hardware) -> Hardware:
+    """This machine with a part of its RAM as VRAM."""
+    ram = measured.tier(RAM)
+    copy = measured.link(RAM, RAM)
+    return replace(
+        measured,
+        name=f"{measured.name}, VRAM emulated",
+        compute=VRAM,
+        tiers=(Tier(name=VRAM, capacity_bytes=ram.capacity_bytes, bytes_per_s=ram.bytes_per_s), *measured.tiers),
+        links=(
+            *measured.links,
+            Link(source=RAM, target=VRAM, bytes_per_s=copy.bytes_per_s),
+            Link(source=VRAM, target=RAM, bytes_per_s=copy.bytes_per_s),
+        ),
+    )
+
+
+_LEAST_STATE_BYTES = 128  # of a token: a layer of 64 numbers in two bytes each
+
+
+def refuse_batch(batch: int, seq: int, ram_bytes: int, *, labels: bool = True) -> None:
+    """Raise BudgetError where the tokens of one step (and their ``labels``) alone are more than there is RAM, or what
+    any model makes of one sequence: to open or to predict such a step would end without memory, or never."""
+    bytes = max((1 + labels) * torch.int64.itemsize * batch, _LEAST_STATE_BYTES) * seq
+    if bytes > ram_bytes:
+        raise BudgetError(
+            f"--batch {batch} --seq {seq} were given, with {format_bytes(ram_bytes)} of RAM.",
+            f"The tokens of one step{' and their labels' * labels}, or one layer's states of a sequence, alone take "
+            f"{format_bytes(bytes)}.",
+            "Give a smaller --batch or --seq.",
+            smallest_bytes={RAM: bytes},
+        )
+
+
+def budgets(
+    hardware: Hardware,
+    vram: str | int | None,
+    ram: str | int | None,
+    device: str = "auto",
+    *,
+    held_vram_bytes: int = 0,
+) -> dict[str, int]:
+    """The budget of every tier that compute or weights use: as given, else what is free less a tenth.
+
+    ``held_vram_bytes`` are the model's already, so a budget of what is free, which is for all of it, has them too.
+    ``"80%"`` is of all that the tier has, whoever holds some of it: the same budget at every start.
+    Where RAM is the compute tier, ``vram`` is its budget too: the smaller of the two holds.
+    """
+    given = {RAM: ram, VRAM: vram}
+    if hardware.compute == RAM:
+        whole = hardware.tier(RAM).capacity_bytes
+        amounts = [parse_bytes(value, whole) for value in (vram, ram) if value is not None]
+        budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
+    else:
+        on = VRAM if device != "emulated" else RAM
+        free = {RAM: free_bytes(RAM), VRAM: free_bytes(on) + held_vram_bytes}
+        budget = {
+            tier: int(free[tier] * _FREE_SHARE)
+            if value is None
+            else parse_bytes(value, hardware.tier(tier).capacity_bytes)
+            for tier, value in given.items()
+        }
+    for tier, amount in budget.items():
+        if amount > hardware.tier(tier).capacity_bytes:
+            raise UsageError(
+                f"A budget of {format_bytes(amount)} of {tier.upper()} was given.",
+                f"This machine has {format_bytes(hardware.tier(tier).capacity_bytes)}.",
+                "Give what it has or less.",
+            )
+    return budget
+
+
+def held_vram_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """What a model, its gradients and its optimizer's states hold of VRAM now."""
+    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    if optimizer is not None:
+        held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    on_device = [tensor.untyped_storage() for tensor in held if tensor.device.type == "cuda"]
+    return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
+
+
+def put_in_force(
+    model: nn.Module,
+    partition: Partition,
+    plan: Plan,
+    hardware: Hardware,
+    weights: Weights,
+    device: str,
+    *,
+    training: bool = False,
+) -> WeightStreaming:
+    """Apply ``plan`` with real memory."""
+    timeline = Timeline(f"{plan.model} {plan.task}", measured=True)
+    memory = make_memory(plan, hardware, device, timeline)
+    return apply(model, partition, plan, memory, weights, training=training)
+
+
+def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline) -> Memory:
+    """The pools that ``plan`` was made for, empty."""
+    budget = plan.budget_bytes
+    if hardware.compute == RAM:
+        return cpu_memory(timeline, ram_bytes=budget[RAM])
+    if device == "emulated":
+        return emulated_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM])
+    current = torch.device(accelerator.CUDA, accelerator.of(torch.device(accelerator.CUDA)).index)
+    return device_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM], device=current)
+
+
+def predict(
+    model: nn.Module,
+    partition: Partition,
+    plan: Plan,
+    hardware: Hardware,
+    weights: Weights,
+    *,
+    training: bool = False,
+) -> WeightStreaming:
+    """The same ``apply`` on fake memory: the handle's timeline is what a run will do. Call the model to go on."""
+    timeline = Timeline(f"{plan.model} {plan.task}", measured=False)
+    memory = fake_memory(
+        timeline,
+        compute_tier=hardware.compute,
+        compute_bytes=plan.budget_bytes[hardware.compute],
+        ram_bytes=plan.budget_bytes[RAM],
+    )
+    return apply(model, partition, plan, memory, weights, training=training)
+
+
+def _tokens(example: Mapping[str, Any] | Sequence[Any]) -> int:
+    """How many rows a step multiplies weights by: positions of the largest integer input, else its batch."""
+    values = example.values() if isinstance(example, Mapping) else example
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    integers = [t.numel() for t in tensors if not t.is_floating_point()]
+    return max(integers or [t.shape[0] for t in tensors if t.dim()] or [1])

@@ -1,0 +1,172 @@
+"""Prompts as people give them, and as a model takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brim.core.files import regular
+from brim.errors import ModelError, UsageError
+from brim.run.model.chat_template import apply_template
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt per line; in a ``.jsonl`` file each line is an object with ``prompt``. Blank lines are skipped.
+
+    Raises UsageError with the number of a line that is no prompt.
+    """
+    try:
+        given = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # by a shell, which writes to it
+        raw = (path if given else regular(path)).read_bytes()
+    except OSError as error:
+        raise UsageError(f"Prompts were to be read from {path}.", f"{error.strerror}.", "Check the path.") from error
+    prompts = []
+    for number, line in enumerate(raw.rstrip(b"\r\n").splitlines(), start=1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise _bad_line(path, number, f"It is not UTF-8: {error.reason}, at byte {error.start}.") from error
+        if not text.strip():
+            continue
+        prompts.append(_of_json(path, number, text) if path.suffix.lower() == ".jsonl" else text)
+        if not prompts[-1].strip():
+            raise _bad_line(path, number, "It is empty.")
+    if not prompts:
+        raise UsageError(f"Prompts were to be read from {path}.", "It is empty.", "Write one prompt per line.")
+    return prompts
+
+
+def _of_json(path: Path, number: int, text: str) -> str:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad_line(path, number, f"It is not JSON: {error}.") from error
+    prompt = document.get("prompt") if isinstance(document, dict) else None
+    if not isinstance(prompt, str):
+        raise _bad_line(path, number, "It is no object with a text as its prompt.")
+    return prompt
+
+
+def _bad_line(path: Path, number: int, found: str) -> UsageError:
+    return UsageError(f"Line {number} of {path} was to be a prompt.", found, "Correct it, or take it out.")
+
+
+def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = None) -> torch.Tensor:
+    """The prompt as token ids, shape (tokens,). ``chat`` None: the chat template where there is one.
+
+    ``system``: a message before the prompt, which only a chat template has a place for.
+    """
+    _check_text(prompt)
+    chat = bool(tokenizer.chat_template) if chat is None else chat
+    if chat:
+        return encode_chat(tokenizer, [*instructed(system), {"role": "user", "content": prompt}])
+    if system is not None:
+        raise UsageError(
+            "--system was given.",
+            "Without a chat template there is no place for it.",
+            "Leave it out, or write it into the prompt.",
+        )
+    return _filled(tokenizer(prompt, return_tensors="pt").input_ids)
+
+
+def _check_text(prompt: str) -> None:
+    """Raise UsageError for what came in as bytes that are no text."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            "A prompt was given.", f"It is no text in UTF-8, from its character {error.start} on.", "Convert it."
+        ) from error
+
+
+def instructed(system: str | None) -> list[dict[str, str]]:
+    """The beginning of a conversation."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    """The conversation as token ids, up to where the model answers; shape (tokens,)."""
+    if not tokenizer.chat_template:
+        raise UsageError(
+            "The prompt was to be put into a chat template.", "This model's tokenizer has none.", "Use --no-chat."
+        )
+    return _filled(_apply_template(tokenizer, messages))
+
+
+def _filled(ids: torch.Tensor) -> torch.Tensor:
+    if ids.numel() == 0:
+        raise UsageError("The prompt was to be generated from.", "It is empty.", "Give at least one token.")
+    return ids.long()[0]
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    from jinja2 import TemplateError
+
+    try:
+        ids = apply_template(tokenizer, messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    # What a program may raise, beside its own raise_exception: sizes and types that do not go together.
+    except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+        raise ModelError(
+            "The prompt was to be put into the model's chat template.",
+            f"The template fails: {' '.join(str(error).split()) or type(error).__name__:.300}.",
+            "Leave out --system if it takes none, correct it (chat_template.jinja or tokenizer_config.json), or use "
+            "--no-chat.",
+        ) from error
+    made: torch.Tensor = ids["input_ids"]
+    return made
+
+
+def check(module: Any, name: str, rows: Sequence[torch.Tensor], new_tokens: int) -> None:
+    """Raise for tokens that the model does not know, and for more of them than it has positions."""
+    known = module.get_input_embeddings().num_embeddings
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    for number, ids in enumerate(rows, start=1):
+        which = f"Prompt {number}" if len(rows) > 1 else "The prompt"
+        if int(ids.max()) >= known:
+            raise ModelError(
+                f"{which} was to be given to {name}.",
+                f"Its tokenizer makes token {int(ids.max())} of it, and the model knows {known} tokens.",
+                "Tokenizer and weights are of different models: fetch them again.",
+            )
+        if limit is not None and len(ids) + new_tokens > limit:
+            of = f" of prompt {number}" if len(rows) > 1 else ""
+            raise UsageError(
+                f"{len(ids)} prompt tokens{of} and {new_tokens} new ones were asked of {name}.",
+                f"It was made for {limit} in all.",
+                "Shorten the prompt or give a smaller --max-new-tokens.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences that go through the model together. ``ids`` and ``mask`` (0: padding): [sequences, longest]."""
+
+    first: int  # which prompt its first sequence is
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def padded(self) -> bool:
+        return not bool(self.mask.all())
+
+
+def batches(rows: Sequence[torch.Tensor], size: int, *, pad: int, pad_left: bool) -> Iterator[Batch]:
+    """``size`` prompts at a time, in the order given.
+
+    A decoder goes on from the end of its prompt, so there the padding is on the left; an encoder counts positions
+    from the beginning.
+    """
+    for first in range(0, len(rows), size):
+        some = rows[first : first + size]
+        longest = max(len(ids) for ids in some)
+        ids = torch.full((len(some), longest), pad, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(some):
+            place = slice(longest - len(row), longest) if pad_left else slice(0, len(row))
+            ids[index, place], mask[index, place] = row, 1
+        yield Batch(first=first, ids=ids, mask=mask)

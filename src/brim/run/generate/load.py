@@ -1,0 +1,217 @@
+"""``brim.load`` and generation: a model on disk, inside a budget that also holds while it is being loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from brim.accelerator import CUDA, available
+from brim.core import Hardware
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BudgetError, ModelError, UsageError
+from brim.measure.capacity import resident_bytes
+from brim.memory import heap
+from brim.memory.checkpoint_files import TensorSource
+from brim.memory.checksums import Checksum
+from brim.run.fit.machine import (
+    Device,
+    Need,
+    budgets,
+    machine,
+    make_plan,
+    on,
+    put_in_force,
+)
+from brim.run.fit.step_memory import Inputs, watch_inference
+from brim.run.model.file_tensor import FileTensor
+from brim.run.model.opening import OpenedModel, open_model
+from brim.run.model.quantized import open_quantized
+from brim.run.timing.drives import reading_from
+from brim.techniques.quantization.technique import Quantization
+from brim.techniques.streaming.weight_streaming import Weights
+
+# What kernels' packing buffers, thread stacks and the heap's slack take beside what is measured and predicted.
+SLACK_BYTES = {RAM: 24 << 20, VRAM: 64 << 20}
+_WARM_SIZE, _WARM_ROWS = 2048, 512  # larger products are cut into such pieces by the libraries themselves
+_PIECE_BYTES = 4 << 20  # that come back from a device to be verified
+_TOTALS = (1024, 512, 256, 128, 64)  # tokens to make room for when nobody says how many
+
+
+def load(
+    model: str | Path,
+    *,
+    vram: str | int | None = None,
+    ram: str | int | None = None,
+    device: Device | str = "auto",
+    inputs: Inputs | None = None,
+    dtype: torch.dtype | None = None,
+    quantization: str | Quantization | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """Load a Hugging Face folder, a ``.gguf`` file or a hub id for inference, holding no more than the budget.
+
+    ``vram`` and ``ram`` are amounts such as ``"8GiB"``; what is free less a tenth where they are not given. The RAM
+    budget is for the growth of the process from this call on, whatever it is for. ``device`` is "auto", "cuda",
+    "cpu", "emulated" or one GPU of several ("cuda:1"). ``inputs`` says how large a step to make room for; without it,
+    room is made for up to 1,024 tokens, fewer where the budget is small.
+    ``quantization`` (``"int8"``, ``"int4"``, ``"fp8"``) keeps linear layers in fewer bits: less to hold and to move,
+    and another output; the first time, they are quantized into the user's cache folder.
+
+    The module behaves as if all its weights were in memory; ``module.brim`` is the handle (``plan``, ``timeline()``,
+    ``remove()``). Call it under ``torch.no_grad()``.
+
+    Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
+    nothing fits.
+    """
+    if inputs is not None and not isinstance(inputs, Inputs):
+        raise UsageError(
+            f"brim.load was given inputs of the type {type(inputs).__name__}.",
+            "They say how large a step is: brim.run.fit.step_memory.Inputs(batch=..., prompt=..., total=...).",
+        )
+    # What is made in inference mode could never be changed outside of it.
+    with on(device) as kind, torch.inference_mode(False):
+        hardware = reading_from(machine(kind), Path(model))  # a first measurement takes RAM of its own for a moment
+        start_bytes = resident_bytes()
+        budget = budgets(hardware, vram, ram, kind)
+        if quantization is None:
+            opened = open_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        else:
+            opened = open_quantized(model, quantization, dtype=dtype, trust_remote_code=trust_remote_code)
+        return load_opened(opened, hardware, budget, inputs, start_bytes, kind)
+
+
+def load_opened(
+    opened: OpenedModel,
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    inputs: Inputs | None,
+    start_bytes: int,
+    device: Device = "auto",
+) -> nn.Module:
+    """The weights of an opened model, placed; ``start_bytes`` is the resident set that the budget counts from."""
+    module = opened.module
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    materialize(module, opened)
+    sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
+    warm_up(module, hardware, max(size.prompt for size in sizes))
+    watch_inference(module, Inputs(prompt=1, total=1))  # what that itself leaves behind is measured too
+    spent_bytes = spent(start_bytes)
+    for size in sizes:
+        step = watch_inference(module, size)
+        need = Need(
+            step_bytes=step.step_bytes,
+            observation=step,
+            tokens=size.batch,
+            # What transformers computes has no file to be streamed from.
+            stay=frozenset(name for name, _ in module.named_parameters() if name not in weights.sources),
+            spent_bytes=spent_bytes,
+        )
+        try:
+            partition, plan = make_plan(module, hardware, budget, need, weights, task="generate")
+            break
+        except BudgetError:
+            if size is sizes[-1]:
+                raise
+    settings = {**plan.settings, "batch": size.batch, "prompt_tokens": size.prompt, "total_tokens": size.total}
+    plan = replace(plan, model=opened.name, settings=settings)
+    put_in_force(module, partition, plan, hardware, weights, device)
+    return module
+
+
+def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:
+    """Sources by the name that ``named_parameters`` gives a tensor, which is its first one."""
+    sources = {}
+    for name, _ in opened.module.named_parameters():
+        source = opened.sources.get(name) or opened.sources.get(opened.tied.get(name, ""))
+        if source is not None:
+            sources[name] = replace(source, name=name)
+    return sources
+
+
+def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
+    """Compares what is read with the checksums that were written with it."""
+    known = {name: opened.checksums[opened.tied.get(name, name)] for name in opened.checksums}
+    if not known:
+        return None
+
+    def verify(name: str, value: torch.Tensor) -> None:
+        if name in known and _checksum(value) != known[name]:
+            folder = Path(opened.sources[opened.tied.get(name, name)].extents[0].path).parent
+            raise ModelError(
+                f"{name} of {opened.name} was read.",
+                "Its bytes are not those that were written: the checksum differs.",
+                f"The files in {folder} are damaged: fetch or convert the model again.",
+            )
+
+    return verify
+
+
+def _checksum(value: torch.Tensor) -> int:
+    """Of a tensor's bytes, wherever they are; from a device they come in pieces, as RAM may have no room for all."""
+    data, made = value.reshape(-1).view(torch.uint8), Checksum()
+    for piece in data.split(data.numel() if value.device.type == "cpu" else _PIECE_BYTES):
+        made.update(piece.cpu())
+    return made.value()
+
+
+def materialize(module: nn.Module, opened: OpenedModel) -> None:
+    """Parameters on meta become parameters on the CPU that hold nothing yet; buffers are read."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                # PyTorch chooses CPU kernels by this flag even under no_grad: another value gives other bits.
+                made[id(parameter)] = nn.Parameter(_hollow(parameter), requires_grad=parameter.requires_grad)
+            owner._parameters[name] = made[id(parameter)]
+        for name, buffer in list(owner._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = _read(opened.sources[_path_of(module, owner, name)])
+
+
+def _hollow(parameter: torch.Tensor) -> torch.Tensor:
+    if not parameter.is_meta:
+        return parameter.data
+    return torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _path_of(module: nn.Module, owner: nn.Module, name: str) -> str:
+    prefix = next(path for path, part in module.named_modules() if part is owner)
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _read(source: TensorSource) -> torch.Tensor:
+    tensor = FileTensor.open(source).materialize()
+    assert type(tensor) is torch.Tensor
+    return tensor
+
+
+def warm_up(module: nn.Module, hardware: Hardware, rows: int) -> None:
+    """Touch the libraries' code and buffers, so that what they take is measured and not guessed.
+
+    Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
+    """
+    computed = (p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    dtype = next(computed, torch.float32)
+    device = CUDA if hardware.compute == VRAM and available(CUDA) is not None else "cpu"
+    shapes = {tuple(min(size, _WARM_SIZE) for size in p.shape) for p in module.parameters() if p.dim() == 2}
+    with torch.no_grad():
+        for out_features, in_features in shapes:
+            weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
+            for count in (1, min(rows, _WARM_ROWS)):
+                x = nn.functional.linear(torch.zeros(1, count, in_features, dtype=dtype, device=device), weight)
+                nn.functional.silu(x).softmax(-1)
+        x = torch.zeros(1, 4, min(rows, _WARM_ROWS), 64, dtype=dtype, device=device)
+        nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def spent(start_bytes: int) -> dict[str, int]:
+    """What the program has grown by until now, and the slack, per tier."""
+    heap.trim()
+    grown = max(0, resident_bytes() - start_bytes)
+    return {RAM: grown + SLACK_BYTES[RAM], VRAM: SLACK_BYTES[VRAM]}

@@ -1,0 +1,296 @@
+"""Tokens out of a model that is in force: one batch after another, greedily."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from brim.accelerator import CUDA, available
+from brim.core.hardware import VRAM
+from brim.errors import UnsupportedError
+from brim.run.generate.inputs import Batch
+from brim.run.generate.plan import Loaded
+from brim.run.generate.sampling import GREEDY, Sampling, cut, withheld
+
+# Sums of a batch are taken in another order than those of one sequence. What padding that is attended to does to
+# scores is as large as their spread itself; rounding is far from it.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_HALF_TOLERANCE = 0.1
+CHECKED_TOKENS = 2  # the prompt's pass, and the first that goes on from the cache
+_WHOLE_PROMPT = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty")
+
+
+@dataclass
+class Clock:
+    """transformers' streamer interface: notes when tokens came. ``on_tokens`` hears them, shape (sequences,)."""
+
+    on_tokens: Callable[[torch.Tensor], None] = lambda tokens: None
+    times_s: list[float] = field(default_factory=list)
+    _prompt: bool = True
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt:  # the first call brings the prompt
+            self._prompt = False
+            return
+        self.times_s.append(time.perf_counter())
+        self.on_tokens(value.reshape(-1))
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    def s_per_step(self) -> float | None:
+        """Seconds per token after the first, which waits for the whole prompt; None for a single token."""
+        if len(self.times_s) < 2:
+            return None
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
+    def steady_s_per_step(self) -> float | None:
+        """The same for the later half of them, which wait for nothing but what all wait for. Their mean: a drive that
+        others use too is fast in one second and slow in the next."""
+        count = len(self.times_s) // 2  # of steps, rounded up
+        return (self.times_s[-1] - self.times_s[-1 - count]) / count if count else None
+
+
+class Printer:
+    """Hears the tokens of one sequence and passes on whole words, up to the first of ``stops``."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._on_text, self._stops = tokenizer, on_text, stops
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self._tokens += [int(token) for token in tokens]
+        text = self._text()
+        if not text.endswith("\ufffd"):  # the middle of a character
+            self._show(text[: len(text) - withheld(text, self._stops)])
+
+    def end(self) -> None:
+        self._show(self._text())
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return cut(text, self._stops)
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._shown:
+            self._on_text(text[self._shown :])
+            self._shown = len(text)
+
+
+@contextmanager
+def seeded(sampling: Sampling) -> Iterator[None]:
+    """Draw by ``sampling.seed`` while within; the program's own generators are as they were afterwards."""
+    if not sampling.draws:
+        yield
+        return
+    assert sampling.seed is not None, "with_seed gives one"
+    with torch.random.fork_rng():
+        torch.manual_seed(sampling.seed)
+        yield
+
+
+class Ending(StoppingCriteria):
+    """Ends each sequence where its new text has one of ``stops``, and all of them where ``stopped`` says so.
+
+    ``begin``: how many tokens were there before the first new one. ``lengths``: row -> its new tokens, of the rows
+    that ended so; what others need comes after it in their batch.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str], stopped: Callable[[], bool] = lambda: False, *, begin: int
+    ) -> None:
+        self._tokenizer, self._stops, self._stopped, self._begin = tokenizer, tuple(stops), stopped, begin
+        self.lengths: dict[int, int] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor | None, **_: Any) -> Any:
+        rows = input_ids[:, self._begin :].tolist()
+        if self._stops:
+            for row, tokens in enumerate(rows):
+                if row not in self.lengths and self._ends(tokens):
+                    self.lengths[row] = len(tokens)
+        if self._stopped():
+            for row, tokens in enumerate(rows):
+                self.lengths.setdefault(row, len(tokens))
+        done = [row in self.lengths for row in range(len(rows))]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+    def _ends(self, tokens: list[int]) -> bool:
+        texts = (self._tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (True, False))
+        return any(stop in text for text in texts for stop in self._stops)
+
+
+def run_batch(
+    loaded: Loaded,
+    batch: Batch,
+    new_tokens: int,
+    clock: Clock | None = None,
+    *,
+    processors: Any = (),
+    sampling: Sampling = GREEDY,
+    ending: Ending | None = None,
+    cache: Any = None,
+) -> list[list[int]]:
+    """The new tokens of every sequence, each up to its end. Sequences that ended are masked until all have.
+
+    ``cache``: a planned one to go on from; else one is made, and gone afterwards. Tokens are drawn by torch's own
+    generators (``seeded``).
+    """
+    module: Any = loaded.module
+    count, longest = batch.ids.shape
+    memory = loaded.handle.memory
+    device = CUDA if memory.compute.tier == VRAM and available(CUDA) is not None else "cpu"
+    chunk = loaded.choice.sizes.chunk
+    options: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk < longest else {}
+    if count > 1:
+        options["pad_token_id"] = pad_token(module)
+    options |= sampling.options(module.generation_config)
+    if ending is not None:
+        options["stopping_criteria"] = StoppingCriteriaList([ending])
+    held: AbstractContextManager[dict[str, Any]] = _cache(loaded, count, longest, new_tokens)
+    if cache is not None:
+        held = nullcontext({"past_key_values": cache, "use_cache": True})
+    turn = loaded.handle.turns.lock  # the cache's buffers are one batch's
+    with turn, held as state, torch.inference_mode():
+        out = module.generate(
+            batch.ids.to(device),
+            attention_mask=batch.mask.to(device),
+            max_new_tokens=new_tokens,
+            num_beams=1,
+            num_return_sequences=1,
+            cache_implementation=None,
+            return_dict_in_generate=False,
+            streamer=clock,
+            logits_processor=LogitsProcessorList(processors),
+            **options,
+            **state,
+        )
+    ends = _ends(module)
+    lengths = ending.lengths if ending is not None else {}
+    begin = begin_of(module, batch)
+    made = [_until_end(row[begin:].tolist()[: lengths.get(index)], ends) for index, row in enumerate(out)]
+    if module.config.is_encoder_decoder:  # what begins the output may be what ends it
+        return [[int(row[0]), *tokens] for row, tokens in zip(out, made, strict=True)]
+    return made
+
+
+def begin_of(module: Any, batch: Batch) -> int:
+    """How many tokens are in what ``generate`` returns before the first that it made."""
+    return 1 if module.config.is_encoder_decoder else batch.ids.shape[1]
+
+
+@contextmanager
+def _cache(loaded: Loaded, count: int, longest: int, new_tokens: int) -> Iterator[dict[str, Any]]:
+    cache = loaded.cache(count, longest, new_tokens)
+    if cache is None:
+        yield {}
+        return
+    try:
+        yield {"past_key_values": cache, "use_cache": True}
+    finally:
+        cache.remove()
+
+
+def _ends(module: Any) -> set[int]:
+    ends = module.generation_config.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: index + 1]
+    return tokens
+
+
+def pad_token(module: Any) -> int:
+    """What ended sequences are filled up with. It is masked: any token would do."""
+    config = module.generation_config
+    return int(config.pad_token_id if config.pad_token_id is not None else min(_ends(module), default=0))
+
+
+# -- whether sequences may share a batch
+
+
+def must_compare(loaded: Loaded, batch: Batch) -> bool:
+    """Whether it takes a try to know that a sequence's tokens do not depend on the others in its batch.
+
+    Attention sees each sequence by itself, but where there is padding; of other states nothing is known.
+    """
+    shape = loaded.choice.shape
+    return len(batch.ids) > 1 and (batch.padded or shape is None or not shape.only_attention)
+
+
+def check_batch(loaded: Loaded, batch: Batch, new_tokens: int, name: str) -> Any:
+    """Generate the most padded sequence of ``batch`` alone; returns a processor that compares the batch with it.
+
+    A model may let padding into its states, count it as positions, or have no mask at all: nothing in its
+    configuration says so. Two passes tell. Raises UnsupportedError for what is known before.
+    """
+    if batch.padded:
+        _refuse_unmasked(loaded.module, name)
+    row = int(batch.mask.sum(1).argmin())
+    ids = batch.ids[row][batch.mask[row].bool()][None]
+    heard = _Heard(0)
+    alone = Batch(first=row, ids=ids, mask=torch.ones_like(ids))
+    run_batch(loaded, alone, min(new_tokens, CHECKED_TOKENS), processors=[heard])
+    # Scores come in float32 whatever the model computes in; quantized weights' kernels round as bfloat16 does.
+    tolerance = max((_TOLERANCE.get(p.dtype, _HALF_TOLERANCE) for p in loaded.module.parameters()), default=1e-3)
+    return _Compared(row, heard.scores, name, tolerance)
+
+
+def _refuse_unmasked(module: Any, name: str) -> None:
+    takes = inspect.signature(module.forward).parameters
+    config = module.generation_config
+    reading = [key for key in _WHOLE_PROMPT if getattr(config, key, None) not in (None, 0, 1, 1.0)]
+    if "attention_mask" not in takes:
+        raise _not_batchable(name, f"{type(module).__name__} takes no attention mask, so padding would count.")
+    if reading:
+        raise _not_batchable(name, f"Its generation config has {', '.join(reading)}, for which padding counts.")
+
+
+def _not_batchable(name: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Several prompts were to go through {name} together.", found, "Give --batch 1, or prompts of one length."
+    )
+
+
+class _Heard(LogitsProcessor):
+    """Keeps the first scores of one sequence and changes nothing."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+        self.scores: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(self.scores) < CHECKED_TOKENS:
+            self.scores.append(scores[self.row].float().cpu().clone())
+        return scores
+
+
+class _Compared(LogitsProcessor):
+    """Compares the first scores of a sequence in its batch with those that it has alone."""
+
+    def __init__(self, row: int, alone: list[torch.Tensor], name: str, tolerance: float) -> None:
+        self._row, self._alone, self._name, self._tolerance = row, list(alone), name, tolerance
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._alone:
+            expected, found = self._alone.pop(0), scores[self._row].float().cpu()
+            known = expected.isfinite()
+            if not bool(found[known].isfinite().all()):
+                raise _not_batchable(self._name, "Padding gives scores that are no numbers.")
+            spread = float(expected[known].std(correction=0)) if bool(known.any()) else 0.0
+            off = float((expected - found)[known].abs().max()) / max(spread, 1e-30) if spread else 0.0
+            if off > self._tolerance:
+                raise _not_batchable(
+                    self._name, f"That changes what it computes: scores differ by {off:.2g} of their spread."
+                )
+        return scores

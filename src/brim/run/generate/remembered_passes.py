@@ -1,0 +1,153 @@
+"""The fake passes of a generation, remembered: the next process with the same model need not make them.
+
+A pass on fake tensors takes as long as many a real one, and tells the same each time: it depends on the model's code
+and configuration, the form of its tensors, the versions of the libraries and the sizes of the passes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from brim.measure.user_cache import cache_folder, fingerprint, keep, kept
+from brim.predict import dispatch, recorder
+from brim.run.fit import step_memory
+from brim.run.fit.step_memory import Observation
+from brim.run.generate import memory
+from brim.run.generate.memory import Sizes, cache_shape, watch_generation
+from brim.techniques.kv_offload import cache as kv_cache
+from brim.version import __version__
+
+_METHOD = 1  # raised when what is watched, or how it is kept, changes
+_KEPT = 32  # sizes of one model: the oldest go
+_WATCHING = (dispatch, kv_cache, memory, recorder, step_memory)  # what says how much a pass holds
+
+
+class RememberedPasses:
+    """``cache_shape`` and ``watch_generation`` of a model, from the user's cache folder where they are there.
+
+    A file that is damaged or cannot be written is warned about and does not stop anything.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._path = cache_folder() / f"passes-{_of_model(module)}.json"
+        self._known = self._read()
+
+    def shape(self) -> kv_cache.CacheShape | None:
+        if "shape" not in self._known:
+            made = cache_shape(self._module)
+            self._keep({"shape": None if made is None else _shape_to_json(made)})
+            return made
+        found = self._known["shape"]
+        return None if found is None else _shape_of(found)
+
+    def watch(self, sizes: Sizes) -> Observation:
+        name, seen = json.dumps(asdict(sizes)), self._known.get("seen", {})
+        if name not in seen:
+            made = watch_generation(self._module, sizes, self.shape())
+            uses = _uses_to_json(made.uses)
+            tables = [*self._known.get("uses", ())]
+            if uses not in tables:  # passes of all sizes mostly read the same
+                tables.append(uses)
+            seen = {**seen, name: {"step_bytes": made.step_bytes, "uses": tables.index(uses)}}
+            last = dict([*seen.items()][-_KEPT:])
+            self._keep({"uses": tables, "seen": last})
+            return made
+        return Observation(
+            step_bytes=seen[name]["step_bytes"], uses=_uses_of(self._known["uses"][seen[name]["uses"]])
+        )
+
+    def _keep(self, found: Mapping[str, Any]) -> None:
+        self._known = {**self._known, **found}
+        keep(self._path, json.dumps(self._known))
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            text, _ = kept(self._path) or ("{}", 0.0)
+            return _checked(json.loads(text))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            warnings.warn(f"{self._path} is damaged, so it is made again: {error!r:.200}", stacklevel=4)
+            return {}
+
+
+def _checked(found: dict[str, Any]) -> dict[str, Any]:
+    """``found``, all of which can be read."""
+    if found.get("shape") is not None:
+        _shape_of(found["shape"])
+    tables = [_uses_of(table) for table in found.get("uses", ())]
+    for each in found.get("seen", {}).values():
+        Observation(step_bytes=int(each["step_bytes"]), uses=tables[each["uses"]])
+    return found
+
+
+def _of_model(module: nn.Module) -> str:
+    """A name that changes with whatever the passes of ``module`` depend on."""
+    config: Any = module.config
+    kinds = {type(part) for part in module.modules()}
+    sources = {inspect.getfile(watching) for watching in _WATCHING}
+    sources |= {str(sys.modules[kind.__module__].__file__) for kind in kinds}
+    tensors: Iterable[tuple[str, torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    return fingerprint(
+        sorted(map(Path, sources)),
+        _METHOD,
+        (__version__, torch.__version__, transformers.__version__),
+        json.dumps(config.to_dict(), sort_keys=True, default=str),
+        [(name, getattr(config, name, None)) for name in ("_attn_implementation", "_experts_implementation")],
+        [(name, type(part).__qualname__, part.training) for name, part in module.named_modules()],
+        [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors],
+    )
+
+
+def _shape_to_json(shape: kv_cache.CacheShape) -> dict[str, Any]:
+    layers = [
+        layer and [layer.heads, layer.key_dim, layer.value_dim, str(layer.dtype).removeprefix("torch.")]
+        for layer in shape.layers
+    ]
+    return {"layers": layers, "only_attention": shape.only_attention, "shared": shape.shared}
+
+
+def _shape_of(found: Mapping[str, Any]) -> kv_cache.CacheShape:
+    return kv_cache.CacheShape(
+        layers=tuple(None if layer is None else _layer_of(*layer) for layer in found["layers"]),
+        only_attention=bool(found["only_attention"]),
+        shared=bool(found["shared"]),
+    )
+
+
+def _layer_of(heads: int, key_dim: int, value_dim: int, dtype: str) -> kv_cache.LayerShape:
+    return kv_cache.LayerShape(
+        heads=int(heads), key_dim=int(key_dim), value_dim=int(value_dim), dtype=getattr(torch, dtype)
+    )
+
+
+def _uses_to_json(uses: Mapping[str, frozenset[frozenset[str]]]) -> dict[str, Any]:
+    """Modules by number: their paths come again and again."""
+    paths = sorted({path for held in uses.values() for active in held for path in active})
+    number = {path: index for index, path in enumerate(paths)}
+    read = {
+        name: sorted(sorted(number[path] for path in active) for active in held)
+        for name, held in sorted(uses.items())
+    }
+    return {"paths": paths, "read": read}
+
+
+def _uses_of(found: Mapping[str, Any]) -> dict[str, frozenset[frozenset[str]]]:
+    paths = found["paths"]
+    return {
+        name: frozenset(frozenset(paths[index] for index in active) for active in held)
+        for name, held in found["read"].items()
+    }
+
+
+__all__ = ["RememberedPasses"]

@@ -1,0 +1,442 @@
+"""Text out of a model on disk, inside a budget, and what it took beside what was promised."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from brim.core import Hardware, Plan, Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.errors import ModelError, UsageError
+from brim.measure.monitor import Monitor, Usage
+from brim.memory import heap
+from brim.run.fit.machine import Device, budgets, machine, on
+from brim.run.generate import predicted_timeline
+from brim.run.generate.inputs import Batch, batches, check, encode
+from brim.run.generate.loop import (
+    CHECKED_TOKENS,
+    Clock,
+    Ending,
+    Printer,
+    begin_of,
+    check_batch,
+    must_compare,
+    pad_token,
+    run_batch,
+    seeded,
+)
+from brim.run.generate.plan import Loaded, Wanted, load_for_generation
+from brim.run.generate.sampling import GREEDY, Sampling, check_stops, cut
+from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_files
+from brim.run.model.quantized import PRECISIONS, open_as
+from brim.run.timing.drives import reading_from
+from brim.run.timing.spans import ComputeSpans
+
+DEFAULT_CONTEXT = 4096  # tokens of a conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One generation. ``prompt``: a text, or for ``generate_many`` several.
+
+    ``chat`` None: the tokenizer's chat template where it has one. ``verify``: see verify_files. ``batch``: how many
+    prompts go through the model together; "auto" is as many as fit. ``prefill_chunk``: how many tokens of a prompt
+    do; "auto" is all of them, or the largest part that fits. ``precision`` None: as the weights are stored. ``plan``:
+    a file of ``brim plan``, which says all of that, and the budget. ``stop``: texts before which an answer ends.
+    ``system``: what the chat template puts before the prompt.
+    """
+
+    model: str | Path
+    prompt: str | Sequence[str]
+    vram: str | int | None = None
+    ram: str | int | None = None
+    device: Device = "auto"  # or one GPU of several: "cuda:1"
+    max_new_tokens: int = 128
+    sampling: Sampling = GREEDY
+    stop: Sequence[str] = ()
+    chat: bool | None = None
+    system: str | None = None
+    batch: int | Literal["auto"] = "auto"
+    prefill_chunk: int | Literal["auto"] = "auto"
+    precision: str | None = None
+    plan: str | Path | None = None
+    trust_remote_code: bool = False
+    verify: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be meant."""
+        if self.max_new_tokens < 1:
+            raise UsageError(f"{self.max_new_tokens} new tokens were asked for.", "It takes one at least.")
+        self.sampling.check()
+        check_stops(self.stop)
+        if self.system is not None and self.chat is False:
+            raise UsageError("--system and --no-chat were given.", "Only a chat template has a place for it.")
+        for option, value in (("--batch", self.batch), ("--prefill-chunk", self.prefill_chunk)):
+            if value != "auto" and (not isinstance(value, int) or value < 1):
+                raise UsageError(f"{option} {value} was given.", "It is auto, or a number from 1 on.")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(PRECISIONS)}.")
+        settled = {"--vram": self.vram, "--ram": self.ram, "--precision": self.precision}
+        settled |= {"--batch": self.batch, "--prefill-chunk": self.prefill_chunk}
+        given = [option for option, value in settled.items() if value not in (None, "auto")]
+        if self.plan is not None and given:
+            raise UsageError(f"A plan and {', '.join(given)} were given.", "The plan says that.", "Leave one out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was promised and what was measured. ``eta`` is T_bound / T_measured per token.
+
+    ``measured_bytes["ram"]`` is the growth of the resident set's high water over the moment before loading.
+    ``steady_s_per_token``, of the later half of the steps, is what ``step_s`` of the plan foresees: in the mean there
+    are also the first passes, which touch memory that nobody had touched.
+    """
+
+    plan: Plan
+    promised_bytes: dict[str, int]
+    measured_bytes: dict[str, int]
+    s_per_token: float | None
+    steady_s_per_token: float | None
+    eta: float | None
+    seed: int | None = None  # of what was drawn
+    timeline: Timeline = field(compare=False)
+    predicted: Timeline = field(compare=False)  # what the plan foresees, from the first measured pass on
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan.to_json(),
+            "promised_bytes": self.promised_bytes,
+            "measured_bytes": self.measured_bytes,
+            "s_per_token": self.s_per_token,
+            "steady_s_per_token": self.steady_s_per_token,
+            "eta": self.eta,
+        } | ({} if self.seed is None else {"seed": self.seed})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Figures):
+    """What came out of one prompt. ``text`` ends before what stopped it, of which ``token_ids`` has the tokens."""
+
+    text: str
+    token_ids: list[int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "token_ids": self.token_ids, **self.figures()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What came out of one of several prompts; ``index`` counts them from 0."""
+
+    index: int
+    prompt: str
+    text: str
+    token_ids: list[int]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"index": self.index, "prompt": self.prompt, "text": self.text, "token_ids": self.token_ids}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput(Figures):
+    """What several prompts took. ``s_per_token`` is of a step, which makes a token of each of ``batch`` sequences.
+
+    ``tokens`` were made of all prompts together in ``seconds``, prompts' passes included and loading not.
+    """
+
+    batch: int
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        made = {"tokens": self.tokens, "seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
+        return {"batch": self.batch, **made, **self.figures()}
+
+
+def generate(
+    request: Request,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_loaded: Callable[[int, int], None] = lambda done, total: None,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Generation:
+    """Generate inside the budget, greedily or as ``sampling`` says.
+
+    ``on_stage`` hears what is being done, ``on_loaded`` how many bytes of weights have been loaded, of how many,
+    ``on_text`` each piece of text.
+    """
+    if not isinstance(request.prompt, str):
+        raise UsageError("Text was to be generated from one prompt.", "Several were given.", "Use generate_many.")
+    with _opened(request, [request.prompt], on_stage, on_loaded) as run:
+        printer = Printer(run.tokenizer, on_text, request.stop)
+        clock = Clock(printer.put)
+        with seeded(run.sampling):
+            token_ids = run.made(next(run.batches()), clock)[0]
+        printer.end()
+    return Generation(text=run.text(token_ids), token_ids=token_ids, seed=run.sampling.seed, **run.figures(clock))
+
+
+def generate_many(
+    request: Request,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_loaded: Callable[[int, int], None] = lambda done, total: None,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+) -> Throughput:
+    """Generate from every prompt, several per pass of the weights. ``on_answer`` hears them in order.
+
+    A sequence's tokens are those that it has alone, as far as a batch's sums, in another order, round alike. Where
+    prompts of several lengths meet, that is tried on one of them: UnsupportedError tells of a model that cannot.
+    """
+    prompts = [request.prompt] if isinstance(request.prompt, str) else list(request.prompt)
+    if not prompts:
+        raise UsageError("Text was to be generated from prompts.", "There are none.", "Give one at least.")
+    clocks: list[Clock] = []
+    tokens = 0
+    seconds = 0.0
+    with _opened(request, prompts, on_stage, on_loaded) as run, seeded(run.sampling):
+        todo = list(run.batches())
+        compared = next((batch for batch in todo if must_compare(run.loaded, batch)), None)
+        for number, batch in enumerate(todo, start=1):
+            on_stage(f"generating, batch {number} of {len(todo)}")
+            clocks.append(Clock())
+            began_s = time.perf_counter()
+            processors = [run.compare(batch)] if batch is compared else []
+            if processors and run.sampling.draws:  # what is compared is what both would take greedily
+                run_batch(run.loaded, batch, min(request.max_new_tokens, CHECKED_TOKENS), processors=processors)
+                processors = []
+            rows = run.made(batch, clocks[-1], processors)
+            seconds += time.perf_counter() - began_s
+            for offset, ids in enumerate(rows):
+                index, text = batch.first + offset, run.text(ids)
+                on_answer(Answer(index=index, prompt=prompts[index], text=text, token_ids=ids))
+                tokens += len(ids) - run.encodes
+    longest = max(clocks, key=lambda clock: len(clock.times_s))
+    batch_size = run.loaded.choice.sizes.batch
+    return Throughput(
+        batch=batch_size, tokens=tokens, seconds=seconds, seed=run.sampling.seed, **run.figures(longest)
+    )
+
+
+class OpenedRun:
+    """A model loaded for its prompts. ``usage`` is there once it is closed."""
+
+    def __init__(
+        self,
+        request: Request,
+        opened: OpenedModel,
+        rows: list[torch.Tensor],
+        tokenizer: Any,
+        hardware: Hardware,
+        context: int | None,
+    ) -> None:
+        self.context = context
+        self._request, self.opened, self._rows, self.tokenizer = request, opened, rows, tokenizer
+        self._hardware = hardware
+        self.sampling = request.sampling.with_seed()
+        self.usage: Usage | None = None
+        self._loaded: Loaded | None = None
+
+    @property
+    def loaded(self) -> Loaded:
+        assert self._loaded is not None
+        return self._loaded
+
+    @property
+    def encodes(self) -> bool:
+        """Whether what it gives begins with a token that nobody generated."""
+        module: Any = self.opened.module
+        return bool(module.config.is_encoder_decoder)
+
+    def wanted(self) -> Wanted:
+        batch, chunk = self._request.batch, self._request.prefill_chunk
+        lengths = [len(ids) for ids in self._rows]
+        if self.context is not None:
+            lengths = [self.context - self._request.max_new_tokens]
+        return Wanted(
+            lengths=tuple(lengths),
+            new_tokens=self._request.max_new_tokens,
+            batch=None if batch == "auto" else batch,
+            chunk=None if chunk == "auto" else chunk,
+            drawn=self.sampling.draws,
+            continued=self.context is not None,
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        size, pad = self.loaded.choice.sizes.batch, pad_token(self.opened.module)
+        return batches(self._rows, size, pad=pad, pad_left=not self.encodes)
+
+    def made(self, batch: Batch, clock: Clock, processors: Sequence[Any] = ()) -> list[list[int]]:
+        """The new tokens of every sequence of a batch."""
+        request, begin = self._request, begin_of(self.opened.module, batch)
+        ending = Ending(self.tokenizer, request.stop, begin=begin) if request.stop else None
+        return run_batch(
+            self.loaded,
+            batch,
+            request.max_new_tokens,
+            clock,
+            processors=processors,
+            sampling=self.sampling,
+            ending=ending,
+        )
+
+    def text(self, token_ids: list[int]) -> str:
+        """What they say, up to the first of what ends an answer."""
+        return cut(self.tokenizer.decode(token_ids, skip_special_tokens=True), self._request.stop)
+
+    def compare(self, batch: Batch) -> Any:
+        return check_batch(self.loaded, batch, self._request.max_new_tokens, self.opened.name)
+
+    def figures(self, clock: Clock) -> dict[str, Any]:
+        assert self.usage is not None, "it is not closed"
+        step_s = clock.s_per_step()
+        handle = self.loaded.handle
+        measured = {RAM: self.usage.ram_growth_bytes, VRAM: self.usage.vram_reserved_bytes}
+        promise = handle.plan.promise
+        return {
+            "plan": handle.plan,
+            "promised_bytes": {tier: promise.peak_bytes.get(tier, 0) for tier in (VRAM, RAM)},
+            "measured_bytes": {tier: measured[tier] for tier in (VRAM, RAM)},
+            "s_per_token": step_s,
+            "steady_s_per_token": clock.steady_s_per_step(),
+            "eta": promise.bound_s / step_s if step_s else None,
+            "timeline": handle.timeline(),
+            "predicted": predicted_timeline.beside(handle, self._hardware),
+        }
+
+
+@contextlib.contextmanager
+def _opened(
+    request: Request,
+    prompts: Sequence[str],
+    on_stage: Callable[[str], None],
+    on_loaded: Callable[[int, int], None],
+    *,
+    context: int | None = None,
+) -> Iterator[OpenedRun]:
+    """The model in force while within; what it took is known afterwards.
+
+    ``context``: tokens of one conversation, whose turns are not known yet (there are no prompts then); 0 is the
+    usual.
+    """
+    request.check()
+    with (
+        on(request.device) as device,
+        _opened_here(replace(request, device=device), prompts, on_stage, on_loaded, context=context) as run,
+    ):
+        yield run
+
+
+@contextlib.contextmanager
+def _opened_here(
+    request: Request,
+    prompts: Sequence[str],
+    on_stage: Callable[[str], None],
+    on_loaded: Callable[[int, int], None],
+    *,
+    context: int | None,
+) -> Iterator[OpenedRun]:
+    file = None
+    if request.plan is not None:  # most have none, and start sooner without all that searches plans
+        from brim.run.plan import plan_file
+
+        file = plan_file.read(request.plan)
+    precision = request.precision if file is None else file.request.precision
+    on_stage("measuring this machine (once)")
+    hardware = machine(request.device)
+    budget = file.plan.budget_bytes if file else budgets(hardware, request.vram, request.ram, request.device)
+    on_stage("opening the model")
+    directory = prepare(request.model, trust_remote_code=request.trust_remote_code)
+    if request.verify:
+        on_stage("comparing the weights with their checksums")
+        verify_files(directory)
+    if precision is not None:
+        on_stage("converting the weights (once)")
+        _open(request, directory, precision)
+    hardware = reading_from(hardware, directory, budget_bytes=budget[hardware.compute])
+    heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
+    with Monitor() as monitor:
+        start_bytes = int(psutil.Process().memory_info().rss)
+        opened = _open(request, directory, precision)
+        _refuse_others(opened)
+        if file is not None:
+            plan_file.check(file, model=opened.module, hardware=hardware, task="generate")
+        tokenizer = open_tokenizer(opened)
+        rows = [encode(tokenizer, prompt, request.chat, request.system) for prompt in prompts]
+        check(opened.module, opened.name, rows, request.max_new_tokens)
+        if context is not None:
+            context = _context(opened, context, request.max_new_tokens)
+        run = OpenedRun(request, opened, rows, tokenizer, hardware, context)
+        on_stage("loading weights")
+        fixed = file.plan if file else None
+        wanted, device = run.wanted(), request.device
+        run._loaded = load_for_generation(
+            opened, hardware, budget, wanted, start_bytes, device, fixed=fixed, on_loaded=on_loaded
+        )
+        try:
+            on_stage("generating")
+            handle = run.loaded.handle
+            with ComputeSpans(opened.module, [name for name, _ in handle.blocks], handle.memory):
+                yield run
+        finally:
+            run.loaded.handle.close()
+        run.usage = monitor.usage()
+
+
+@contextlib.contextmanager
+def opened_for_chat(
+    request: Request,
+    context: int | None,
+    on_stage: Callable[[str], None],
+    on_loaded: Callable[[int, int], None],
+) -> Iterator[tuple[OpenedRun, int]]:
+    """A model in force for one conversation, and of how many tokens. See ``generation_chat.chat``."""
+    with _opened(request, [], on_stage, on_loaded, context=context or 0) as run:
+        assert run.context is not None
+        yield run, run.context
+
+
+def _open(request: Request, directory: Path, precision: str | None) -> OpenedModel:
+    return open_as(directory, precision, trust_remote_code=request.trust_remote_code)
+
+
+def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:
+    """Tokens of a conversation. Raises UsageError for more than the model was made for, or no room for a message."""
+    module: Any = opened.module
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        raise UsageError(
+            f"--context {wanted} was given.", f"{opened.name} was made for {limit} tokens.", "Give that or fewer."
+        )
+    context = wanted or min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
+    if new_tokens >= context:
+        raise UsageError(
+            f"{new_tokens} new tokens of {context} in all were asked for.",
+            "That leaves no room for a message.",
+            "Give a larger --context or a smaller --max-new-tokens.",
+        )
+    return context
+
+
+def _refuse_others(opened: OpenedModel) -> None:
+    module: Any = opened.module
+    if not module.can_generate():
+        raise ModelError(
+            f"{opened.name} was to generate text.",
+            f"{type(module).__name__} does not generate.",
+            "Give a model that does (a causal or an encoder-decoder one), or use brim.load for this one.",
+        )
+
+
+__all__ = ["Answer", "Figures", "Generation", "Request", "Throughput", "generate", "generate_many"]

@@ -1,0 +1,1 @@
+"""Open a model without reading its weights: files, formats, configuration, adapters."""

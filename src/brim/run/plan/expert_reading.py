@@ -1,0 +1,70 @@
+"""How much of a mixture of experts a pass reads: a token asks for a few of them, many tokens for nearly all.
+
+With ``p`` the share of tokens that ask for an expert, ``n`` tokens need it with probability 1 - (1 - p)^n, and the
+experts that a pass needs are the sum of that over all of them. Without statistics of the router every expert is asked
+for equally often, which is the most that can be needed. Not modelled: that the tokens of one text resemble each
+other (they need fewer), shared experts are always asked for (they are no part of the choice), and the guesses of the
+order of use that a run makes: an expert that comes unexpectedly is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from brim.errors import UsageError
+from brim.techniques.experts.technique import find_experts
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k", "num_selected_experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A parameter of experts: the ``share`` of it that a pass reads on average, what one token computes of it.
+
+    ``expert`` is the path of the module where each expert is one of its own, None where all lie in one tensor.
+    """
+
+    share: float
+    per_token: float
+    expert: str | None = None
+
+
+def expected_experts(count: int, chosen: int, tokens: int, shares: Sequence[float] | None = None) -> float:
+    """How many of ``count`` experts ``tokens`` tokens need, each asking for ``chosen`` of them.
+
+    ``shares``: of all that was asked for, how much went to each expert (they sum to 1); None: equally much.
+    """
+    if not 0 < chosen <= count or tokens < 0:
+        raise UsageError(f"{chosen} of {count} experts and {tokens} tokens were given.", "That cannot be.")
+    if shares is None:
+        shares = [1 / count] * count
+    if len(shares) != count or abs(sum(shares) - 1) > 1e-6 or min(shares) < 0:
+        raise UsageError(
+            f"{len(shares)} shares were given for {count} experts.", "They must be as many and sum to 1."
+        )
+    return sum(1 - (1 - min(1.0, chosen * share)) ** tokens for share in shares)
+
+
+def reading(model: nn.Module, tokens: int, router: Mapping[str, Sequence[float]] | None = None) -> dict[str, Reading]:
+    """The parameters of experts, by name. Empty for a model that has none.
+
+    ``router``: path of the module that holds a layer's experts -> the shares that each was asked for.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    asked = next((value for name in _TOP_K if isinstance(value := getattr(text, name, None), int)), 1)
+    found: dict[str, Reading] = {}
+    for layer in find_experts(model):
+        chosen, shares = min(asked, layer.count), (router or {}).get(layer.path)
+        mean = expected_experts(layer.count, chosen, tokens, shares) / layer.count
+        if not layer.modules:
+            found |= dict.fromkeys(layer.tensors, Reading(share=mean, per_token=chosen / layer.count))
+        for number, path in enumerate(layer.modules):
+            likely = min(1.0, chosen * (1 / layer.count if shares is None else shares[number]))
+            one = Reading(share=1 - (1 - likely) ** tokens, per_token=likely, expert=path)
+            found |= dict.fromkeys(layer.of_module(number), one)
+    return found

@@ -1,0 +1,326 @@
+"""Ways to generate with a model that is known by its configuration: searched, timed by their schedules, and proved.
+
+The choice is made by the same code as in ``brim generate``, so the promise is the one that it will make. What is
+proposed is applied to the model on fake memory: what its pools hold then is what a run holds.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from brim.core import Decision, Plan
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import BudgetError, UnsupportedError
+from brim.planner import Job
+from brim.planner.passes import CPU, pass_s
+from brim.planner.placing import least_s
+from brim.planner.schedule import COMPUTE, Schedule, way
+from brim.planner.streaming import CHOICES, plan_of
+from brim.run.fit.machine import predict
+from brim.run.generate.plan import Choice
+from brim.run.plan.choosing import Cut, Need, best_plan
+from brim.run.plan.least import in_the_least
+from brim.run.plan.opening import Subjects
+from brim.run.plan.request import (
+    LOSSY,
+    PLAN_FILE,
+    Effect,
+    Machine,
+    Proposal,
+    Request,
+    exact_bytes,
+)
+from brim.run.plan.subject import DTYPES, Subject, processor_of
+from brim.techniques.kv_offload import cache as kv_cache
+from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
+from brim.techniques.streaming.weight_streaming import NAME as STREAMING
+from brim.techniques.streaming.weight_streaming import RING_SLOTS
+from brim.units import format_bytes
+
+_HALF = ("bf16", "fp16")
+_PROOFS = 4  # how often a budget is tightened
+_PRECISION, HOST_COMPUTE = "precision", "host_compute"
+# The simple ways that an answer is measured against, by the placements that each allows.
+BASELINES: Mapping[str, Collection[str]] = {
+    "all resident": (RESIDENT,),
+    "all streamed": (FROM_RAM, FROM_DISK),
+    "streamed": (RESIDENT, FROM_RAM, FROM_DISK),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A plan that was proved, and all that it was made from."""
+
+    subject: Subject
+    choice: Choice
+    plan: Plan
+    cut: Cut
+    need: Need
+    job: Job
+    schedule: Schedule
+
+    @property
+    def limited_by(self) -> str:
+        """``link``, ``disk``, ``RAM`` or ``compute``: what was busy for longest."""
+        return limit(self.schedule, self.job, self.subject.machine)
+
+
+def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | None = None) -> list[Proposal]:
+    """Proved ways to generate, fastest first; none is slower than the simple ways that fit.
+
+    Without a precision in ``request`` the model keeps its own. Under ``prefer="memory"`` all others are proposed too,
+    and each of them in the least memory that does; under ``"quality"`` those of two bytes; where the model does not
+    fit in its own, the first that does, in the order of what they lose. ``lossless`` leaves out those that round
+    further. ``subjects`` has what was opened before. Raises BudgetError, with the smallest budget, when nothing fits.
+    """
+    subjects = Subjects(request.model) if subjects is None else subjects
+    found: list[Found] = []
+    refusals: list[BudgetError] = []
+    for precision, needed in _precisions(request):
+        if needed and found:
+            break
+        try:
+            subject = subjects.open(request, machine, precision)
+        except UnsupportedError:
+            if precision is None or precision == request.precision:
+                raise
+            continue  # a precision that nobody asked for
+        found += _of(subject, refusals)
+        if request.prefer == "memory":
+            least = in_the_least(machine, lambda tight, subject=subject: search(subject.on(tight)))  # type: ignore[misc]
+            found += [] if least is None else [least]
+    if not found:
+        raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
+    found.sort(key=lambda one: (one.plan.promise.step_s, sum(one.plan.promise.peak_bytes.values())))
+    return [_proposal(request, machine, one) for one in found]
+
+
+def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
+    """Precisions in the order of what they lose (None: the model's own), and whether only where none before fits."""
+    if request.precision is not None:
+        yield request.precision, False
+        return
+    yield None, False
+    for precision in (*_HALF, *(() if request.lossless else LOSSY)):
+        lossy = precision in LOSSY
+        yield precision, request.prefer != "memory" and (lossy or request.prefer != "quality")
+
+
+def _of(subject: Subject, refusals: list[BudgetError]) -> list[Found]:
+    """What a precision has to offer: on the machine, and on its processor alone."""
+    found = []
+    for one in (subject, *_processor_alone(subject)):
+        try:
+            found.append(search(one))
+        except BudgetError as error:
+            refusals.append(error)
+    return found
+
+
+def _processor_alone(subject: Subject) -> Iterator[Subject]:
+    machine = subject.machine
+    if machine.hardware.compute == VRAM:
+        budget = {tier: count for tier, count in machine.budget_bytes.items() if tier != VRAM}
+        yield subject.on(replace(machine, hardware=processor_of(machine), budget_bytes=budget))
+
+
+def search(subject: Subject) -> Found:
+    """The fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
+    budget = dict(subject.machine.budget_bytes)
+    for _ in range(_PROOFS):
+        choice, need = subject.choose(budget)
+        found = _found(subject, choice, need)
+        takes = _taken(found)
+        over = {tier: count - subject.machine.budget_bytes[tier] for tier, count in takes.items()}
+        if max(over.values()) <= 0:
+            return _promising(found, takes)
+        budget = {tier: count - max(0, over.get(tier, 0)) for tier, count in budget.items()}
+    limits = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in budget.items())
+    raise BudgetError(
+        f"{subject.name} was to run with {limits}.",
+        f"Its plans take {', '.join(f'{format_bytes(n)} of {tier.upper()}' for tier, n in takes.items())}.",
+        "Give that much.",
+        smallest_bytes={tier: count for tier, count in takes.items() if over[tier] > 0},
+    )
+
+
+def _promising(found: Found, takes: Mapping[str, int]) -> Found:
+    """With a promise that is not below what was seen."""
+    promise = found.plan.promise
+    peak = {tier: max(count, takes.get(tier, 0)) for tier, count in promise.peak_bytes.items()}
+    return replace(found, plan=replace(found.plan, promise=replace(promise, peak_bytes=peak)))
+
+
+def _found(subject: Subject, choice: Choice, need: Need) -> Found:
+    hardware, plan, cut = subject.machine.hardware, choice.plan, subject.cut(choice)
+    job = subject.job(cut, need)
+    _, schedule = pass_s(job, hardware, plan.choices(STREAMING), plan.settings[RING_SLOTS])
+    plan = replace(plan, decisions=(_in_precision(subject), *plan.decisions))
+    return Found(subject=subject, choice=choice, plan=plan, cut=cut, need=need, job=job, schedule=schedule)
+
+
+def _in_precision(subject: Subject) -> Decision:
+    return Decision(technique=_PRECISION, block="", choice=subject.precision)
+
+
+def _taken(found: Found) -> dict[str, int]:
+    """What a run takes per tier: the plan is applied to the model, on fake memory."""
+    subject, plan = found.subject, found.plan
+    hardware = subject.machine.hardware
+    endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, 1 << 60))
+    handle = predict(subject.module, found.cut.partition, endless, hardware, subject.weights)
+    try:
+        pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
+        held = {pool.tier: pool.peak_bytes for pool in pools}
+    finally:
+        handle.remove()
+    beside = {hardware.compute: found.job.step_bytes}
+    if COMPUTE_RAM in plan.choices(STREAMING).values():
+        beside[RAM] = found.job.cpu_step_bytes + sum(
+            block.cpu_bytes for block in found.job.blocks if plan.choices(STREAMING)[block.name] == COMPUTE_RAM
+        )
+    return {tier: n + beside.get(tier, 0) + found.job.overhead_bytes(tier) for tier, n in held.items()}
+
+
+def gap(found: Found) -> float:
+    """How far a step is from the least that any placement has, as a share of it.
+
+    Over every partition, each a linear program that is solved to its end; seconds are those of the simulated pass.
+    """
+    subject, job = found.subject, found.job
+    hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
+    choices, slots = found.plan.choices(STREAMING), found.plan.settings[RING_SLOTS]
+    reached_s = plan_of(job, hardware, budget, choices, slots).promise.step_s
+    alike = [cut for cut in subject.cuts if cut.way is found.cut.way]
+    bounds_s = [least_s(subject.job(cut, found.need), hardware, budget, CHOICES) for cut in alike]
+    return max(0.0, 1 - min(bounds_s, default=reached_s) / reached_s) if reached_s else 0.0
+
+
+def baselines(found: Found) -> dict[str, float]:
+    """Seconds of the simple ways that fit, by name."""
+    subject = found.subject
+    hardware, tokens = subject.machine.hardware, found.need.tokens
+    jobs = [(cut, subject.job(cut, found.need)) for cut in subject.cuts]
+    seconds = {}
+    for name, allowed in BASELINES.items():
+        try:
+            _, plan = best_plan(jobs, hardware, subject.machine.budget_bytes, tokens=tokens, allowed=allowed)
+        except BudgetError:
+            continue
+        seconds[name] = plan.promise.step_s
+    return seconds
+
+
+def limit(schedule: Schedule, job: Job, machine: Machine) -> str:
+    """What is busy for longest: ``link``, ``disk``, ``compute``, or ``RAM`` where the processor waits for it."""
+    hardware, busy = machine.hardware, schedule.busy_s()
+    chain = {lane: busy.pop(lane, 0.0) for lane in (COMPUTE, CPU)}
+    lane = max(busy, key=lambda name: busy[name], default="")
+    if lane and busy[lane] > sum(chain.values()):
+        return "disk" if lane == way(DISK, RAM) else "link"
+    on_processor = hardware.compute == RAM or chain[CPU] > chain[COMPUTE]
+    read_s = sum(b.bytes * b.likely for b in job.blocks if b.uses) / (hardware.tier(RAM).bytes_per_s or float("inf"))
+    if on_processor and (hardware.compute != RAM or 2 * read_s > sum(b.compute_s for b in job.blocks)):
+        return "RAM"
+    return "compute"
+
+
+# -- what is told of it
+
+
+def _proposal(request: Request, machine: Machine, found: Found) -> Proposal:
+    plan = found.plan
+    name = f"{plan.model} {plan.task}"
+    return Proposal(
+        plan=plan,
+        step_s=plan.promise.step_s,
+        limited_by=found.limited_by,
+        techniques=list(effects(found)),
+        command=_command(request, machine, found),
+        gap=gap(found),
+        precision=None if found.subject.precision == found.subject.own_precision else found.subject.precision,
+        hardware=None if found.subject.machine.hardware == machine.hardware else found.subject.machine.hardware,
+        timeline=found.schedule.timeline(name, found.subject.machine.hardware.compute),
+    )
+
+
+def effects(found: Found) -> Iterator[Effect]:
+    """What each technique saves and costs, against the same model all in the compute tier."""
+    compute, choices = found.subject.machine.hardware.compute, found.plan.choices(STREAMING)
+    resident_s = found.job.fixed_compute_s + sum(b.compute_s for b in found.job.blocks)
+    more_s = max(0.0, found.plan.promise.step_s - resident_s)
+    used = [b for b in found.job.blocks if b.uses]
+    away = [b for b in used if choices[b.name] != RESIDENT]
+    for choice, technique, what in (
+        (FROM_RAM, STREAMING, "from RAM"),
+        (FROM_DISK, STREAMING, "from disk"),
+        (COMPUTE_RAM, HOST_COMPUTE, "computed by the processor, from RAM"),
+    ):
+        chosen = [b for b in away if choices[b.name] == choice]
+        if chosen:
+            count = sum(b.bytes for b in chosen)
+            saves = {compute: count} | ({RAM: -count} if choice in (FROM_RAM, COMPUTE_RAM) and compute != RAM else {})
+            share = count / sum(b.bytes for b in away)
+            yield Effect(
+                technique=technique,
+                what=f"{len(chosen)} of {len(used)} blocks {what}",
+                saves_bytes=saves,
+                costs_s=more_s * share,
+            )
+    yield from _cache_effects(found)
+    yield from _precision_effects(found)
+
+
+def _precision_effects(found: Found) -> Iterator[Effect]:
+    subject = found.subject
+    if subject.precision == subject.own_precision:
+        return
+    parameters = list(subject.module.parameters())
+    held = sum(p.numel() * p.element_size() for p in parameters)
+    own = sum(p.numel() for p in parameters) * DTYPES[subject.own_precision].itemsize
+    yield Effect(
+        technique=_PRECISION,
+        what=f"weights in {subject.precision} instead of {subject.own_precision}",
+        saves_bytes={subject.machine.hardware.compute: own - held},
+    )
+
+
+def _cache_effects(found: Found) -> Iterator[Effect]:
+    shape, choice = found.choice.shape, found.choice
+    if shape is None or not choice.resting:
+        return
+    sizes, compute = choice.sizes, found.subject.machine.hardware.compute
+    whole = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached).held_bytes(compute)
+    placed = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached, resting=choice.resting)
+    takes = placed.held_bytes(compute)
+    rate = found.subject.machine.hardware.link(RAM, compute).bytes_per_s
+    yield Effect(
+        technique=kv_cache.NAME,
+        what=f"{choice.resting} of {sizes.cached} tokens in RAM",
+        saves_bytes={compute: whole[compute] - takes[compute], RAM: -takes[RAM]},
+        costs_s=placed.moved_bytes / rate,
+    )
+
+
+def _command(request: Request, machine: Machine, found: Found) -> str:
+    words = ["brim", "generate", str(request.model)]
+    if COMPUTE_RAM in found.plan.choices(STREAMING).values():  # which only a plan asks for
+        prompts = ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE"]
+        return shlex.join([*words, *prompts, "--max-new-tokens", str(request.new_tokens), "--plan", PLAN_FILE])
+    words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
+    words += ["--max-new-tokens", str(request.new_tokens)]
+    hardware, budget = found.subject.machine.hardware, found.subject.machine.budget_bytes
+    if hardware.compute != machine.hardware.compute:
+        words += ["--device", "cpu"]
+    elif hardware.compute == VRAM:
+        words += ["--vram", exact_bytes(budget[VRAM])]
+    words += ["--ram", exact_bytes(budget[RAM])]
+    if found.subject.precision != found.subject.own_precision:
+        words += ["--precision", found.subject.precision]
+    return shlex.join(words)
+
+
+__all__ = ["BASELINES", "Found", "baselines", "effects", "gap", "limit", "plan_generation", "search"]

@@ -1,0 +1,296 @@
+"""What a user asks of ``brim plan``, and what it answers."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from brim import catalog
+from brim.core import Hardware, Link, Plan, Tier, Timeline
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import UsageError
+from brim.estimation.workload import LARGEST
+from brim.measure.capacity import amount_bytes, free_bytes, resident_bytes
+from brim.measure.probe import probe
+from brim.memory import heap
+from brim.memory.scratch import scratch_folder
+from brim.run.fit.machine import budgets
+from brim.run.model.training_model import Method
+from brim.run.plan.precision_rows import Row
+from brim.run.timing.drives import reading_from
+from brim.techniques.optimizers import OPTIMIZERS
+from brim.techniques.precision import PRECISIONS
+from brim.units import format_bytes, is_share, parse_bytes
+
+TASKS = ("generate", "train")
+PLAN_FILE = "plan.json"  # in commands, until files are named
+PREFERENCES = ("speed", "memory", "quality")
+LOSSY = ("fp8", "int8", "int4")  # of weights that were trained in 16 bits or more
+PRECISIONS_OF = {"generate": ("fp32", "bf16", "fp16", *LOSSY), "train": PRECISIONS}
+
+# A drive on four lanes of PCIe 3 has 3.9 GB/s at most (PCI-SIG).
+_DRIVE_BYTES_PER_S = 3.2e9
+_RAM_BYTES, _DISK_BYTES = 64 << 30, 1 << 40
+_FREE_SHARE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One question. Amounts are bytes or such as ``"8GiB"``; ``gpu`` is a name of the catalog, None is this machine.
+
+    ``seq`` are tokens of a training sequence, or of the prompt. ``precision`` None leaves it to the planner, which
+    under ``lossless`` takes none of ``LOSSY``. ``prefer`` says what the first of the plans is best at: seconds, bytes
+    of the compute tier, or (``quality``) seconds among those that are not lossy.
+    """
+
+    model: str | Path
+    task: str = "generate"
+    gpu: str | None = None
+    vram: str | int | None = None
+    ram: str | int | None = None
+    disk: str | int | None = None
+    batch: int = 1
+    seq: int = 1024
+    new_tokens: int = 128
+    precision: str | None = None
+    optimizer: str = "adamw"
+    method: Method = "full"
+    prefer: str = "speed"
+    lossless: bool = False
+    top: int = 5
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be meant."""
+        for option, value, known in (
+            ("--task", self.task, TASKS),
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--method", self.method, ("full", "lora")),
+            ("--precision", self.precision or "fp32", PRECISIONS_OF.get(self.task, ())),
+            ("--prefer", self.prefer, PREFERENCES),
+        ):
+            if value not in known:
+                raise UsageError(f"{option} {value} was given.", f"Known are {', '.join(known)}.")
+        for option, number in (
+            ("--batch", self.batch),
+            ("--seq", self.seq),
+            ("--new-tokens", self.new_tokens),
+            ("--top", self.top),
+        ):
+            if not 1 <= number <= LARGEST:
+                raise UsageError(f"{option} {number} was given.", f"It must be a whole number, 1 to {LARGEST:,}.")
+        if self.lossless and self.precision in LOSSY:
+            raise UsageError(f"--precision {self.precision} and --lossless were given.", "That precision loses.")
+
+    def command(self) -> str:
+        """The command line that asks this."""
+        words = ["brim", "plan", str(self.model), "--task", self.task]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("model", "task") or value == one.default:
+                continue
+            option = f"--{one.name.replace('_', '-')}"
+            if one.name in (VRAM, RAM, DISK):
+                value = exact_bytes(value)
+            words += [option] if value is True else [option, str(value)]
+        return shlex.join(words)
+
+
+def exact_bytes(amount: str | int) -> str:
+    """Bytes in the largest unit that says them exactly: ``"12GiB"``. A share stays as it was written."""
+    if is_share(amount):
+        return str(amount)
+    count = parse_bytes(amount)
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count and count % size == 0:
+            return f"{count // size}{unit}"
+    return str(count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is planned for. ``assumed`` says which of its figures nobody measured.
+
+    ``left_bytes``: what measuring it has left in this process, where that was done just now.
+    """
+
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+    assumed: tuple[str, ...] = ()
+    left_bytes: int = field(default=0, compare=False)
+
+    def start_bytes(self) -> int:
+        """The resident set that this process would have if it had found the machine known.
+
+        A run does, so what it grows by is counted from there: what measuring warmed up and left would hide some.
+        """
+        return resident_bytes() - self.left_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """One technique in a plan: what it does, the bytes that it saves per tier (negative: takes), and its seconds."""
+
+    technique: str
+    what: str
+    saves_bytes: Mapping[str, int] = field(default_factory=dict)
+    costs_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        saves = dict(self.saves_bytes)
+        return {"technique": self.technique, "what": self.what, "saves_bytes": saves, "costs_s": self.costs_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
+
+    ``hardware`` is given where it is a part of the machine: its processor alone; ``precision`` where the planner
+    chose another than the model's own. ``frees`` is what else would make room in some tier, and what it would cost.
+    ``timeline`` is what its schedule says that the machine does, for reports.
+    """
+
+    plan: Plan
+    step_s: float
+    limited_by: str
+    techniques: Sequence[Effect]
+    command: str
+    gap: float = 0.0
+    proved: bool = True
+    hardware: Hardware | None = None
+    precision: str | None = None
+    frees: Sequence[Effect] = ()
+    timeline: Timeline | None = field(default=None, compare=False, repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": dict(self.plan.promise.peak_bytes),
+            "step_s": self.step_s,
+            "limited_by": self.limited_by,
+            "techniques": [effect.to_json() for effect in self.techniques],
+            "frees": [effect.to_json() for effect in self.frees],
+            "command": self.command,
+            "gap": self.gap,
+            "proved": self.proved,
+            "plan": self.plan.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """A change under which it fits, and the command that has it."""
+
+    change: str
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Ranked proposals; where nothing fits, ``needs_bytes`` per tier and the ``nearest`` requests that do.
+
+    ``refusal`` is what the planner said then. ``took_s`` is how long the answer took. ``precisions``: of each kind of
+    block, what it takes in several of them, where fewer bits were considered or asked about.
+    """
+
+    request: Request
+    machine: Machine
+    proposals: Sequence[Proposal]
+    needs_bytes: Mapping[str, int] = field(default_factory=dict)
+    nearest: Sequence[Nearest] = ()
+    refusal: str = ""
+    took_s: float = 0.0
+    precisions: Sequence[Row] = ()
+
+    def tokens_per_s(self, proposal: Proposal) -> float:
+        """Tokens that a step of ``proposal`` works on (one per sequence when generating), by its seconds."""
+        request = self.request
+        tokens = request.batch * (request.seq if request.task == "train" else 1)
+        return tokens / proposal.step_s if proposal.step_s else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        infeasible = None
+        if not self.proposals:
+            found = [{"change": n.change, "command": n.command} for n in self.nearest]
+            infeasible = {"why": self.refusal, "needs_bytes": dict(self.needs_bytes), "nearest": found}
+        return {
+            "model": str(self.request.model),
+            "task": self.request.task,
+            "hardware": self.machine.hardware.name,
+            "budget_bytes": dict(self.machine.budget_bytes),
+            "assumed": list(self.machine.assumed),
+            "plans": [p.to_json() | {"tokens_per_s": self.tokens_per_s(p)} for p in self.proposals],
+            "infeasible": infeasible,
+            "precisions": [row.to_json() for row in self.precisions],
+            "took_s": self.took_s,
+        }
+
+
+def machine_of(request: Request) -> Machine:
+    """The machine that is meant, with a budget for every tier.
+
+    Without a GPU's name it is this one. Where this one has no CUDA and VRAM was given, the smallest GPU of the
+    catalog that has as much stands for the one that is meant.
+    """
+    if request.gpu is None and request.vram is None:
+        return _this(request)
+    if request.gpu is None:
+        here = probe()
+        if here.compute == VRAM:
+            return _this(request)
+    return _imagined(request, _card(request))
+
+
+def ram_option(machine: Machine, budget_bytes: int) -> int:
+    """What ``--ram`` is for a budget: of this machine the budget itself, of another one all that it has."""
+    return math.ceil(budget_bytes / _FREE_SHARE) if machine.assumed else budget_bytes
+
+
+def _this(request: Request) -> Machine:
+    heap.give_back()  # or holes of before would be taken for what measuring did not leave
+    before_bytes = resident_bytes()
+    hardware = probe()
+    if request.task == "generate":  # what a training streams it writes anew
+        hardware = reading_from(hardware, Path(request.model))
+    heap.give_back()
+    left_bytes = max(0, resident_bytes() - before_bytes)
+    budget = budgets(hardware, request.vram, request.ram)
+    if request.disk is not None:
+        budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder())
+    elif request.task == "train":  # where states would go, if they did
+        budget[DISK] = int(free_bytes(DISK, directory=scratch_folder()) * _FREE_SHARE)
+    return Machine(hardware=hardware, budget_bytes=budget, left_bytes=left_bytes)
+
+
+def _card(request: Request) -> catalog.Gpu:
+    if request.gpu is not None:
+        return catalog.gpu(request.gpu)
+    assert request.vram is not None
+    wanted = parse_bytes(request.vram)
+    cards = [catalog.gpu(name) for name in catalog.gpu_names()]
+    fitting = [card for card in cards if card.capacity_bytes >= wanted * 0.97 and card.pcie_bytes_per_s]
+    if not fitting:
+        raise UsageError(f"{format_bytes(wanted)} of VRAM were given.", "No GPU of the catalog has as much.")
+    return min(fitting, key=lambda card: (card.capacity_bytes, "Laptop" in card.name, card.name))
+
+
+def _imagined(request: Request, card: catalog.Gpu) -> Machine:
+    ram = _RAM_BYTES if request.ram is None else parse_bytes(request.ram)
+    disk = _DISK_BYTES if request.disk is None else parse_bytes(request.disk)
+    if not card.pcie_bytes_per_s:
+        raise UsageError(f"A plan for {card.name} was asked for.", "The rate of its link to the host is not known.")
+    base = card.hardware(ram_bytes=ram, ram_bytes_per_s=catalog.HOST_BYTES_PER_S)
+    links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
+    hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))
+    free = card.capacity_bytes - card.context().bytes
+    vram = free if request.vram is None else min(free, parse_bytes(request.vram, card.capacity_bytes))
+    assumed = [
+        f"RAM moves {catalog.HOST_BYTES_PER_S / 1e9:.0f} GB/s, the drive {_DRIVE_BYTES_PER_S / 1e9:.1f} GB/s",
+        *([] if request.gpu is not None else [f"the GPU is as fast as {card.name}"]),
+        *([] if request.ram is not None else [f"{format_bytes(_RAM_BYTES)} of RAM"]),
+        *([] if request.disk is not None else [f"{format_bytes(_DISK_BYTES)} of disk"]),
+    ]
+    budget = {VRAM: vram, RAM: int(ram * _FREE_SHARE), DISK: disk}
+    return Machine(hardware=hardware, budget_bytes=budget, assumed=tuple(assumed))

@@ -1,0 +1,150 @@
+"""``brim plan``: the fastest ways that fit a machine, which may be another one, and what would do when none fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import BudgetError, UsageError
+from brim.planner.passes import CPU
+from brim.planner.schedule import UPDATE, way
+from brim.run.fit.machine import refuse_batch
+from brim.run.generate.memory import Sizes, scores_bytes
+from brim.run.model.factory import is_factory, resolved
+from brim.run.plan.generation import plan_generation
+from brim.run.plan.least import in_the_least
+from brim.run.plan.nearest import Planner, nearest
+from brim.run.plan.opening import Subjects
+from brim.run.plan.precision_rows import Row
+from brim.run.plan.precision_table import rows_of
+from brim.run.plan.request import (
+    LOSSY,
+    Answer,
+    Machine,
+    Proposal,
+    Request,
+    machine_of,
+)
+from brim.run.plan.router_file import routers_of
+from brim.run.plan.training import plan_training
+from brim.units import format_bytes
+
+_FEWER_BITS = "int8"  # what 16 bits are compared with where nobody says
+# What people say for a lane that sets the pace. Beside a GPU, the processor updates weights as fast as RAM is read.
+_LIMITS = {
+    way(RAM, VRAM): "link",
+    way(VRAM, RAM): "link",
+    way(DISK, RAM): "disk",
+    way(RAM, DISK): "disk",
+    CPU: "RAM",
+    UPDATE: "RAM",
+}
+
+
+def plan(request: Request, *, precisions: bool = False, router_statistics: str | None = None) -> Answer:
+    """The answer to ``request``: proved proposals, or what would have to change.
+
+    ``precisions``: with a table of what blocks take in 8 bits and in 16, which is there in any case where fewer bits
+    were considered. ``router_statistics``: a file, or "auto", as in ``router_file``. Raises UsageError and ModelError
+    for what was asked, UnsupportedError for a model that brim cannot run.
+    """
+    request.check()
+    _check_generates(request, precisions, router_statistics)
+    if is_factory(request.model):
+        request = resolved(request)
+    begin_s = time.perf_counter()
+    machine = machine_of(request)
+    if not is_factory(request.model):
+        refuse_batch(request.batch, request.seq, machine.budget_bytes[RAM], labels=request.task == "train")
+    routers = {} if router_statistics is None else routers_of(request, router_statistics)
+    subjects = Subjects(request.model, routers)
+    planner = plan_training if request.task == "train" else partial(plan_generation, subjects=subjects)
+    if request.task == "generate" and not is_factory(request.model):
+        _refuse_scores(request, machine, subjects)
+    try:
+        found = planner(request, machine)
+    except BudgetError as error:
+        answer = _infeasible(request, machine, error, planner)
+    else:
+        if request.prefer == "memory" and request.task == "train":
+            found = [*found, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
+        answer = Answer(request=request, machine=machine, proposals=ranked(request, machine, found))
+    rows = _precision_rows(request, machine, subjects, asked=precisions)
+    return replace(answer, precisions=rows, took_s=time.perf_counter() - begin_s)
+
+
+def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> None:
+    """Raise BudgetError where the scores of last tokens alone, which no plan moves, are more than all of the memory.
+
+    From there no request that fits is near, and a search for one would take minutes.
+    """
+    subject = subjects.open(request, machine, request.precision)
+    total = request.seq + request.new_tokens
+    sizes = Sizes(batch=request.batch, prompt=request.seq, total=total, chunk=request.seq)
+    bytes = scores_bytes(subject.module, sizes)
+    most = sum(tier.capacity_bytes for tier in machine.hardware.tiers if tier.name in (VRAM, RAM))
+    if bytes > most:
+        raise BudgetError(
+            f"--batch {request.batch} was given for {subject.name}, with {format_bytes(most)} of memory.",
+            f"The scores of each sequence's last token alone take {format_bytes(bytes)}.",
+            "Give a smaller --batch.",
+            smallest_bytes={subject.machine.hardware.compute: bytes},
+        )
+
+
+def _check_generates(request: Request, precisions: bool, router_statistics: str | None) -> None:
+    given = [name for name, on in (("--precisions", precisions), ("--router-statistics", router_statistics)) if on]
+    if given and request.task != "generate":
+        raise UsageError(f"{given[0]} was given with --task {request.task}.", "It is about generating.")
+
+
+def _infeasible(request: Request, machine: Machine, error: BudgetError, planner: Planner) -> Answer:
+    needs, changes = nearest(request, machine, error, planner)
+    return Answer(
+        request=request,
+        machine=machine,
+        proposals=(),
+        needs_bytes=needs,
+        nearest=changes,
+        refusal=" ".join(part for part in (error.asked, error.found) if part),
+    )
+
+
+def _precision_rows(request: Request, machine: Machine, subjects: Subjects, *, asked: bool) -> list[Row]:
+    """What blocks take in the precisions that were opened, where a lossy one is among them or it is ``asked``."""
+    if asked:
+        subjects.open(request, machine, None)
+        subjects.open(request, machine, _FEWER_BITS)
+    opened = {one.precision: one for one in subjects.of(request)}
+    if len(opened) < 2 or not any(name in LOSSY for name in opened):
+        return []
+    return rows_of([one if one.machine == machine else one.on(machine) for one in opened.values()])
+
+
+def ranked(request: Request, machine: Machine, found: Sequence[Proposal]) -> list[Proposal]:
+    """The best ``top`` of ``found`` by what is preferred; each once, and only what was proved."""
+    keys: dict[str, Callable[[Proposal], tuple[float, ...]]] = {
+        "speed": lambda one: (),  # as they come: of those that are as fast, planners know which moves least
+        "memory": lambda one: (_held(one, machine), one.step_s),
+        "quality": lambda one: (is_lossy(one),),
+    }
+    kept: list[Proposal] = []
+    for one in sorted((one for one in found if one.proved), key=keys[request.prefer]):
+        same = (one.plan.decisions, one.plan.settings)
+        if all(same != (other.plan.decisions, other.plan.settings) for other in kept):
+            kept.append(replace(one, limited_by=_LIMITS.get(one.limited_by, one.limited_by)))
+    return kept[: request.top]
+
+
+def is_lossy(proposal: Proposal) -> bool:
+    """Whether weights are rounded further than they were trained."""
+    return any(decision.choice in LOSSY for decision in proposal.plan.decisions)
+
+
+def _held(proposal: Proposal, machine: Machine) -> int:
+    """Bytes of the tier that it computes in: of RAM where it leaves the GPU alone."""
+    compute = (proposal.hardware or machine.hardware).compute
+    return proposal.plan.promise.peak_bytes.get(compute, 0)

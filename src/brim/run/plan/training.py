@@ -1,0 +1,315 @@
+"""Plans to train a model that is known by its configuration, on this machine or on another one."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.errors import ModelError, UnsupportedError
+from brim.estimation.models import find_model
+from brim.estimation.silence import quiet
+from brim.measure.capacity import resident_bytes
+from brim.memory import heap
+from brim.memory.checkpoint_files import Extent, TensorSource
+from brim.memory.heap_retention import kept_limits
+from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
+from brim.run.generate.load import warm_up
+from brim.run.model import factory
+from brim.run.model.factory import is_factory
+from brim.run.model.training_model import add_lora, make_optimizer
+from brim.run.plan.plan_file import described
+from brim.run.plan.request import PLAN_FILE, Machine, Proposal, Request
+from brim.run.script.program_share import most_grown
+from brim.run.timing.block_timing import block_seconds
+from brim.run.timing.drive_contention import beside_drive
+from brim.run.timing.fresh_memory import fresh_seconds
+from brim.run.train.strategy.case import Case, Clock, TrainingStrategy
+from brim.run.train.strategy.choice import Choice
+from brim.run.train.strategy.choose import loop_case, search_training
+from brim.run.train.strategy.effects import effects, frees
+from brim.run.train.strategy.ladder import Orders, spread
+from brim.run.train.strategy.prediction import Rehearsal, works_in_place
+from brim.run.train.strategy.search import Planner
+from brim.techniques import optimizers
+from brim.techniques.blocks import Partition, find_blocks
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.streaming.weight_streaming import Weights
+
+OWN_STEPS = ("bf16-stochastic", "bf16-master")  # precisions that put a step of their own in the optimizer's place
+# What threads' stacks, kernels' packing buffers and autograd's own objects take beside tensors: 4 to 6 MiB of RAM in
+# steps of models of 8 to 75 M parameters, deep and thin, short and wide, decoders and an encoder-decoder.
+BESIDE_BYTES = {RAM: 12 << 20, VRAM: 64 << 20}
+# The plan's process is not its run: what the two grow by beside tensors has differed by up to 4 MiB.
+_BETWEEN_RUNS_BYTES = 12 << 20
+_DATA, _OUTPUT = "data.jsonl", "trained"
+
+
+def plan_training(request: Request, machine: Machine) -> list[Proposal]:
+    """Proved ways to train as ``request`` says, the fastest first: ``request.top`` of them at most.
+
+    Nothing but speed decides among ways that take the same precision: all that is done is lossless. The precision is
+    that which was asked for, else what ``brim train`` takes: fp32 on a processor, bf16-mixed on a GPU, and under
+    ``prefer="quality"`` fp32 there too. Raises BudgetError, with ``smallest_bytes``, when nothing fits.
+    """
+    if request.method == "lora" and importlib.util.find_spec("peft") is not None:
+        importlib.import_module("peft")  # as training does before its budget counts
+    start_bytes = machine.start_bytes()
+    with quiet():
+        planner = Planner(case_of(request, machine, start_bytes))
+        found = search_training(planner, top=request.top)
+    return [_proposal(request, machine, planner, one, first=one is found[0]) for one in found]
+
+
+def precision_of(request: Request, compute: str) -> str:
+    """What is asked for, else the planner's choice; a loop of one's own runs as it is written."""
+    if is_factory(request.model):
+        return request.precision or "fp32"
+    return request.precision or ("fp32" if compute == RAM or request.prefer == "quality" else "bf16-mixed")
+
+
+def weights_dtype(method: str, precision: str) -> torch.dtype | None:
+    """What is trained is held in float32, except in pure bf16; None: as it is stored, where it is only read."""
+    if method == "lora":
+        return None
+    return torch.bfloat16 if precision.startswith("bf16") and "mixed" not in precision else torch.float32
+
+
+def training_limits(
+    model: nn.Module, precision: str, budget_bytes: Mapping[str, int], *, clips: bool, adapters: frozenset[str]
+) -> Limits:
+    """What may be done in a training in ``precision``; ``adapters`` are parameters that no file has."""
+    states_leave = precision not in OWN_STEPS
+    frozen = not any(p.requires_grad and n not in adapters for n, p in model.named_parameters())
+    return Limits(
+        budget_bytes=dict(budget_bytes),
+        single_pass=states_leave and not clips and precision != "fp16-mixed",
+        gradients_leave=precision != "fp16-mixed" and states_leave,
+        states_leave=states_leave,
+        activations=(KEEP, SELECTIVE, FULL, OFFLOAD),
+        streams=states_leave or frozen,
+    )
+
+
+def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
+    if is_factory(request.model):
+        return _case_of_factory(request, machine, start_bytes)
+    hardware = machine.hardware
+    precision = precision_of(request, hardware.compute)
+    model = _model(request, precision)
+    base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
+    adapters = frozenset(name for name, _ in model.named_parameters()) - base
+    here = _is_here(request, machine)
+    if here:
+        warm_up(model, hardware, request.seq)
+
+    def inputs(count: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(count, request.seq, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    partition = find_blocks(model, stay=adapters)
+    rehearsal = _rehearsal(request, machine, model, partition, dict(_sources(model, base)), inputs, start_bytes)
+    return Case(
+        rehearsal=rehearsal,
+        state_bytes=lambda trained: sum(optimizers.state_bytes(request.optimizer, trained)),
+        precision=precision,
+        limits=training_limits(model, precision, machine.budget_bytes, clips=False, adapters=adapters),
+        tokens=request.seq,
+        stay=adapters,
+        in_place=lambda: works_in_place(model, inputs(1)),
+        clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
+        beside=beside_drive(hardware, request.batch * request.seq, writes=True) if here else None,
+        fresh_s_per_byte=fresh_seconds(hardware) if here else 0.0,
+    )
+
+
+def _case_of_factory(request: Request, machine: Machine, start_bytes: int) -> Case:
+    """A loop of the user's own, by ``brim.fit``: its budget, and what it promises, are those of tensors."""
+    model, example = factory.made_by(find_model(request.model))
+    compute, partition = machine.hardware.compute, checkpointing.partition_of(model)
+    precision = precision_of(request, compute)
+
+    def inputs(count: int) -> Any:
+        return factory.with_rows(example, count)
+
+    rehearsal = _rehearsal(request, machine, model, partition, {}, inputs, start_bytes)  # no weights in files
+    return loop_case(
+        replace(rehearsal, spent_bytes=dict),
+        budget_bytes=machine.budget_bytes,
+        orders=Orders(micro_batch=request.batch if factory.sees_rows_together(model) else None),
+        in_place=lambda: works_in_place(model, inputs(request.batch)),
+        precision=precision,
+        states_leave=precision not in OWN_STEPS,
+    )
+
+
+def _is_here(request: Request, machine: Machine) -> bool:
+    return request.gpu is None and not machine.assumed
+
+
+def _rehearsal(
+    request: Request,
+    machine: Machine,
+    model: nn.Module,
+    partition: Partition,
+    sources: dict[str, TensorSource],
+    inputs: Callable[[int], Any],
+    start_bytes: int,
+) -> Rehearsal:
+    here = _is_here(request, machine)
+    return Rehearsal(
+        name=str(request.model),
+        model=model,
+        partition=partition,
+        weights=Weights(sources=sources),
+        optimizer=lambda module: make_optimizer(request.optimizer, module, 1e-4),
+        inputs=inputs,
+        batch=request.batch,
+        hardware=machine.hardware,
+        budget_bytes=machine.budget_bytes,
+        spent_bytes=_share(model, request, machine, start_bytes) if here else (lambda: BESIDE_BYTES),
+    )
+
+
+def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any]) -> Clock:
+    """Measured seconds of blocks on this machine; none where they need values that only a real run has."""
+
+    def seconds(batch: int) -> Mapping[str, tuple[float, float, float]]:
+        try:
+            found = block_seconds(model, partition, inputs(batch), training=True)
+            unsaved = block_seconds(model, partition, inputs(batch), training=False)
+        except UnsupportedError:
+            return {}
+        return {
+            name: (block.forward_s, block.backward_s, min(block.forward_s, unsaved[name].forward_s))
+            for name, block in found.items()
+            if name
+        }
+
+    return seconds
+
+
+def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: int) -> Callable[[], Mapping[str, int]]:
+    """What the program takes beside tensors on this machine: what it grew by, or did when it was new to that."""
+
+    def share() -> dict[str, int]:
+        found = program_bytes(start_bytes)
+        tokens, grown = request.batch * request.seq, found[RAM]
+        if not machine.left_bytes:  # what measuring left makes it more than a run's
+            grown = most_grown(f"train {request.method}", model, tokens, grown)
+        return {**found, RAM: grown + _BETWEEN_RUNS_BYTES}
+
+    return share
+
+
+def program_bytes(start_bytes: int) -> dict[str, int]:
+    """What the program has grown by until now, and will need beside tensors, per tier."""
+    heap.trim()
+    return {
+        tier: count + (tier == RAM) * max(0, resident_bytes() - start_bytes) for tier, count in BESIDE_BYTES.items()
+    }
+
+
+def _model(request: Request, precision: str) -> nn.Module:
+    """The model in train mode, on meta."""
+    model: Any = described(request.model, weights_dtype(request.method, precision))
+    if not model.can_generate():
+        raise ModelError(
+            f"{request.model} was to be trained on text.",
+            f"{type(model).__name__} is no language model with a loss of its own.",
+            "Give a causal language model.",
+        )
+    model.config.use_cache = False
+    if request.method == "lora":
+        with torch.device("meta"):
+            model = add_lora(model, 0)
+    made: nn.Module = model.train()
+    return made
+
+
+def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, TensorSource]]:
+    """Where the parameters would be in a checkpoint: one file, one after the other."""
+    offset = 0
+    for name, parameter in model.named_parameters():
+        if name not in names:
+            continue
+        count = parameter.numel() * parameter.element_size()
+        extent = Extent(path=str(Path("model.safetensors").absolute()), offset=offset, bytes=count)
+        yield name, TensorSource(name=name, dtype=parameter.dtype, shape=tuple(parameter.shape), extents=(extent,))
+        offset += count
+
+
+# -- what is offered
+
+
+def _proposal(
+    request: Request, machine: Machine, planner: Planner, found: TrainingStrategy, *, first: bool
+) -> Proposal:
+    compute, peaks = machine.hardware.compute, found.prediction.peak_bytes
+    limits = kept_limits(peaks[RAM], machine.budget_bytes[RAM]) if compute == RAM else None
+    plan = found.choice.plan(
+        model=str(request.model),
+        hardware=machine.hardware.name,
+        budget_bytes=machine.budget_bytes,
+        promise=found.prediction.with_heap(limits).promise(),
+    )
+    timeline: Timeline | None = None
+    if first and found.schedule is not None:
+        timeline = found.schedule.timeline(f"{request.model} train", compute)
+    return Proposal(
+        plan=plan,
+        step_s=found.step_s,
+        limited_by=found.limited_by,
+        techniques=[] if found.way is None else effects(planner, found.way),
+        command=(
+            factory.command()
+            if is_factory(request.model)
+            else command(request, found.choice, [block.name for block in found.partition.blocks])
+        ),
+        gap=0.0 if found.way is None else found.way.gap,
+        frees=frees(planner, found.way) if first and found.way is not None else (),
+        timeline=timeline,
+    )
+
+
+def command(request: Request, choice: Choice, blocks: list[str]) -> str:
+    """The command that trains so: by options where they say all of it, else by the plan's file."""
+    words = ["brim", "train", str(request.model), "--data", _DATA, "--output", _OUTPUT]
+    flags = _flags(choice, blocks)
+    if flags is None:
+        return shlex.join([*words, "--plan", PLAN_FILE])
+    words += ["--method", request.method, "--batch", str(request.batch), "--seq", str(request.seq)]
+    words += ["--optimizer", request.optimizer, "--precision", choice.precision]
+    for name, amount in (("vram", request.vram), ("ram", request.ram)):
+        words += [] if amount is None else [f"--{name}", str(amount)]
+    return shlex.join([*words, *flags])
+
+
+def _flags(choice: Choice, blocks: list[str]) -> list[str] | None:
+    """Options that leave nothing open; None where some decision has none."""
+    kept = {choice.checkpointing.get(name, "none") for name in _repeated(choice, blocks)} or {"none"}
+    evenly = choice.activations == spread(_repeated(choice, blocks), len(choice.activations))
+    untold = choice.streams or choice.chunk_tokens or choice.in_backward or choice.gradients != "keep"
+    untold = untold or choice.in_place or choice.brief_buffer
+    if untold or len(kept) > 1 or not evenly:
+        return None
+    states = "none" if choice.states == "keep" else choice.states
+    flags = ["--micro-batch", str(choice.micro_batch), "--checkpointing", *kept]
+    flags += ["--offload-activations", str(len(choice.activations)), "--offload-optimizer", states]
+    return [*flags, "--stream-weights", "off"]
+
+
+def _repeated(choice: Choice, blocks: list[str]) -> list[str]:
+    """The blocks that checkpointing may be chosen for: numbered ones."""
+    return [name for name in blocks if name.rpartition(".")[2].isdigit()]
+
+
+__all__ = ["case_of", "plan_training", "precision_of", "program_bytes", "training_limits", "weights_dtype"]

@@ -1,0 +1,249 @@
+"""Checkpoints of a training over ranks: PyTorch's distributed checkpoint behind brim's manifest and checksums.
+
+Every rank writes its shards as safetensors (``torch.distributed.checkpoint.HuggingFaceStorageWriter``; no pickle),
+rank 0 the manifest, last. Weights and optimizer states go by their names in the whole model, each with its place in
+the whole tensor, so that any number of ranks in any split reads them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from brim.errors import TransferError, UsageError
+from brim.run.checkpoint import reading as checkpoint_reading
+from brim.run.checkpoint.contents import adapter_files, adapter_tensors, model_files, model_tensors
+from brim.run.checkpoint.manifest import checkpoint_folder, partial_folder
+from brim.run.checkpoint.reading import entry_of
+from brim.run.checkpoint.writer import FolderWriter
+from brim.run.data.dataset import Batches
+from brim.run.ranks.group import Ranks
+from brim.run.ranks.model import Part, Recipe, open_whole
+from brim.run.train.finite import diverged, is_finite
+from brim.run.train.output_folder import OutputFolder
+
+_KEPT = 2
+_READ_BYTES = 1 << 30  # of whole tensors at once where the model itself is written
+_STATE = "optimizer:"  # before the name of an optimizer's state: PARAMETER and its own name
+
+
+class SplitSaver:
+    """Writes and reads the checkpoints of one training, on every rank at once."""
+
+    def __init__(
+        self, ranks: Ranks, part: Part, recipe: Recipe, output: Path, model: str | Path, *,
+        allow_non_finite: bool = False,
+    ) -> None:  # fmt: skip
+        self._allow_non_finite = allow_non_finite
+        self._ranks, self._part, self._recipe = ranks, part, recipe
+        self._output, self._model = output, str(model)
+        self._course = {"MODEL": self._model, "--optimizer": recipe.optimizer, "--precision": recipe.precision}
+        self._course["--method"] = recipe.method
+        self.notes: list[str] = []
+        self._steps_done = 0  # of the optimizer
+
+    def start(self, batches: Batches) -> int:
+        """Read the newest whole checkpoint; the number of the step to go on with, 0 where there is none."""
+        if not checkpoint_reading.steps(self._output):
+            return 0
+        found = self._ranks.of_first(self._newest)
+        folder = checkpoint_folder(self._output, found["step"])
+        state = found["state"]
+        self._ranks.agree(lambda: self._check(state, folder))
+        self._ranks.agree(lambda: batches.load_state_dict(state["data"]))
+        self.notes += found["skipped"]
+        self._make_states()
+        with _quiet():
+            load(self._tensors(), storage_reader=HuggingFaceStorageReader(str(folder)))
+        self._set_counters(state["updates"])
+        return int(found["step"])
+
+    def _newest(self) -> dict[str, Any]:
+        found = checkpoint_reading.latest(self._output)
+        return {"step": found.step, "state": dict(found.state), "skipped": list(found.skipped)}
+
+    def _check(self, state: dict[str, Any], folder: Path) -> None:
+        if state.get("ranks") is None:
+            raise UsageError(
+                f"Training was to go on from {folder}.", "It is the checkpoint of a training on one rank.",
+                "Resume without torchrun, or train anew from that folder's model.",
+            )  # fmt: skip
+        for option, now in self._course.items():
+            if state["course"].get(option, "full" if option == "--method" else None) != now:
+                raise UsageError(
+                    f"Training was to go on from {folder}.",
+                    f"{option} is another: that training began with {state['course'].get(option)}, not with {now}.",
+                    "Resume with the settings that it began with, or give another --output to train anew.",
+                )
+
+    def save(self, step: int, batches: Batches) -> None:
+        """A checkpoint after ``step`` steps. Raises on every rank what it raises on any: TransferError when the disk
+        refuses, ModelError for what is not finite."""
+        self._ranks.agree(self._check_finite)
+        ranks, folder = self._ranks, partial_folder(checkpoint_folder(self._output, step))
+        writer = FolderWriter(self._output, step, ())
+        ranks.agree(lambda: _told(folder, writer.create) if ranks.is_first else None)
+        with _quiet(), _as_transfer(folder):
+            save(
+                self._tensors(),
+                storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            )
+        mine = ranks.agree(lambda: self._own_entries(folder))
+        gathered: list[Any] | None = [None] * ranks.world if ranks.is_first else None
+        dist.gather_object(mine, gathered)
+        ranks.agree(lambda: _told(folder, lambda: self._commit(writer, gathered, batches)) if gathered else None)
+
+    def _check_finite(self) -> None:
+        """Each rank looks at its own part."""
+        bad = (name for name, tensor in self._tensors().items() if not is_finite(tensor))
+        if not self._allow_non_finite and (name := next(bad, None)) is not None:
+            raise diverged(name.removeprefix(_STATE))
+
+    def _own_entries(self, folder: Path) -> dict[str, Any]:
+        """What this rank has written: PyTorch numbers its files from 1 on by rank."""
+        return {path.name: entry_of(path) for path in folder.glob(f"shard-{self._ranks.rank + 1:05d}-*")}
+
+    def _commit(self, writer: FolderWriter, gathered: list[Any], batches: Batches) -> None:
+        for entries in gathered:
+            for name, entry in entries.items():
+                writer.adopt(name, entry)
+        split = self._recipe.split
+        state = {
+            "course": self._course, "data": batches.state_dict(), "updates": self._updates(),
+            "ranks": split.gpus, "mesh": {name: split.size(name) for name in ("pp", "dp", "tp")},
+        }  # fmt: skip
+        writer.commit(state)
+        writer.prune(_KEPT, ())
+
+    def export(self, step: int, batches: Batches, output: OutputFolder | None, *, keep: bool) -> None:
+        """The model itself into the output folder, as transformers reads it, from a last checkpoint that goes
+        again where none were asked for. ``output`` is that folder on the first rank."""
+        self.save(step, batches)
+        self._ranks.agree(lambda: self._export(step, output, keep=keep) if output else None)
+
+    def _export(self, step: int, output: OutputFolder, *, keep: bool) -> None:
+        folder = checkpoint_folder(self._output, step)
+        if self._recipe.method == "lora":
+            _told(self._output, lambda: self._write_adapter(folder, output))
+        else:
+            self._write_model(folder, output)
+        if not keep:
+            _told(self._output, lambda: shutil.rmtree(folder))
+
+    def _write_adapter(self, folder: Path, output: OutputFolder) -> None:
+        trainee = open_whole(self._recipe)
+        trained = {name: p.data for name, p in trainee.module.named_parameters() if p.requires_grad}
+        with _quiet():
+            load(dict(trained), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        files = adapter_files(trainee.module, trainee.base, self._recipe.folder)
+        output.export(adapter_tensors(trainee.module), files)
+
+    def _write_model(self, folder: Path, output: OutputFolder) -> None:
+        module = open_whole(self._recipe).module
+        tensors = model_tensors(module)
+        buffers = dict(module.named_buffers())
+        names = [name for name, _, _ in tensors.layout if name not in buffers]
+        shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in tensors.layout}
+
+        def values() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from ((name, buffers[name]) for name, _, _ in tensors.layout if name in buffers)
+            for group in _groups(names, shapes):
+                read = {name: torch.empty_like(shapes[name], device="cpu") for name in group}
+                with _quiet():
+                    load(dict(read), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+                yield from read.items()
+
+        files = model_files(module, self._recipe.folder)
+        _told(self._output, lambda: output.export(replace(tensors, values=values()), files))
+
+    # -- what is saved ---------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Any]:
+        """Trained weights and their optimizer states by name: DTensors say themselves which part of the whole they
+        are."""
+        named = {name: p for name, p in self._part.named_parameters().items() if p.requires_grad}
+        found: dict[str, Any] = {name: parameter.detach() for name, parameter in named.items()}
+        state = self._part.optimizer.state
+        for name, parameter in named.items():
+            for key, value in state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                    found[f"{_STATE}{name}:{key}"] = value
+        return found
+
+    def _make_states(self) -> None:
+        """The optimizer's states as its first step makes them; the step itself changes nothing."""
+        optimizer = self._part.optimizer
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _counters(self) -> Iterator[torch.Tensor]:
+        for state in self._part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                yield state["step"]
+
+    def _updates(self) -> int:
+        return int(next((float(counter) for counter in self._counters()), 0))
+
+    def _set_counters(self, updates: int) -> None:
+        for counter in self._counters():
+            counter.fill_(updates)
+
+
+def _groups(names: list[str], shapes: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Names whose tensors may be in memory together."""
+    group: list[str] = []
+    held = 0
+    for name in names:
+        size = shapes[name].numel() * shapes[name].itemsize
+        if group and held + size > _READ_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += size
+    if group:
+        yield group
+
+
+def _told(folder: Path, action: Callable[[], None]) -> None:
+    with _as_transfer(folder):
+        action()
+
+
+@contextmanager
+def _as_transfer(folder: Path) -> Iterator[None]:
+    """What the disk refuses, as an error of ours."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        reason = " ".join(str(error).split())
+        raise TransferError(
+            f"A training checkpoint was to be written to {folder}.", f"{reason:.300}",
+            "Free some disk space, and go on with --resume: older checkpoints are as they were.",
+        ) from error  # fmt: skip
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch warns of its own use of what it will change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

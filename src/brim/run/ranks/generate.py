@@ -1,0 +1,322 @@
+"""``brim generate --gpus N``: text out of a model whose layers, or whose tensors, lie on several ranks.
+
+Every rank goes through transformers' own ``generate`` with its part of the model: hidden states go from rank to rank
+where layers are split, DTensor sends where tensors are, and the scores of the last position reach all of them, so
+that all choose the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import StoppingCriteriaList
+
+from brim.errors import UnsupportedError, UsageError
+from brim.estimation.ranks.balance import balanced
+from brim.estimation.ranks.split import Split, check_sizes, sizes_of
+from brim.run.generate.inputs import check, encode
+from brim.run.generate.load import by_parameter, materialize, verifier
+from brim.run.generate.loop import Clock, Ending, Printer, seeded
+from brim.run.generate.request import Request
+from brim.run.generate.sampling import cut
+from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_files
+from brim.run.model.quantized import DTYPES, open_as
+from brim.run.ranks.group import Ranks
+from brim.run.ranks.model import Filler, own_shares
+from brim.run.ranks.request import TIMEOUT_S
+from brim.run.ranks.train import run_joined
+from brim.techniques.checkpointing.technique import blocks
+from brim.techniques.parallel import pipeline, sharding
+from brim.techniques.streaming.weight_streaming import Weights
+
+SPLITS = ("layers", "tensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksRequest:
+    """One generation over all ranks that were started. ``split``: one of ``SPLITS``."""
+
+    generation: Request
+    split: str = "layers"
+    timeout_s: float = TIMEOUT_S
+
+    def check(self) -> None:
+        """Raise UsageError or UnsupportedError for what is not done over ranks."""
+        asked = self.generation
+        asked.check()
+        if self.split not in SPLITS:
+            raise UsageError(f"--split {self.split} was given.", f"It is one of {', '.join(SPLITS)}.")
+        if not isinstance(asked.prompt, str):
+            raise UnsupportedError("Several prompts were given with --gpus.", "One at a time goes over ranks.")
+        alone = {"--vram": asked.vram, "--ram": asked.ram, "--plan": asked.plan}
+        alone["--prefill-chunk"] = None if asked.prefill_chunk == "auto" else asked.prefill_chunk
+        given = [option for option, value in alone.items() if value is not None]
+        if given:
+            raise UnsupportedError(
+                f"{given[0]} was given with --gpus.", "A rank holds its part whole, and streams nothing.",
+                "Leave it out, or generate on one device.",
+            )  # fmt: skip
+        if asked.precision is not None and asked.precision not in DTYPES:
+            raise UnsupportedError(
+                f"--precision {asked.precision} was given with --gpus.", f"Known there are {', '.join(DTYPES)}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksAnswer:
+    """What came out of it, on rank 0. ``weights_bytes``: of each rank."""
+
+    text: str
+    token_ids: list[int]
+    split: str
+    weights_bytes: list[int]
+    s_per_token: float | None
+    seed: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        ranks = [{"rank": rank, "weights_bytes": count} for rank, count in enumerate(self.weights_bytes)]
+        return {
+            "text": self.text, "token_ids": self.token_ids, "split": self.split, "ranks": ranks,
+            "s_per_token": self.s_per_token,
+        } | ({} if self.seed is None else {"seed": self.seed})  # fmt: skip
+
+
+def generate(
+    request: RanksRequest,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> RanksAnswer | None:
+    """Generate with all ranks; rank 0 gives the answer, the others None, in silence.
+
+    A rank that fails tells so through rank 0 and ends. Raises UsageError where torchrun, or brim, has not started
+    this process.
+    """
+
+    def work(ranks: Ranks) -> RanksAnswer | None:
+        if ranks.is_first:
+            return _generate(request, ranks, on_stage, on_text)
+        return _generate(request, ranks, lambda stage: None, lambda text: None)
+
+    return run_joined(request.timeout_s, work)
+
+
+def _generate(
+    request: RanksRequest, ranks: Ranks, on_stage: Callable[[str], None], on_text: Callable[[str], None]
+) -> RanksAnswer | None:
+    asked = request.generation
+    on_stage("opening the model")
+    opened, tokenizer, ids = ranks.agree(lambda: _open(request, ranks.world), in_turn=True)
+    on_stage("loading")
+    if request.split == "tensors":
+        mesh = init_device_mesh(ranks.device.type, (1, ranks.world), mesh_dim_names=sharding.AXES)
+        module = ranks.agree(lambda: _of_tensors(opened, mesh, ranks.device))
+    else:
+        module = ranks.agree(lambda: _of_layers(opened, ranks))
+    weights_bytes = ranks.gathered(sum(_bytes(parameter) for parameter in module.parameters()))
+    on_stage("generating")
+    sampling = replace(asked.sampling, seed=ranks.gathered(asked.sampling.with_seed().seed or 0)[0])
+    printer = Printer(tokenizer, on_text, asked.stop)
+    options = sampling.options(module.generation_config)
+    ending = Ending(tokenizer, asked.stop, begin=len(ids))
+    if asked.stop:
+        options["stopping_criteria"] = StoppingCriteriaList([ending])
+
+    def on_tokens(tokens: torch.Tensor) -> None:
+        ranks.reach(len(clock.times_s))
+        printer.put(tokens)
+
+    clock = Clock(on_tokens)
+    with torch.inference_mode(), seeded(sampling):
+        out = module.generate(
+            ids[None].to(ranks.device), attention_mask=torch.ones_like(ids)[None].to(ranks.device),
+            max_new_tokens=asked.max_new_tokens, num_beams=1, num_return_sequences=1,
+            cache_implementation=None, return_dict_in_generate=False, streamer=clock, **options,
+        )  # fmt: skip
+    printer.end()
+    token_ids = out[0, len(ids) :].tolist()[: ending.lengths.get(0)]
+    if not ranks.is_first:
+        return None
+    text = cut(tokenizer.decode(token_ids, skip_special_tokens=True), asked.stop)
+    return RanksAnswer(
+        text=text, token_ids=token_ids, split=request.split, weights_bytes=weights_bytes,
+        s_per_token=clock.s_per_step(), seed=sampling.seed if sampling.draws else None,
+    )  # fmt: skip
+
+
+def _open(request: RanksRequest, ranks: int) -> tuple[OpenedModel, Any, torch.Tensor]:
+    """The model with its weights in their files, its tokenizer, and the prompt's tokens."""
+    request.check()
+    asked = request.generation
+    assert isinstance(asked.prompt, str)
+    folder = prepare(asked.model, trust_remote_code=asked.trust_remote_code)
+    if asked.verify:
+        verify_files(folder)
+    opened = open_as(folder, asked.precision, trust_remote_code=asked.trust_remote_code)
+    module: Any = opened.module
+    if not module.can_generate() or module.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{opened.name} was to generate over ranks.", f"{type(module).__name__} is no decoder alone."
+        )
+    tokenizer = open_tokenizer(opened)
+    ids = encode(tokenizer, asked.prompt, asked.chat, asked.system)
+    check(module, opened.name, [ids], asked.max_new_tokens)
+    tensors = request.split == "tensors"
+    split = Split(gpus=ranks, gpus_per_node=ranks, tp=ranks if tensors else 1, pp=1 if tensors else ranks)
+    check_sizes(split, sizes_of(module.config.get_text_config(), len(ids)))
+    return opened, tokenizer, ids
+
+
+def _filler(opened: OpenedModel, device: torch.device) -> Filler:
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    materialize(opened.module, opened)
+    names = {id(parameter): name for name, parameter in opened.module.named_parameters()}
+    return Filler(weights, names, device)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.itemsize
+
+
+def _moved(module: nn.Module, device: torch.device) -> Any:
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+    return module.eval().requires_grad_(False)
+
+
+# -- tensors split ---------------------------------------------------------------------------------------------
+
+
+def _of_tensors(opened: OpenedModel, mesh: Any, device: torch.device) -> Any:
+    module: Any = opened.module
+    filler = _filler(opened, device)
+    module.requires_grad_(False)
+    sharding.apply(module, mesh, sharding.Sharding(zero=0), filler)
+    own_shares(module)
+    module.get_output_embeddings().register_forward_hook(_whole)
+    return _moved(module, device)
+
+
+def _whole(module: nn.Module, args: Any, output: Any) -> Any:
+    return output.full_tensor() if isinstance(output, DTensor) else output
+
+
+# -- layers split ----------------------------------------------------------------------------------------------
+
+
+def _of_layers(opened: OpenedModel, ranks: Ranks) -> Any:
+    """The model with this rank's layers only; what comes before and behind is with others."""
+    module: Any = opened.module
+    filler = _filler(opened, ranks.device)
+    table, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UnsupportedError(
+            f"{opened.name} was to be split by its layers.", f"{type(module).__name__} has no output layer.",
+            "Use --split tensors.",
+        )  # fmt: skip
+    names = {id(child): name for name, child in module.named_modules()}
+    part = pipeline.parts(_stages(module, table, head, ranks.world))[ranks.rank]
+    stage = pipeline.cut(module, part)
+    layers = [module.get_submodule(path) for path in blocks(module)]
+    _renumber(module, stage.inner, layers, part)
+    dtype = head.weight.dtype
+    if not part.embeds:
+        module.set_submodule(names[id(table)], _Room(table.embedding_dim, dtype))
+        layers[0].register_forward_pre_hook(_receives(ranks.rank - 1), with_kwargs=True)
+    if part.has_head:
+        head.register_forward_hook(_tells(ranks.rank))
+    else:
+        layers[-1].register_forward_hook(_sends(ranks.rank + 1))
+        setattr(module, names[id(head)], _Hears(head.out_features, dtype, ranks.world - 1))
+    filler(module, ())
+    return _moved(module, ranks.device)
+
+
+def _stages(module: Any, table: nn.Module, head: nn.Module, ranks: int) -> tuple[int, ...]:
+    """Decoding reads all weights for every token: they are dealt out evenly, with those of both ends."""
+    paths = blocks(module)
+    layer, embeds, scores = (
+        sum(int(p.numel()) for p in part.parameters()) for part in (module.get_submodule(paths[0]), table, head)
+    )
+
+    def reads(stage: int, count: int) -> int:
+        return count * layer + (scores if stage == ranks - 1 else 0)
+
+    def holds(stage: int, count: int) -> int:
+        return reads(stage, count) + (embeds if stage == 0 else 0)
+
+    found = balanced(len(paths), ranks, reads, holds)
+    assert found is not None, "there are as many layers as ranks"
+    return found
+
+
+def _renumber(module: Any, inner: Any, layers: list[nn.Module], part: pipeline.Part) -> None:
+    """The layers count from 0 on, as their cache does: together they are a smaller model."""
+    for layer in layers:
+        for child in layer.modules():
+            if isinstance(vars(child).get("layer_idx"), int):
+                child.layer_idx = vars(child)["layer_idx"] - part.first
+    inner.config.num_hidden_layers = part.layers
+    module.config = inner.config  # by which the cache is made
+
+
+class _Room(nn.Module):
+    """In the place of the token table: the shape of what will be received."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._width, self._dtype = width, dtype
+        # Decoders ask for its device and dtype.
+        self.register_buffer("weight", torch.empty(0, width, dtype=dtype), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*ids.shape, self._width, dtype=self._dtype, device=ids.device)
+
+
+class _Hears(nn.Module):
+    """In the place of the output layer: the scores that the last rank has."""
+
+    def __init__(self, vocabulary: int, dtype: torch.dtype, last: int) -> None:
+        super().__init__()
+        self._vocabulary, self._dtype, self._last = vocabulary, dtype, last
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.empty(*hidden.shape[:-1], self._vocabulary, dtype=self._dtype, device=hidden.device)
+        dist.broadcast(scores, src=self._last)
+        return scores
+
+
+def _tells(rank: int) -> Callable[..., torch.Tensor]:
+    def tell(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        scores = output.contiguous()
+        dist.broadcast(scores, src=rank)
+        return scores
+
+    return tell
+
+
+def _receives(source: int) -> Callable[..., Any]:
+    def receive(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        like = args[0] if args else kwargs["hidden_states"]
+        hidden = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(hidden, src=source)
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    return receive
+
+
+def _sends(target: int) -> Callable[..., None]:
+    def send(module: nn.Module, args: Any, output: Any) -> None:
+        dist.send((output[0] if isinstance(output, tuple) else output).contiguous(), dst=target)
+
+    return send

@@ -1,0 +1,279 @@
+"""Ranks that torchrun started: how they find each other, agree, fail together and never wait for ever.
+
+What a step sends is sent by PyTorch's engine. Beside it there is torchrun's own key-value store, which brim uses for
+what has no place in a step: whether every rank could do what it was to do, how far each has got, and why one gave up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from brim import threads
+from brim.errors import BrimError, TransferError, UsageError
+
+T = TypeVar("T")
+
+_POLL_S = 0.5
+_GRACE_S = 10.0  # for rank 0 to tell what another rank has found
+_FAILED, _TOLD = "failed", "told"
+
+
+class RankError(BrimError):
+    """What ended the run on some rank; told by rank 0 alone."""
+
+    def __init__(self, asked: str, found: str = "", todo: str = "", *, exit_code: int = 1) -> None:
+        super().__init__(asked, found, todo)
+        self.exit_code = exit_code
+
+
+def started_by_torchrun() -> bool:
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+
+
+class Ranks:
+    """This process among those that torchrun started. ``restarts``: how often torchrun has started them again."""
+
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self._store, self._timeout_s = store, timeout_s
+        self._agreements = 0
+        self._ending, self._telling = threading.Event(), threading.Lock()
+        beside: Any = store  # a connection of its own: the other may be waiting
+        self._watcher = threading.Thread(target=self._watch, args=(beside.clone(),), name="brim-ranks", daemon=True)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", _device_number(self.local_rank, torch.cuda.device_count()))
+
+    def agree(self, action: Callable[[], T], *, in_turn: bool = False) -> T:
+        """Do ``action`` on every rank; where it fails on any, all raise that rank's error.
+
+        ``in_turn``: a node's first rank does it before its others, which find in the cache what it has made.
+        """
+        self._agreements += 1
+        name = f"agreement-{self._agreements}"
+        error: BaseException | None = None
+        if in_turn and self.local_rank:
+            self._wait([f"{name}-first-{self.rank // self.per_node}"])
+        try:
+            made = action()
+        except BrimError as failure:
+            error = failure
+        except Exception as failure:  # a defect: its own traceback here, one sentence on the others
+            error = failure
+        if in_turn and not self.local_rank:
+            self._store.set(f"{name}-first-{self.rank // self.per_node}", "")
+        verdict = self._verdict(name, error)
+        if error is not None and not isinstance(error, BrimError):
+            raise error
+        if verdict:
+            raise _error_of(verdict)
+        return made
+
+    def of_first(self, action: Callable[[], Any]) -> Any:
+        """What ``action`` gives on rank 0, as JSON has it, on every rank; all raise what it raises there."""
+        name = f"found-{self._agreements}"
+        self.agree(lambda: self._store.set(name, json.dumps(action())) if self.is_first else None)
+        return json.loads(self._store.get(name))
+
+    def gathered(self, number: int) -> list[int]:
+        """Every rank's number, on all of them."""
+        self._agreements += 1
+        name = f"number-{self._agreements}"
+        self._store.set(f"{name}-{self.rank}", str(number))
+        keys = [f"{name}-{rank}" for rank in range(self.world)]
+        self._wait(keys)
+        return [int(self._store.get(key)) for key in keys]
+
+    def _verdict(self, name: str, error: BaseException | None) -> str:
+        """What the first rank that failed says; empty where none did."""
+        self._store.set(f"{name}-{self.rank}", "" if error is None else _text_of(error, self.rank))
+        if self.is_first:
+            keys = [f"{name}-{rank}" for rank in range(self.world)]
+            self._wait(keys)
+            told = [self._store.get(key).decode() for key in keys]
+            self._store.set(name, next((text for text in told if text), ""))
+        else:
+            self._wait([name])
+        return str(self._store.get(name).decode())
+
+    def _wait(self, keys: list[str]) -> None:
+        end = time.monotonic() + self._timeout_s
+        while not self._store.check(keys):
+            if time.monotonic() > end:
+                missing = [key.rpartition("-")[2] for key in keys if not self._store.check([key])]
+                raise TransferError(
+                    f"Rank {self.rank} waited {self._timeout_s:g} s for other ranks.",
+                    f"Nothing came from rank {', '.join(missing) or '0'}.",
+                    "Look at that rank's log; --timeout allows them more time.",
+                )
+            time.sleep(0.02)
+
+    def reach(self, step: int) -> None:
+        """Let the others know how far this rank has got."""
+        self._store.set(f"reached-{self.rank}", str(step))
+
+    def stuck(self, error: Exception) -> RankError:
+        """An error of PyTorch's engine in words: who did not answer."""
+        reached = {rank: self._reached(rank) for rank in range(self.world)}
+        most = max(reached.values())
+        behind = [str(rank) for rank, step in reached.items() if step < most]
+        where = f"Rank {', '.join(behind)} had not come to step {most}." if behind else f"All were in step {most}."
+        reason = " ".join(str(error).split())
+        return RankError(
+            f"Rank {self.rank} was to exchange tensors with other ranks.", f"It failed: {reason:.300}\n{where}",
+            "A rank that ended says why in its own log; one that is only slow is given more time by --timeout. "
+            "--resume goes on from the last checkpoint, and so does torchrun --max-restarts by itself.",
+        )  # fmt: skip
+
+    def _reached(self, rank: int) -> int:
+        key = f"reached-{rank}"
+        with contextlib.suppress(RuntimeError):  # torchrun, which has the store, is gone
+            return int(self._store.get(key)) if self._store.check([key]) else 0
+        return 0
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """End this rank for ``error``; rank 0 tells of it, also where it is waiting for this one.
+
+        Called with what a rank alone has met: others hear of it through the store and end too.
+        """
+        code = error.exit_code if isinstance(error, BrimError) else 1
+        if self.is_first:
+            self._tell(error, code)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another rank has ended
+        with contextlib.suppress(RuntimeError):  # torchrun, which has the store, is gone
+            if not isinstance(error, RankError) or not self._store.check([_FAILED]):
+                self._store.set(_FAILED, _text_of(error, self.rank))
+            end = time.monotonic() + _GRACE_S
+            while time.monotonic() < end and not self._store.check([_TOLD]):
+                time.sleep(_POLL_S / 5)
+        self.leave(code)
+
+    def _tell(self, error: BaseException, code: int) -> NoReturn:
+        """On rank 0, once, from whichever thread hears of it first."""
+        if not self._telling.acquire(blocking=False):
+            threading.Event().wait()  # the other thread ends the process
+        print(f"Error: {str(error) or type(error).__name__}", file=sys.stderr, flush=True)
+        with contextlib.suppress(RuntimeError):  # torchrun, which has the store, may be gone
+            self._store.set(_TOLD, "")
+        self.leave(code)
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process at once: the group may be waiting for ranks that will never answer."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def start_watching(self) -> None:
+        threads.start(self._watcher)
+
+    def stop_watching(self) -> None:
+        self._ending.set()
+        self._watcher.join()
+
+    def _watch(self, store: Store) -> None:
+        """Rank 0 may be in the middle of a collective, where no exception reaches it."""
+        while not self._ending.wait(_POLL_S):
+            try:
+                failed = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
+            except RuntimeError:  # torchrun, which has the store, is gone
+                return
+            if failed and not self._ending.is_set():
+                error = _error_of(failed)
+                if self.is_first:
+                    self._tell(error, error.exit_code)
+                self.leave(error.exit_code)
+
+
+def _device_number(local_rank: int, count: int) -> int:
+    """The GPU of a rank on its machine: where a scheduler lets each rank see its own alone, that one."""
+    if count == 1:
+        return 0
+    if local_rank >= count:
+        raise UsageError(
+            f"Rank {local_rank} of this machine was to have a GPU of its own.",
+            f"torch sees {count}.",
+            "Start as many processes per machine as it has GPUs.",
+        )
+    return local_rank
+
+
+@contextmanager
+def joined(timeout_s: float) -> Iterator[Ranks]:
+    """This process as one of torchrun's, in a group of NCCL where there are GPUs and of gloo where not.
+
+    Raises UsageError where this process was not started by torchrun.
+    """
+    if not started_by_torchrun():
+        raise UsageError(
+            "A model was to be split over ranks.", "This process is alone: torchrun did not start it.",
+            "Run it as torchrun --nproc-per-node N -m brim ...",
+        )  # fmt: skip
+    hook = sys.excepthook
+    timeout = datetime.timedelta(seconds=timeout_s)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_device_number(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()))
+        backend = "nccl"
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    turn = store.add(f"runs-{rank}", 1)  # a program may train several times: keys of one run are not another's
+    engine = PrefixStore(f"engine-{turn}", store)
+    try:
+        dist.init_process_group(backend, store=engine, rank=rank, world_size=world, timeout=timeout)
+    except (dist.DistError, RuntimeError) as error:
+        if rank:
+            raise SystemExit(1) from error  # rank 0 tells
+        reason = " ".join(str(error).split())
+        raise TransferError(
+            f"{world} ranks were to find each other within {timeout_s:g} s.",
+            f"It failed: {reason:.300}",
+            "A rank that ended says why in its own log; --timeout allows them more time.",
+        ) from error
+    sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
+    ranks = Ranks(PrefixStore(f"brim-{turn}", store), timeout_s)
+    ranks.start_watching()
+    try:
+        yield ranks
+    finally:
+        ranks.stop_watching()
+        dist.destroy_process_group()
+
+
+def _text_of(error: BaseException, rank: int) -> str:
+    if isinstance(error, BrimError):
+        parts = {"asked": error.asked, "found": error.found, "todo": error.todo, "exit_code": error.exit_code}
+        return json.dumps(parts)
+    reason = " ".join(str(error).split())
+    return json.dumps({
+        "asked": f"Rank {rank} was to do its part.", "found": f"It fails: {type(error).__name__}: {reason:.500}",
+        "todo": "", "exit_code": 1,
+    })  # fmt: skip
+
+
+def _error_of(text: str) -> RankError:
+    parts: Mapping[str, str] = json.loads(text)
+    return RankError(parts["asked"], parts["found"], parts["todo"], exit_code=int(parts["exit_code"]))

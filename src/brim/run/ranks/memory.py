@@ -1,0 +1,221 @@
+"""What a rank's tensors take, to the byte, as a timeline: every storage from its making until its last owner lets go.
+
+A dispatch mode sees what operations make; what was there before counts from the beginning. What lies in no tensor
+(buffers of gloo or NCCL, scratch memory of kernels) is not seen.
+
+Shards in RAM are counted apart from the rest. On CPUs both lie in RAM: there the rest counts as the GPU's, which the
+CPU plays (``techniques.sharding_offload``).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from brim.core import Category, Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.core.timeline import EventKind
+from brim.predict.host_residency import Resting
+from brim.run.ranks.model import Part
+
+_WATCHED = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """A storage that is there."""
+
+    number: int
+    bytes: int
+    tier: str
+    storage: weakref.ref[torch.UntypedStorage]
+
+
+class TensorMeter(TorchDispatchMode):
+    """Counts the storages in this machine's RAM while it is entered. ``timeline`` has the events, ``peak_bytes`` the
+    most that there was of each tier: all of it is RAM, unless ``offloads``: then RAM has what rests there, and where
+    the ``device`` is the CPU, VRAM has what a GPU would."""
+
+    def __init__(self, name: str, device: torch.device, *, offloads: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline = Timeline(name, measured=True)
+        self._live_bytes = {RAM: 0, VRAM: 0}
+        self.peak_bytes = {RAM: 0, VRAM: 0}
+        self._plays_gpu = offloads and device.type == "cpu"
+        self._live: dict[int, _Held] = {}
+        self._resting = Resting()
+        # gloo's threads let go of storages too; and garbage may be collected, and more let go, while one is counted.
+        self._counting = threading.RLock()
+        self._count = 0
+        self._begin_s = time.perf_counter()
+
+    def hold(self, tensors: Iterable[torch.Tensor], category: str, *, in_ram: bool = False) -> None:
+        """Count what was made before."""
+        for tensor in tensors:
+            for plain in _plain(tensor):
+                self._notice(plain, "", category, in_ram)
+
+    def restart(self) -> None:
+        """Forget the peaks so far."""
+        self.peak_bytes = dict(self._live_bytes)
+
+    def crossing(self, *, to_ram: bool) -> AbstractContextManager[None]:
+        """While open, what is made is a copy in RAM, or on the device."""
+        return self._resting.crossing(to_ram=to_ram)
+
+    def making_in_ram(self) -> AbstractContextManager[None]:
+        """While open, what is made of no tensor lies in RAM."""
+        return self._resting.making()
+
+    def rest_in_ram(self, tensor: torch.Tensor) -> None:
+        """Nothing is made while this is entered that would rest elsewhere than its inputs do."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):  # it runs on this rank's share, which comes back here
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        made = [plain for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor) for plain in _plain(tensor)]
+        if made:
+            in_ram = self._plays_gpu and self._rests((args, kwargs))
+            for plain in made:
+                self._notice(plain, str(func), "", in_ram)
+        return result
+
+    def _rests(self, given: Any) -> bool:
+        """Whether what is made of these rests in RAM: where all of them do."""
+        inputs = [plain for one in tree_iter(given) if isinstance(one, torch.Tensor) for plain in _plain(one)]
+        known = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
+        return self._resting.made_of(held is not None and held.tier == RAM for held in known)
+
+    def _notice(self, tensor: torch.Tensor, label: str, category: str, in_ram: bool) -> None:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":  # DTensor tries out shapes on fake tensors, which have no memory
+            return
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._live:
+            self.resized(storage)
+            return
+        self._count += 1
+        tier = VRAM if self._plays_gpu and not in_ram else RAM
+        reference = weakref.ref(storage, lambda _: self._died(key))
+        self._live[key] = held = _Held(number=self._count, bytes=size, tier=tier, storage=reference)
+        self._change(EventKind.ALLOC, held, label, category)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP2 lets whole weights go, and makes room for them, by resizing their storages."""
+        known = self._live.get(storage._cdata)
+        if known is None or known.bytes == storage.nbytes():
+            return
+        self._change(EventKind.FREE, known, "resize_", "")
+        self._count += 1
+        self._live[storage._cdata] = held = replace(known, number=self._count, bytes=storage.nbytes())
+        self._change(EventKind.ALLOC, held, "resize_", "")
+
+    def _died(self, key: int) -> None:
+        self._change(EventKind.FREE, self._live.pop(key), "", "")
+
+    def _change(self, kind: EventKind, held: _Held, label: str, category: str) -> None:
+        tier, size = held.tier, held.bytes
+        with self._counting:
+            self._live_bytes[tier] += size if kind is EventKind.ALLOC else -size
+            self.peak_bytes[tier] = max(self.peak_bytes[tier], self._live_bytes[tier])
+            now_s = time.perf_counter() - self._begin_s
+            self.timeline.add(kind, tier, size, storage=held.number, label=label, category=category, time_s=now_s)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count all that happens while open, in backward passes too."""
+        with mock.patch.object(torch.UntypedStorage, "resize_", _resizing(self)), self:
+            yield
+
+
+class Watched:
+    """A rank's memory over the first steps of a run: the first makes the optimizer's states, the others have all.
+
+    Those others do the same, with all that the first has and its states beside it, and the least of their peaks is
+    told (that of the first, where there is no other): gloo's threads let go of a buffer some time after they have
+    told that it is sent, and what is late in one step is not in all. On a GPU the caching allocator counts,
+    for the whole run, and a timeline has only what rests in RAM.
+    """
+
+    def __init__(self, part: Part, device: torch.device, rank: int) -> None:
+        self._part, self._device, self._rank = part, device, rank
+        self._offloads = any(chunk.handle.offloads for chunk in part.chunks)
+        counts = device.type == "cpu" or self._offloads
+        self._meter = TensorMeter(f"rank {rank}", device, offloads=self._offloads) if counts else None
+        self._peaks: list[dict[str, int]] = []
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step ``number`` of this run, from 0 on."""
+        if self._meter is None or number >= _WATCHED:
+            yield
+            return
+        if number == 0:
+            for chunk in self._part.chunks:
+                self._meter.hold(chunk.module.parameters(), Category.PARAMETER, in_ram=self._offloads)
+                self._meter.hold(chunk.module.buffers(), Category.BUFFER)
+        for state in self._part.optimizer.state.values():
+            held = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            self._meter.hold(held, Category.OPTIMIZER_STATE, in_ram=self._offloads)
+        self._meter.restart()
+        with self._meter.watching():
+            yield
+        self._peaks.append(self._meter.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the device; of the CPU all, or what it has in the place of a GPU."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return self._most(VRAM if self._offloads else RAM)
+
+    @property
+    def ram_bytes(self) -> int:
+        """Of what rests in RAM; 0 where nothing does."""
+        return self._most(RAM) if self._offloads else 0
+
+    def _most(self, tier: str) -> int:
+        return min((peak[tier] for peak in self._peaks[1:] or self._peaks), default=0)
+
+    def write(self, output: Path) -> None:
+        """``timeline-RANK.json`` for ``brim explain``."""
+        if self._meter is not None:
+            path = output / f"timeline-{self._rank}.json"
+            path.write_text(json.dumps(self._meter.timeline.to_json()) + "\n", encoding="utf-8")
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a wrapper is made of: a DTensor's share, what a collective will have filled."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for inner in (getattr(tensor, name) for name in names):
+            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh too
+                yield from _plain(inner)
+    else:
+        yield tensor
+
+
+def _resizing(meter: TensorMeter) -> Callable[..., Any]:
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        made = resize(storage, size)
+        meter.resized(storage)
+        return made
+
+    return resize_

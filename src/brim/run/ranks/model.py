@@ -1,0 +1,216 @@
+"""A rank's part of a model: its stages cut, filled from the files part by part, split, and its optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from brim.errors import UnsupportedError
+from brim.estimation.ranks.balance import stages_of
+from brim.estimation.ranks.split import (
+    Split,
+    check_context,
+    check_experts,
+    check_sizes,
+    sizes_of,
+)
+from brim.memory.checkpoint_files import TensorSource
+from brim.run.model.file_tensor import FileTensor
+from brim.run.model.training_model import Method, Trainee, open_trainee
+from brim.techniques import optimizers
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.parallel import context_parallel, pipeline, sharding
+from brim.techniques.parallel.tensor_parts import check_parts, has_turned
+from brim.techniques.streaming.weight_streaming import Weights
+
+COMPUTES = {"bf16-mixed": torch.bfloat16}  # what weights compute in where it is not their own type
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """One stage of the model on this rank. ``names``: of its parameters in the whole model. ``index`` of ``of``."""
+
+    module: pipeline.Stage
+    handle: sharding.Sharded
+    names: Mapping[str, str]
+    index: int
+    of: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other.
+    ``twin``: a weight that another stage has too."""
+
+    chunks: Sequence[Chunk]
+    optimizer: torch.optim.Optimizer
+    hidden: int
+    dtype: torch.dtype
+    twin: pipeline.Twin | None = None
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the whole model, tied ones once."""
+        found: dict[str, nn.Parameter] = {}
+        for chunk in self.chunks:
+            for name, parameter in chunk.module.named_parameters():
+                found.setdefault(chunk.names[name], parameter)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How every rank makes its part."""
+
+    folder: Path
+    split: Split
+    precision: str
+    optimizer: str
+    lr: float
+    sequence: int
+    checkpointing: str | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+    method: Method = "full"
+
+
+def open_whole(recipe: Recipe) -> Trainee:
+    """The model with its weights still in their files. Raises what ``open_trainee`` does."""
+    return open_trainee(
+        recipe.folder, method=recipe.method, precision=recipe.precision, seed=recipe.seed,
+        trust_remote_code=recipe.trust_remote_code,
+    )  # fmt: skip
+
+
+def check(trainee: Trainee, recipe: Recipe) -> None:
+    """Raise UsageError for sizes that do not divide, UnsupportedError for what cannot be split."""
+    split, config = recipe.split, trainee.module.config
+    check_sizes(split, sizes_of(config, recipe.sequence))
+    check_experts(split)
+    check_context(split)
+    layers = (trainee.module.get_submodule(path) for path in checkpointing.blocks(trainee.module))
+    check_parts(layers, split.tp, type(trainee.module).__name__)
+    if split.tp > 1 and has_turned(trainee.module):
+        raise UnsupportedError(
+            f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",
+            "Its queries, keys and values are one product, whose parts no checkpoint would find again.",
+            "Split it by --zero or --pp.",
+        )
+
+
+def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee) -> Part:
+    """This rank's part, filled and split over ``mesh`` (axes ``pp``, ``shard`` and ``tp``).
+
+    ``first`` is the whole model as ``open_whole`` gives it; of a model in several chunks it is opened again for each
+    further one. Raises ModelError for files that are damaged.
+    """
+    split = recipe.split
+    layers = stages_of(
+        split, first.module.config, sequence=recipe.sequence, checkpointing=recipe.checkpointing
+    )  # fmt: skip
+    parts = pipeline.parts(layers)
+    stage = mesh["pp"].get_local_rank()
+    table = pipeline.tied_table(first.module) if split.pp > 1 else None
+    tied = next((name for name, p in first.module.named_parameters() if p is table), None)
+    indices = range(stage, len(parts), split.pp)
+    context = context_parallel.mesh_of(split.cp, device.type, split.tp)
+    chunks = []
+    for index in indices:
+        trainee = first if index == stage else open_whole(recipe)
+        chunk = _chunk(trainee, parts[index], recipe, mesh, device, context=context, index=index, of=len(parts))
+        chunks.append(chunk)
+    trained = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
+    optimizer = optimizers.make(recipe.optimizer, trained, recipe.lr)
+    sharding.group_by_kind(optimizer, offload=split.offload_shards)
+    weights = next(parameter.dtype for parameter in trained)
+    config: Any = first.module.config
+    return Part(
+        chunks=chunks, optimizer=optimizer, hidden=int(config.hidden_size),
+        dtype=COMPUTES.get(recipe.precision, weights), twin=_twin(chunks, tied, mesh),
+    )  # fmt: skip
+
+
+def _twin(chunks: Sequence[Chunk], tied: str | None, mesh: DeviceMesh) -> pipeline.Twin | None:
+    """The copy of a tied table on this rank, if it is the first of its pipeline or the last."""
+    for chunk in chunks:
+        for name, parameter in chunk.module.named_parameters():
+            if chunk.names[name] == tied and tied is not None:
+                group = mesh.get_group("pp")
+                peer = dist.get_global_rank(group, mesh["pp"].size() - 1 if chunk.module.part.embeds else 0)
+                return pipeline.Twin(parameter, functools.partial(_exchange, peer=peer, group=group))
+    return None
+
+
+def _exchange(own: torch.Tensor, other: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    ways = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
+
+
+def _chunk(
+    trainee: Trainee, part: pipeline.Part, recipe: Recipe, mesh: DeviceMesh, device: torch.device, *,
+    context: DeviceMesh | None, index: int, of: int,
+) -> Chunk:  # fmt: skip
+    names = {id(parameter): name for name, parameter in trainee.module.named_parameters()}
+    stage = pipeline.cut(trainee.module, part)
+    whole = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
+    if (recipe.checkpointing or "none") != "none":
+        checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), str(recipe.checkpointing)))
+    split = recipe.split
+    decision = sharding.Sharding(
+        zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision),
+        offload=split.offload_shards, experts=split.ep > 1,
+        context=context,
+    )  # fmt: skip
+    filler = Filler(trainee.weights, names, device)
+    handle = sharding.apply(stage, mesh, decision, filler)
+    own_shares(stage)
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return Chunk(module=stage, handle=handle, names=whole, index=index, of=of)
+
+
+class Filler:
+    """Reads the parameters of a part from the files, once each. ``names``: of each in the whole model, by its id."""
+
+    def __init__(self, weights: Weights, names: Mapping[int, str], device: torch.device) -> None:
+        self._weights, self._names, self._device = weights, names, device
+        self._done: set[int] = set()
+
+    def __call__(self, part: nn.Module, without: Sequence[nn.Module]) -> None:
+        left_out = {id(module) for one in without for module in one.modules()}
+        for module in part.modules():
+            if id(module) in left_out:
+                continue
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in self._done:
+                    self._done.add(id(parameter))
+                    parameter.data = self._value(self._names[id(parameter)], parameter).to(self._device)
+
+    def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        source: TensorSource | None = self._weights.sources.get(name)
+        if source is None:
+            return parameter.data
+        value = FileTensor.open(source).materialize()
+        verify: Callable[[str, torch.Tensor], None] | None = self._weights.verify
+        if verify is not None:
+            verify(name, value)
+        return value.to(parameter.dtype)
+
+
+def own_shares(stage: nn.Module) -> None:
+    """A share that is a view of the whole would keep the whole alive."""
+    for parameter in stage.parameters():
+        local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+        if local.untyped_storage().nbytes() > local.numel() * local.itemsize and isinstance(parameter.data, DTensor):
+            parameter.data._local_tensor = local.clone()

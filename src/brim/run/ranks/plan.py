@@ -1,0 +1,116 @@
+"""A split as a file: ``brim plan --gpus N --output FILE`` writes it, ``brim train --plan FILE`` reads it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from brim.core import codec
+from brim.core.replacing import write_text
+from brim.errors import FormatError, UnsupportedError, UsageError
+from brim.estimation.ranks.split import Split
+from brim.run.ranks.request import SplitRequest
+from brim.version import __version__
+
+VERSION = 3
+RUNS = "torch"  # the engine whose plans brim train runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """A mesh and what is promised of it under ``engine`` in ``precision``: bytes of the worst rank's whole process,
+    and seconds of a step."""
+
+    brim: str
+    model: str
+    gpu: str
+    engine: str
+    precision: str
+    sequence: int
+    split: Split
+    checkpointing: str
+    peak_bytes: int
+    step_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return codec.to_json(self, VERSION)
+
+
+def made(
+    *, model: str, gpu: str, engine: str, precision: str, sequence: int, split: Split, checkpointing: str,
+    peak_bytes: int, step_s: float,
+) -> SplitPlan:  # fmt: skip
+    """By this version of brim."""
+    return SplitPlan(
+        brim=__version__, model=model, gpu=gpu, engine=engine, precision=precision, sequence=sequence,
+        split=split, checkpointing=checkpointing, peak_bytes=peak_bytes, step_s=step_s,
+    )  # fmt: skip
+
+
+def write(path: str | Path, plan: SplitPlan) -> None:
+    """Raises UsageError where that is impossible."""
+    try:
+        write_text(path, json.dumps(plan.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"A plan was to be written to {path}.", f"{error}.", "Name another file.") from error
+
+
+def read(path: str | Path) -> SplitPlan:
+    """Raises FormatError for anything else than what ``write`` made."""
+    try:
+        return codec.read(SplitPlan, path, VERSION)
+    except FormatError as error:
+        raise FormatError(
+            f"{path} was given as a plan for several ranks.", f"{error.asked} {error.found}",
+            "Make one: brim plan MODEL --task train --gpus N --gpu NAME --output FILE.",
+        ) from error  # fmt: skip
+
+
+def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
+    """``request`` as its plan says, where it has one. Raises UsageError for another number of ranks, and for a split
+    or another precision that was given beside it; UnsupportedError for a plan of an engine that does not run here."""
+    training = request.training
+    if training.plan is None:
+        return request
+    plan = read(training.plan)
+    _check_runs(training.plan, plan)
+    split = plan.split
+    if split.gpus != ranks:
+        raise UsageError(
+            f"{training.plan} was to be run.", f"It is for {split.gpus} ranks, and torchrun has started {ranks}.",
+            f"Start {split.gpus}, or make a plan for {ranks}: brim plan {plan.model} --task train --gpus {ranks} ...",
+        )  # fmt: skip
+    if replace(request, training=training, timeout_s=0.0) != SplitRequest(training=training, timeout_s=0.0):
+        raise UsageError(
+            f"{training.plan} was given with options that split the work, as --zero and --tp do.",
+            "The plan decides these.", "Leave them out, or leave out --plan.",
+        )  # fmt: skip
+    if training.precision not in (None, plan.precision):
+        raise UsageError(
+            f"--precision {training.precision} was given with {training.plan}.",
+            f"The plan's bytes are those of {plan.precision}.", "Leave out --precision, or --plan.",
+        )  # fmt: skip
+    followed = replace(
+        training, plan=None, precision=plan.precision, batch=split.global_batch, micro_batch=split.micro_batch,
+        seq=plan.sequence, checkpointing=plan.checkpointing,
+    )  # fmt: skip
+    return SplitRequest(
+        training=followed, zero=split.zero, tp=split.tp, pp=split.pp, interleave=split.interleave,
+        sequence_parallel=split.sequence_parallel, zero_bubble=split.zero_bubble, ep=split.ep, cp=split.cp,
+        stage_layers=split.stage_layers, offload_shards=split.offload_shards, timeout_s=request.timeout_s,
+    )  # fmt: skip
+
+
+def _check_runs(path: str | Path, plan: SplitPlan) -> None:
+    """Raise UnsupportedError where what was promised is not what would run."""
+    if plan.engine == RUNS:
+        return
+    raise UnsupportedError(
+        f"{path} was to be run.",
+        f"Its bytes and seconds are those of the engine {plan.engine}, and brim train runs {RUNS}.",
+        f"Make one for that: brim plan {plan.model} --task train --gpus {plan.split.gpus} --gpu "
+        f"{shlex.quote(plan.gpu)} --engine {RUNS} --output FILE.",
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""What a user asks of a training over several ranks, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brim.errors import UnsupportedError, UsageError
+from brim.estimation.ranks.split import Split, nearest
+from brim.run.train.request import Request
+from brim.techniques.parallel.pipeline import check_halves
+
+TIMEOUT_S = 600.0
+_PRECISIONS = ("fp32", "bf16-mixed", "bf16")
+_OPTIMIZERS = ("adamw", "adam", "sgd")
+# Of Request: what a rank cannot do yet, with what the command line calls it.
+_ALONE = {
+    "vram": "--vram", "ram": "--ram", "disk": "--disk", "disk_folder": "--disk",
+    "offload_activations": "--offload-activations", "stream_weights": "--stream-weights",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRequest:
+    """A training over all ranks that torchrun has started. ``timeout_s``: how long a rank waits for another."""
+
+    training: Request
+    zero: int = 0
+    tp: int = 1
+    pp: int = 1
+    interleave: int = 1
+    sequence_parallel: bool = False
+    offload_shards: bool = False
+    zero_bubble: bool = False
+    ep: int = 1
+    cp: int = 1
+    stage_layers: tuple[int, ...] = ()
+    timeout_s: float = TIMEOUT_S
+
+    def check(self) -> None:
+        """Raise UsageError for what cannot be meant, UnsupportedError for what ranks cannot do."""
+        training = self.training
+        training.check()
+        for field, option in _ALONE.items():
+            if getattr(training, field) is not None:
+                raise UnsupportedError(
+                    f"{option} was given for several ranks.", "Splitting is planned without it.",
+                    "Leave it out: ZeRO, tensor and pipeline parallelism and --checkpointing save memory here.",
+                )  # fmt: skip
+        if self.zero_bubble:
+            check_halves(training.checkpointing)
+        over = next((name for name in ("tp", "pp", "ep", "cp") if getattr(self, name) > 1), None)
+        if training.method != "full" and over:
+            raise UnsupportedError(
+                f"--method {training.method} was asked for with --{over}.",
+                "Adapters are split over data-parallel ranks.", "Use --zero.",
+            )  # fmt: skip
+        if training.optimizer not in _OPTIMIZERS:
+            raise UnsupportedError(
+                f"--optimizer {training.optimizer} was asked for on several ranks.",
+                f"Those that split as they are: {', '.join(_OPTIMIZERS)}.",
+            )
+        if training.precision not in (None, *_PRECISIONS):
+            raise UnsupportedError(
+                f"--precision {training.precision} was asked for on several ranks.",
+                f"Known there are {', '.join(_PRECISIONS)}.",
+            )
+        if training.offload_optimizer not in (None, "keep"):
+            raise UnsupportedError(
+                "--offload-optimizer was asked for on several ranks.",
+                "Shards of the optimizer stay with the weights.", "--offload-shards keeps all of them in RAM.",
+            )  # fmt: skip
+
+    def split(self, ranks: int, per_node: int) -> Split:
+        """The mesh; raises UsageError, naming the nearest that works, where it is not one of ``ranks``."""
+        if self.offload_shards and ranks == 1:
+            raise UsageError(
+                "--offload-shards was given on one rank.", "It splits nothing there.",
+                "Start several, or train without torchrun: --vram and --ram say what memory there is.",
+            )  # fmt: skip
+        batch, dp = self.training.batch, ranks // (self.tp * self.pp * self.cp) or 1
+        micro = self.training.micro_batch
+        if micro is None:  # a pipeline is filled by as many micro-batches as it has stages
+            share = batch // dp or 1
+            micro = nearest(share // self.pp or 1, lambda n: share % n == 0)
+        return Split(
+            gpus=ranks, gpus_per_node=min(per_node, ranks), tp=self.tp, pp=self.pp, zero=self.zero,
+            interleave=self.interleave, sequence_parallel=self.sequence_parallel, micro_batch=micro,
+            global_batch=batch, stage_layers=self.stage_layers, offload_shards=self.offload_shards,
+            zero_bubble=self.zero_bubble, ep=self.ep, cp=self.cp,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitTraining:
+    """What came of it, on rank 0. ``losses``: of the whole batch, one for each step of this run; ``allocated_bytes``:
+    the most that tensors of each rank took at once, where that was measured; with shards in RAM on its GPU, or what a
+    CPU has in the place of one, and in RAM ``ram_bytes``."""
+
+    losses: list[float]
+    split: Split
+    allocated_bytes: list[int]
+    ram_bytes: list[int]
+    step_s: float
+    output: Path
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        mesh: Mapping[str, int] = {name: self.split.size(name) for name in ("pp", "dp", "cp", "tp", "ep")}
+        ranks = [
+            {"rank": rank, "coordinates": self.split.coordinates(rank), "allocated_bytes": count}
+            | ({"ram_bytes": self.ram_bytes[rank]} if self.ram_bytes else {})
+            for rank, count in enumerate(self.allocated_bytes)
+        ]
+        return {
+            "losses": self.losses, "mesh": dict(mesh), "zero": self.split.zero,
+            "sequence_parallel": self.split.sequence_parallel, "interleave": self.split.interleave,
+            "zero_bubble": self.split.zero_bubble,
+            "micro_batches": self.split.micro_batches, "ranks": ranks, "step_s": self.step_s,
+            "output": str(self.output), "notes": self.notes,
+        }  # fmt: skip

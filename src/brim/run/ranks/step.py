@@ -1,0 +1,212 @@
+"""One training step of a rank: its share of the batch, forward and backward by PyTorch's engine, clipping, update.
+
+The loss of a batch is a mean over its counted tokens, wherever they are: every micro-batch's own mean is weighed by
+its share of all that counts in the whole batch, on all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from brim.estimation.ranks.split import Split
+from brim.run.data.dataset import IGNORED
+from brim.run.ranks.model import Chunk, Part
+from brim.techniques.optimizers import set_lr
+from brim.techniques.parallel import context_parallel, sharding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A data-parallel rank's rows of a batch, (rows, tokens) each, and for each micro-batch its weight."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+def share_of(batch: dict[str, torch.Tensor], split: Split, shard: int, device: torch.device) -> Share:
+    """What rank ``shard`` of those with the same weights takes of the batch that all ranks have read: some rows, of
+    which those that share a context count their tokens each.
+
+    FSDP2 gives the mean of all ranks' gradients, so that weights are as many times larger as there are ranks.
+    """
+    rows = split.micro_batch * split.micro_batches
+    labels = batch["labels"]
+    counted = torch.nn.functional.pad(labels[:, 1:] != IGNORED, (0, 1))
+    dp, cp = divmod(shard, split.cp)
+    mine = slice(dp * rows, (dp + 1) * rows)
+    counts = context_parallel.own(counted[mine], cp, split.cp).sum(1)
+    of_micro = counts.reshape(split.micro_batches, split.micro_batch).sum(1)
+    weights = of_micro * split.shards / counted.sum()
+    labels = labels[mine].clone()
+    for index in (of_micro == 0).nonzero().flatten().tolist():  # a mean of nothing is no number, even times 0
+        labels[index * split.micro_batch : (index + 1) * split.micro_batch] = 0
+    return Share(
+        input_ids=batch["input_ids"][mine].to(device), labels=labels.to(device),
+        weights=weights.to(device, torch.float32),
+    )  # fmt: skip
+
+
+class Stepper:
+    """Takes the steps of this rank."""
+
+    def __init__(self, part: Part, split: Split, mesh: DeviceMesh, device: torch.device, sequence: int) -> None:
+        self._part, self._split, self._mesh, self._device = part, split, mesh, device
+        self._schedule = _schedule(part, split, mesh, device, sequence) if split.pp > 1 else None
+
+    def step(self, share: Share, *, lr: float, clip_norm: float | None) -> float:
+        """One step; the loss of the whole batch, on every rank."""
+        set_lr(self._part.optimizer, lr)
+        own = self._backward(share) if self._schedule is None else self._pipelined(share)
+        if self._part.twin is not None:
+            self._part.twin.add()
+        for chunk in self._part.chunks:
+            chunk.handle.settle()
+        loss = self._of_all(own)
+        if clip_norm is not None:
+            self._clip(clip_norm)
+        with self._part.chunks[0].handle.stepping():
+            self._part.optimizer.step()
+        self._part.optimizer.zero_grad()
+        return loss
+
+    def _backward(self, share: Share) -> torch.Tensor:
+        (chunk,) = self._part.chunks
+        own = torch.zeros((), device=self._device)
+        many, rows = self._split.micro_batches, self._split.micro_batch
+        for index in range(many):
+            at = slice(index * rows, (index + 1) * rows)
+            with chunk.handle.micro_batch(last=index == many - 1):
+                loss = chunk.module(share.input_ids[at], share.labels[at]) * share.weights[index]
+                loss.backward()
+            own += _local(loss.detach())
+            del loss  # with what of the graph it would keep through the next forward pass
+        return own
+
+    def _pipelined(self, share: Share) -> torch.Tensor:
+        chunks = self._part.chunks
+        losses: list[torch.Tensor] = []
+        given = (share.input_ids,) if chunks[0].module.part.embeds else ()
+        last = chunks[-1].module.part.has_head
+        named: dict[str, Any] = {"labels": share.labels} if last else {}
+        target = share.weights if last else None
+        assert self._schedule is not None
+        with chunks[-1].handle.losses():
+            self._schedule.step(*given, target=target, losses=losses, return_outputs=False, **named)
+        return sum((_local(loss.detach()) for loss in losses), torch.zeros((), device=self._device))
+
+    def _of_all(self, own: torch.Tensor) -> float:
+        """The loss of all ranks that have the same weights, from one member of its tensor-parallel group."""
+        mine = own.to(torch.float64) * (self._mesh["tp"].get_local_rank() == 0)
+        dist.all_reduce(mine)
+        return float(mine) / self._split.shards
+
+    def _clip(self, most: float) -> None:
+        """Scale all gradients so that their norm, over all ranks together, is ``most`` where it is larger.
+
+        As ``torch.nn.utils.clip_grad_norm_``, which takes tensors of one mesh and knows no pipeline.
+        """
+        trained = [p for group in self._part.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        kinds = sharding.of_one_kind(trained)
+        square = torch.zeros((), device=self._device)
+        for kind in sharding.of_one_kind(p for p in trained if not self._counted_elsewhere(p)):
+            norm = torch.nn.utils.get_total_norm([p.grad for p in kind if p.grad is not None])
+            square += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
+        if self._split.pp > 1:
+            dist.all_reduce(square, group=self._mesh.get_group("pp"))
+        for kind in kinds:
+            torch.nn.utils.clip_grads_with_norm_(kind, most, square.sqrt())
+
+    def _counted_elsewhere(self, parameter: torch.Tensor) -> bool:
+        """Of a table that is the embedding and the output layer, the first stage counts the gradient."""
+        twin = self._part.twin
+        return twin is not None and twin.weight is parameter and self._mesh["pp"].get_local_rank() > 0
+
+
+class _Stage(PipelineStage):
+    """PyTorch's stage of a chunk whose weights are sharded by brim's handle, which knows what ZeRO puts off."""
+
+    def __init__(self, chunk: Chunk, module: torch.nn.Module, **settings: Any) -> None:
+        super().__init__(module, chunk.index, chunk.of, **settings)
+        self._handle = chunk.handle
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if full_backward:
+            self._handle.put_off(last=last_backward)
+        else:
+            self._handle.hold()
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The second half of a backward pass, whose gradients are reduced by hand after the last."""
+        self._handle.hold()
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if last_backward:
+            self._handle.reduce()
+
+
+class _Wrapped(torch.nn.Module):
+    """A chunk that PyTorch's stage does not take for FSDP's: it would set what the handle sets."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(*given, **named)
+        return made
+
+
+def _schedule(part: Part, split: Split, mesh: DeviceMesh, device: torch.device, sequence: int) -> Any:
+    """1F1B, interleaved 1F1B where a rank has several chunks, or zero-bubble."""
+    group = mesh.get_group("pp")
+    tokens = split.between(sequence)
+    hidden = torch.empty(split.micro_batch, tokens, part.hidden, dtype=part.dtype, device="meta")
+    stages = [
+        _Stage(chunk, _Wrapped(chunk.module), device=device, group=group, **_shapes(chunk, split, sequence, hidden))
+        for chunk in part.chunks
+    ]
+    settings: dict[str, Any] = {"n_microbatches": split.micro_batches, "loss_fn": _weighed, "scale_grads": False}
+    if split.zero_bubble:
+        return ScheduleInterleavedZeroBubble(_as_base(stages), **settings)
+    if split.interleave == 1:
+        return Schedule1F1B(stages[0], **settings)
+    return ScheduleInterleaved1F1B(_as_base(stages), **settings)
+
+
+def _as_base(stages: Sequence[Any]) -> list[Any]:
+    return list(stages)
+
+
+def _shapes(chunk: Chunk, split: Split, sequence: int, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What goes in and comes out, so that nothing has to be tried out first."""
+    tokens = torch.empty(split.micro_batch, sequence, dtype=torch.long, device="meta")
+    inner = hidden.clone().requires_grad_()
+    embeds, has_head = chunk.module.part.embeds, chunk.module.part.has_head
+    return {
+        "input_args": tokens if embeds else inner,
+        "output_args": torch.empty((), device="meta", requires_grad=True) if has_head else inner,
+    }
+
+
+def _weighed(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return loss * weight[0]
+
+
+def _local(loss: torch.Tensor) -> torch.Tensor:
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss

@@ -1,0 +1,1 @@
+"""``brim run``: a program that knows nothing of brim, run inside a budget."""

@@ -1,0 +1,220 @@
+"""Models that fit without doubt: a program whose budget is ample is left alone without predicting its step.
+
+A prediction imports what plans and traces a whole step. For a model that is small beside its budget, a forward pass
+of a copy without values is enough, counted as if nothing that an operation reads or writes were ever freed: an
+operation's backward makes no more than gradients of what it read. That many times ``_ROOM`` must have room, so that
+kernels may take space of their own and a loss outside of the model as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from brim.core.hardware import RAM, VRAM
+from brim.measure.capacity import amount_bytes, free_bytes, memory_fraction, ram_capacity_bytes, resident_bytes
+from brim.measure.monitor import KernelMeter
+from brim.run.fit.example_shapes import as_shapes
+from brim.run.script.hooks import Call, parameter_bytes
+from brim.run.script.isolation import example_of, unseen, without_dynamo
+from brim.run.script.needs import living_optimizers, moves_itself, optimizers_of, plain
+from brim.run.script.outcome import UNTOUCHED, Outcome
+from brim.run.script.settings import Settings
+from brim.units import format_bytes
+
+_as_strided = torch.ops.aten.as_strided.default
+_META = torch.device("meta")
+_ROOM = 8
+_FREE_SHARE = 0.9
+_DEVICE_BYTES = 256 << 20  # PyTorch's smallest segments on a GPU, and workspaces of libraries
+_STATES = 3  # of a parameter in any of PyTorch's optimizers but L-BFGS (Adam with ``amsgrad`` has three)
+
+
+class Ample:
+    """Says of models that they fit, as long as all of them together do without doubt.
+
+    ``outcomes``: of those models; what they would take is a bound, not a prediction.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._limit_bytes, self._tier = -1, RAM  # not known yet
+        self._begin_bytes = self._peak_bytes = 0  # the resident set without the first model; its high water then
+        self._names: list[str] = []
+        self.outcomes: list[Outcome] = []
+
+    def told_at_the_end(self) -> str | None:
+        """What to say where the program has outgrown its budget all the same: later calls are not looked at."""
+        if self._tier != RAM or not self._names:
+            return None
+        peak_bytes = _high_water()
+        grown_bytes = peak_bytes - self._begin_bytes
+        if grown_bytes <= self._limit_bytes or peak_bytes == self._peak_bytes:
+            return None
+        names = ", ".join(dict.fromkeys(self._names))
+        return (
+            f"{names} was left as it is, as the first call fits without doubt; in all the program has grown by "
+            f"{format_bytes(grown_bytes)} since, and the budget is {format_bytes(self._limit_bytes)}: call it first "
+            "with as much as it will ever get"
+        )
+
+    def outcome(self, call: Call) -> Outcome | None:
+        """None: it is not known without a prediction whether the model fits."""
+        model = plain(call.model)
+        optimizers = optimizers_of(model, living_optimizers(call))
+        if not self._begin(call, optimizers):
+            return None
+        room = self._limit_bytes // _ROOM - sum(one.untouched_bytes[self._tier] for one in self.outcomes)
+        most = _held_bytes(model, len(optimizers) if _trains(model, optimizers) else 0)
+        if most > room:
+            return None  # as most that will be planned: nothing of it has been run
+        example = example_of(model, call.args, call.kwargs)
+        moved = None if example is None else _moved_bytes(model, example)
+        if moved is None or most + moved > room:
+            return None
+        return self._made(model, optimizers, example, most + moved)
+
+    def _begin(self, call: Call, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether the needs of what is called can be bounded."""
+        model = plain(call.model)
+        if plain(call.called) is not model or not _is_plain(model, optimizers):
+            return False
+        self.outcomes = [one for one in self.outcomes if one.model is not None and one.model() not in (None, model)]
+        if self._limit_bytes < 0:
+            self._limit_bytes, self._tier = _limit(self._settings)
+        return True
+
+    def _made(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], example: Any, most_bytes: int
+    ) -> Outcome:
+        made = Outcome(
+            name=type(model).__name__,
+            task="train" if _trains(model, optimizers) else "forward",
+            choice=UNTOUCHED,
+            parameter_bytes=parameter_bytes(model),
+            budget_bytes={self._tier: self._limit_bytes},
+            untouched_bytes={self._tier: most_bytes},
+            model=weakref.ref(model),
+            has_optimizer=bool(optimizers),
+            example=as_shapes(example, torch.empty, device="meta"),
+        )
+        if not self._names:
+            self._begin_bytes, self._peak_bytes = resident_bytes() - _held_bytes(model, 0), _high_water()
+        self._names.append(made.name)
+        self.outcomes.append(made)
+        return made
+
+
+def _high_water() -> int:
+    """Of the resident set; 0 where the kernel does not tell."""
+    try:
+        return KernelMeter().peak_bytes()
+    except (OSError, StopIteration):
+        return 0
+
+
+def _trains(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    return bool(optimizers) or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()))
+
+
+def _limit(settings: Settings) -> tuple[int, str]:
+    """The smallest budget, and the tier that computes; 0 where a budget is one that this machine does not have."""
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+    tier = VRAM if on_gpu else RAM
+    amounts = {RAM: settings.ram, VRAM: settings.vram}
+    given = {
+        name: amount_bytes(amount, name if on_gpu else RAM) for name, amount in amounts.items() if amount is not None
+    }
+    capacity = {RAM: ram_capacity_bytes()}
+    if on_gpu:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        capacity[VRAM] = int(total * memory_fraction())
+    if any(count > capacity.get(name, capacity[RAM]) for name, count in given.items()):
+        return 0, tier
+    if settings.device == "cuda" and not on_gpu:
+        return 0, tier
+    free = [int(free_bytes(name) * _FREE_SHARE) for name in capacity if name not in given]
+    smallest = min([*given.values(), *free, *capacity.values()])
+    return max(0, smallest - _DEVICE_BYTES) if on_gpu else smallest, tier
+
+
+def _is_plain(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether the needs of model and optimizers can be bounded, and the model can be copied for nothing."""
+    if moves_itself(model):
+        return False
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
+            return False
+        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+            return False
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in _tensors(model)):
+        return False
+    return not any(isinstance(value, torch.Tensor) for part in model.modules() for value in vars(part).values())
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _held_bytes(model: nn.Module, optimizers: int) -> int:
+    """Of the second step: values, gradients, and states with what an update makes on the way."""
+    trained = _bytes([p for p in model.parameters() if p.requires_grad])
+    return _bytes(_tensors(model)) + trained * (1 + (_STATES + 1) * optimizers)
+
+
+def _moved_bytes(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> int | None:
+    """Bytes that the operations of a forward pass read and write. None where it cannot be run without values."""
+    counting = _Counting()  # type: ignore[no-untyped-call]
+    try:
+        with unseen(model), without_dynamo(), _META:
+            twin = copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in _tensors(model)})
+            inputs = tree_map_only(torch.Tensor, _hollow, example)
+            with counting:
+                twin(**inputs) if isinstance(inputs, Mapping) else twin(*inputs)
+    except Exception:  # whatever the model's own code raises for tensors without values
+        return None
+    return counting.bytes
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without values."""
+    made = torch.empty_like(tensor, device=_META)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what every operation reads and writes. What one would make elsewhere is made without values too."""
+
+    bytes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What PyTorch wraps every call in for that imports Dynamo: a second, where only forward passes are run."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _META}
+        read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if not all(tensor.is_meta for tensor in read):
+            raise RuntimeError("A tensor of the program's own, which must not be written to.")
+        made = func(*args, **kwargs)
+        whole = func.is_view and func is not _as_strided and isinstance(made, torch.Tensor)
+        if whole and made.numel() == read[0].numel():
+            return made  # another shape of all of it: nothing is allocated, in the backward pass neither
+        self.bytes += _bytes(read) + _bytes(v for v in tree_leaves(made) if isinstance(v, torch.Tensor))
+        return made

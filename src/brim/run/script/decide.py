@@ -1,0 +1,413 @@
+"""What becomes of each model of a program: left alone where it fits, else planned and fitted in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from brim.accelerator import CUDA
+from brim.core import Hardware
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BrimError, BudgetError, UnsupportedError
+from brim.measure.capacity import memory_fraction, resident_bytes
+from brim.memory import heap
+from brim.run.fit.example_shapes import as_shapes
+from brim.run.fit.forward_prediction import plan_forward, untouched_bytes
+from brim.run.fit.machine import (
+    Device,
+    Need,
+    budgets,
+    forward_need,
+    machine,
+    make_plan,
+    on,
+    put_in_force,
+)
+from brim.run.fit.training import Search, enforce, tensor_bytes_of
+from brim.run.script.copies import allow_copies, has_other_hooks
+from brim.run.script.hooks import Call, living, parameter_bytes, roots
+from brim.run.script.isolation import example_of, quiet, same_random_numbers, unseen
+from brim.run.script.needs import (
+    STAND_IN,
+    held_bytes,
+    living_optimizers,
+    moves_itself,
+    optimizers_of,
+    plain,
+    within_fraction,
+)
+from brim.run.script.outcome import FITTED, UNTOUCHED, Outcome
+from brim.run.script.retry import repeat_no_more, repeat_when_out_of_memory
+from brim.run.script.settings import Settings
+from brim.run.train.strategy.case import TrainingStrategy
+from brim.run.train.strategy.ladder import fits
+from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_special_tensors
+from brim.techniques.streaming.weight_streaming import Weights
+from brim.units import format_bytes
+
+_ENDLESS_BYTES = 1 << 62
+_LESS = 0.8  # of what the plan that failed had promised
+_Example = Mapping[str, Any] | Sequence[Any] | None
+
+
+@dataclass(eq=False)
+class _Case:
+    """A model about to be called, with what there is to know of it."""
+
+    model: nn.Module
+    name: str
+    optimizers: list[torch.optim.Optimizer]
+    example: _Example
+    trains: bool
+    share: Mapping[str, int] = field(default_factory=dict)
+    holder: nn.Module | None = None  # of several models that one optimizer trains
+    has_hooks: bool = False  # of the program's own
+
+    @property
+    def whole(self) -> nn.Module:
+        return self.holder or self.model
+
+
+class Decisions:
+    """``decide`` is called before the first call of each model. ``outcomes``: what it has decided, in that order.
+
+    ``give_up`` is asked about a model that cannot be planned, with the reason; it returns what else will hold it
+    ("unified"), or None. Of models in ``bounded``, which fit, it is only known what they take at most.
+    """
+
+    def __init__(
+        self, settings: Settings, give_up: Callable[[str, str], str | None], bounded: Sequence[Outcome] = ()
+    ) -> None:
+        self._settings, self._give_up = settings, give_up
+        self.outcomes = list(bounded)
+        self._bounded = list(bounded)
+        self.hardware: Hardware | None = None
+        self._budget: dict[str, int] = {}
+        self._held: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # parts of holders
+
+    @property
+    def _device(self) -> Device:
+        return self._settings.device  # type: ignore[return-value]  # one of them: it was checked
+
+    def decide(self, call: Call) -> Outcome | None:
+        """Raises BudgetError for a model that neither fits nor can be planned."""
+        model = plain(call.model)
+        if model in self._held:
+            return None
+        before = self._known(model)
+        if before is not None:
+            if not before.has_optimizer and before.task == "train" and not optimizers_of(model):
+                return before
+            if before.choice == FITTED:
+                repeat_no_more(model)
+                vars(model)[HANDLE_ATTRIBUTE].remove()
+            self.outcomes.remove(before)
+        with _on_its_device(self._device, model, call):
+            return self._decided(model, call)
+
+    def _decided(self, model: nn.Module, call: Call) -> Outcome:
+        if self.hardware is None:
+            self.hardware = machine(self._device)
+            self._budget = budgets(self.hardware, self._settings.vram, self._settings.ram, self._device)
+            if self.hardware.compute == VRAM:
+                self._respect_the_program()
+        if self.outcomes:
+            gc.collect()  # a fitted model that the program has let go of is a cycle, and takes its share until then
+        with same_random_numbers():
+            for one in self._bounded:
+                self._predict(one)
+            self._bounded.clear()
+            outcome = self._decide(model, call)
+        self.outcomes.append(outcome)
+        return outcome
+
+    def _respect_the_program(self) -> None:
+        """Its own limit on PyTorch's allocator holds too; with an allocator of its own, promises are of tensors."""
+        total = self.hardware.tier(VRAM).capacity_bytes if self.hardware is not None else 0
+        self._budget = within_fraction(self._budget, memory_fraction(), total)
+        if torch.cuda.memory.get_allocator_backend() != "native":
+            self._note("the program has an allocator of its own: what it reserves beside tensors is not foreseen")
+
+    def _known(self, model: nn.Module) -> Outcome | None:
+        return next((one for one in self.outcomes if one.model is not None and one.model() is model), None)
+
+    # -- shares of the budget
+
+    def _case(self, model: nn.Module, call: Call) -> _Case:
+        alive = living_optimizers(call)
+        optimizers = optimizers_of(model, alive)
+        gradients = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        example = example_of(model, call.args, call.kwargs) if plain(call.called) is model else None
+        case = _Case(
+            model=model,
+            name=type(model).__name__,
+            optimizers=optimizers,
+            example=example,
+            trains=bool(optimizers) or gradients,
+        )
+        self._hold_together(case)
+        case.share = self._share(case, [plain(other) for other in call.others], alive)
+        return case
+
+    def _hold_together(self, case: _Case) -> None:
+        """An optimizer that trains parameters of further models: they are fitted as one."""
+        foreign = {id(p) for o in case.optimizers for g in o.param_groups for p in g["params"]}
+        foreign -= {id(p) for p in case.model.parameters()}
+        if not foreign:
+            return
+        partners = [m for m in map(plain, roots(living(nn.Module))) if m is not case.model]
+        partners = [m for m in partners if any(id(p) in foreign for p in m.parameters())]
+        case.holder = nn.ModuleList([case.model, *partners])
+        case.example = None
+        case.name = " and ".join(type(m).__name__ for m in case.holder)
+
+    def _share(
+        self, case: _Case, others: Sequence[nn.Module], alive: Sequence[torch.optim.Optimizer]
+    ) -> dict[str, int]:
+        """What of the budget this model may take: others have their promises, and those to come what they hold.
+
+        Where that is too little for all, it is shared in proportion.
+        """
+        mine = {id(m) for m in case.whole.modules()}
+        left = dict(self._budget)
+        for outcome in self.outcomes:
+            model = None if outcome.model is None else outcome.model()
+            if model is not None and id(model) not in mine:  # what is gone takes nothing
+                for tier, count in outcome.promised_bytes.items():
+                    left[tier] = max(0, left.get(tier, 0) - count) if tier in left else 0
+        left = {tier: count for tier, count in left.items() if tier in self._budget}
+        others = [other for other in others if id(other) not in mine]
+        if not others:
+            return left
+        rest = sum(held_bytes(other, optimizers_of(other, alive)) for other in others)
+        own = held_bytes(case.whole, case.optimizers)
+        assert self.hardware is not None
+        compute = self.hardware.compute
+        if own + rest <= left[compute]:
+            return {**left, compute: left[compute] - rest}
+        return {tier: count * own // (own + rest) for tier, count in left.items()}
+
+    # -- one model
+
+    def _decide(self, model: nn.Module, call: Call) -> Outcome:
+        case = self._case(model, call)
+        outcome = Outcome(
+            name=case.name,
+            task="train" if case.trains else "forward",
+            choice=UNTOUCHED,
+            parameter_bytes=parameter_bytes(case.whole),
+            budget_bytes=case.share,
+            untouched_bytes={},
+            model=weakref.ref(model),
+            has_optimizer=bool(case.optimizers),
+        )
+        self._held.update([] if case.holder is None else case.holder.children())
+        self._plan(case, outcome)
+        return outcome
+
+    def smaller(self, outcome: Outcome) -> bool:
+        """Put a smaller plan into force after memory ran out under the one of ``outcome``; whether there is one.
+
+        Raises BudgetError where none is found; then the model is not fitted any more.
+        """
+        model = None if outcome.model is None else outcome.model()
+        if model is None or HANDLE_ATTRIBUTE not in vars(model):
+            return False
+        assert self.hardware is not None
+        compute = self.hardware.compute
+        share = {**outcome.budget_bytes, compute: int(outcome.promised_bytes[compute] * _LESS)}
+        repeat_no_more(model)
+        device = vars(model)[HANDLE_ATTRIBUTE].memory.device
+        vars(model)[HANDLE_ATTRIBUTE].remove()
+        case = self._again(model, outcome, share)
+        outcome.choice, outcome.plan, outcome.timeline, outcome.pools = UNTOUCHED, None, None, ()
+        with on(str(device)):
+            self._plan(case, outcome)
+        return outcome.choice == FITTED
+
+    def _again(self, model: nn.Module, outcome: Outcome, share: Mapping[str, int]) -> _Case:
+        """``model`` as it was called when ``outcome`` was decided."""
+        return _Case(
+            model=model,
+            name=outcome.name,
+            optimizers=optimizers_of(model),
+            example=as_shapes(outcome.example, torch.zeros),
+            trains=outcome.task == "train",
+            share=share,
+        )
+
+    def _predict(self, outcome: Outcome) -> None:
+        """Work out what the model of ``outcome`` takes, which fits: the others get what it leaves."""
+        model = None if outcome.model is None else outcome.model()
+        if model is not None:
+            self._plan(self._again(model, outcome, dict.fromkeys(self._budget, _ENDLESS_BYTES)), outcome)
+
+    def _plan(self, case: _Case, outcome: Outcome) -> None:
+        try:
+            self._refuse_strangers(case)
+            if case.optimizers:
+                self._training(case, outcome)
+            elif case.trains:
+                self._gradients(case, outcome)
+            else:
+                self._forward(case, outcome)
+        except BudgetError as error:
+            self._cannot(case, outcome, " ".join(str(error).split("\n")), error)
+        except UnsupportedError as error:
+            self._cannot(case, outcome, " ".join((error.asked, error.found)), error)
+
+    def _refuse_strangers(self, case: _Case) -> None:
+        if moves_itself(case.model):
+            raise UnsupportedError(f"{case.name} moves its model's weights itself.")
+        refuse_special_tensors(case.whole)
+        known = {id(p) for p in case.whole.parameters()}
+        if any(id(p) not in known for o in case.optimizers for g in o.param_groups for p in g["params"]):
+            raise UnsupportedError("Its optimizer trains tensors that belong to no module as well.")
+        if len(_gpus(case.whole.parameters())) > 1:
+            raise UnsupportedError("It lies on several GPUs.")
+        if len(case.optimizers) > 1:
+            raise UnsupportedError(f"{len(case.optimizers)} optimizers train it.")
+
+    def _search(self, case: _Case, optimizer: torch.optim.Optimizer, *, states_leave: bool = True) -> Search:
+        assert self.hardware is not None
+        reserve = case.share[self.hardware.compute] // 8
+        arguments = (case.whole, optimizer, self.hardware, case.share, self._device)
+        in_place = not case.has_hooks
+        if case.example is not None:
+            search = Search(*arguments, case.example, reserve, states_leave=states_leave, in_place=in_place)
+            try:
+                search.untouched()
+                return search
+            except Exception as error:  # whatever the model's own code raises for tensors without values
+                case.example = None
+                self._note(f"what {case.name} does in a step is not known: {_first_line(error)}")
+        return Search(*arguments, None, reserve, states_leave=states_leave)
+
+    def _training(self, case: _Case, outcome: Outcome) -> None:
+        (optimizer,) = case.optimizers
+        start_bytes = resident_bytes() - tensor_bytes_of(case.whole, optimizer)
+        case.has_hooks = has_other_hooks(case.whole)
+        with unseen(case.whole):
+            search = self._search(case, optimizer)
+            outcome.untouched_bytes = search.untouched().peak_bytes
+            if fits(outcome.untouched_bytes, case.share):
+                return
+            search, found = self._found(case, search)
+        with quiet():
+            fitted = enforce(search, found, start_bytes)
+        self._fitted(case, outcome, fitted)
+
+    def _found(self, case: _Case, search: Search) -> tuple[Search, TrainingStrategy]:
+        try:
+            return search, search.run()
+        except UnsupportedError as error:
+            self._note(f"the optimizer of {case.name} stays as it is: {_first_line(error)}")
+            search = self._search(case, search.optimizer, states_leave=False)
+            return search, search.run()
+
+    def _gradients(self, case: _Case, outcome: Outcome) -> None:
+        """Gradients are recorded, but no optimizer is there: predicted with the plainest one, streamed without."""
+        assert self.hardware is not None
+        with unseen(case.whole):
+            plainest = torch.optim.SGD([p for p in case.whole.parameters() if p.requires_grad], lr=0.0)
+            vars(plainest)[STAND_IN] = True
+            search = self._search(case, plainest)
+            outcome.untouched_bytes = search.untouched().peak_bytes
+            if fits(outcome.untouched_bytes, case.share):
+                return
+            compute = self.hardware.compute
+            step = max(0, outcome.untouched_bytes[compute] - parameter_bytes(case.whole))
+            need = Need(step_bytes=step, tokens=1)
+            partition, plan = make_plan(case.whole, self.hardware, case.share, need, Weights(), task="train")
+        device = self._device
+        handle = put_in_force(case.whole, partition, plan, self.hardware, Weights(), device, training=True)
+        self._fitted(case, outcome, handle)
+
+    def _forward(self, case: _Case, outcome: Outcome) -> None:
+        assert self.hardware is not None
+        model, compute = case.whole, self.hardware.compute
+        with unseen(model):
+            try:
+                need = forward_need(model, case.share, self.hardware, case.example, None)
+            except Exception as error:  # whatever the model's own code raises for tensors without values
+                self._note(f"what {case.name} does in a step is not known: {_first_line(error)}")
+                need = forward_need(model, case.share, self.hardware, None, None)
+            inputs = case.example if need.observation is not None else None
+            whole = untouched_bytes(model, self.hardware, need.step_bytes, inputs, self._device)
+            outcome.untouched_bytes = {compute: whole}
+            if whole <= case.share[compute]:
+                return
+            partition, plan = plan_forward(model, self.hardware, case.share, need, inputs, self._device)
+        self._fitted(case, outcome, put_in_force(model, partition, plan, self.hardware, Weights(), self._device))
+
+    def _fitted(self, case: _Case, outcome: Outcome, handle: Any) -> None:
+        memory = handle.memory
+        outcome.choice, outcome.plan, outcome.timeline = FITTED, handle.plan, memory.recorder.timeline
+        outcome.pools = (memory.compute,) if memory.host is None else (memory.compute, memory.host)
+        assert self.hardware is not None
+        if self.hardware.compute == RAM and outcome.task == "forward":
+            heap.return_freed_memory()
+            heap.give_back()
+        allow_copies(case.whole)
+        outcome.example = as_shapes(case.example, torch.empty, device="meta")
+        repeat_when_out_of_memory(case.model, lambda: self.smaller(outcome), case.example)
+        compute = self.hardware.compute
+        takes, share = handle.plan.promise.peak_bytes[compute], outcome.untouched_bytes.get(compute)
+        instead = "" if share is None else f" instead of {format_bytes(share)}"
+        self._note(f"{case.name} fitted for {outcome.task}: {format_bytes(takes)} of {compute.upper()}{instead}")
+
+    # -- when it cannot be done
+
+    def _cannot(self, case: _Case, outcome: Outcome, why: str, error: BrimError) -> None:
+        assert self.hardware is not None
+        compute = self.hardware.compute
+        holds = outcome.untouched_bytes.get(compute) or held_bytes(case.whole, case.optimizers)
+        outcome.untouched_bytes = outcome.untouched_bytes or {compute: holds}
+        outcome.why = why
+        if holds <= case.share[compute] and not isinstance(error, BudgetError):
+            self._note(f"{case.name} is left as it is: {why}")
+            return
+        instead = self._give_up(case.name, why)
+        if instead is not None:
+            outcome.choice = instead
+            return
+        self._refuse(case, holds, why, error)
+
+    def _refuse(self, case: _Case, holds: int, why: str, error: BrimError) -> NoReturn:
+        assert self.hardware is not None
+        compute = self.hardware.compute
+        raise BudgetError(
+            f"{case.name} was to run in {format_bytes(case.share[compute])} of {compute.upper()}.",
+            f"It takes {format_bytes(holds)} as it is, and no plan was found: {why}",
+            f"Give --{compute} {-(-holds // (1 << 20))}MiB or more, or --mode off.",
+            smallest_bytes={compute: holds},
+        ) from error
+
+    def _note(self, text: str) -> None:
+        """One line on stderr."""
+        sys.stderr.write(f"brim: {' '.join(text.split())}\n")
+
+
+def _on_its_device(device: Device, model: nn.Module, call: Call) -> AbstractContextManager[object]:
+    """Within, the GPU that the model lies on is the current one, or else that of what it is called with."""
+    own = _gpus(model.parameters())
+    given = own or _gpus(value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor))
+    return on(f"{CUDA}:{given.pop()}") if device in ("auto", CUDA) and len(given) == 1 else contextlib.nullcontext()
+
+
+def _gpus(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.device.index for tensor in tensors if tensor.device.type == CUDA}
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,310 @@
+"""Seeing the first call of every model of a program, through PyTorch's own global hooks, and no longer than that.
+
+A forward pre-hook of all modules is in force until the first model is called. Then the garbage collector tells which
+other models there are; each of them waits for its own first call with hooks of its own. A global hook on parameters
+being registered, which costs nothing in a step, has the first one come back when a further model is made.
+
+Sources: PyTorch, torch/nn/modules/module.py (``_call_impl``: in what order hooks run and what they are given).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.nn.parameter import UninitializedParameter, is_lazy
+from torch.nn.utils import stateless
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
+
+from brim.run.script.frozen import all_objects
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A module is about to be called from outside of any module. ``model`` is what it is a part of, mostly itself.
+
+    ``kwargs`` is None where they are not known. ``others`` are further models that have not been called yet.
+    ``optimizers`` are all that there are, where they were looked for.
+    """
+
+    model: nn.Module
+    called: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] | None
+    others: tuple[nn.Module, ...] = ()
+    optimizers: Sequence[torch.optim.Optimizer] | None = None
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A model that has not been called yet."""
+
+    model: weakref.ref[nn.Module]
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def stop(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+
+class Watcher:
+    """Calls ``decide`` before the first call of each model of ``small_bytes`` of parameters or more."""
+
+    def __init__(self, decide: Callable[[Call], None], *, small_bytes: int) -> None:
+        self._decide, self._small_bytes = decide, small_bytes
+        self._pid = os.getpid()
+        self._hooks: list[RemovableHandle] = []
+        self._registration: RemovableHandle | None = None
+        self._waiting: list[_Waiting] = []
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._new_bytes = 0
+        self.busy = False  # while brim itself calls modules
+        self.on_armed: Callable[[bool], None] = lambda armed: None  # told when every call begins or ends to be seen
+
+    # -- coming and going
+
+    def begin(self) -> None:
+        self._registration = global_hooks.register_module_parameter_registration_hook(
+            _plain(lambda module, name, parameter: self._registered(parameter))
+        )
+        self._arm()
+
+    def end(self) -> None:
+        """Take every hook off."""
+        self._disarm()
+        if self._registration is not None:
+            self._registration.remove()
+            self._registration = None
+        for waiting in self._waiting:
+            waiting.stop()
+        self._waiting.clear()
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether every call of every module is seen now."""
+        return bool(self._hooks)
+
+    def _arm(self) -> None:
+        """Two hooks: PyTorch gives the keyword arguments to a hook whose number a module has in a certain dictionary,
+        so the first one puts the second one's there. Should that change, it is called without them."""
+        arrive = global_hooks.register_module_forward_pre_hook(_plain(self._arrive))
+
+        def mark(module: nn.Module, args: Any) -> None:
+            module._forward_pre_hooks_with_kwargs[arrive.id] = True
+
+        marking = global_hooks.register_module_forward_pre_hook(_plain(mark))
+        global_hooks._global_forward_pre_hooks.move_to_end(marking.id, last=False)  # type: ignore[attr-defined]
+        self._hooks = [marking, arrive]
+        self.on_armed(True)
+
+    def _disarm(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            self.on_armed(False)
+        self._hooks = []
+        self._new_bytes = 0
+
+    def _registered(self, parameter: nn.Parameter | None) -> None:
+        if self._hooks or self.busy or parameter is None or os.getpid() != self._pid:
+            return
+        self._new_bytes += _bytes(parameter)
+        if self._new_bytes >= self._small_bytes:
+            self._arm()
+
+    # -- calls
+
+    def _arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
+        number = self._hooks[-1].id if self._hooks else -1
+        module._forward_pre_hooks_with_kwargs.pop(number, None)
+        if self.busy:
+            return None
+        self._disarm()
+        if os.getpid() != self._pid:  # a worker that was forked off: the models are its parent's
+            self.end()
+            return None
+        return self._first_call(module, args, kwargs, self._find())
+
+    def _find(self) -> list[torch.optim.Optimizer]:
+        """Let every model that is there and not known yet wait for its first call. Returns all optimizers."""
+        modules, optimizers = living_of(nn.Module, torch.optim.Optimizer)
+        for model in roots(modules):
+            if model in self._known or parameter_bytes(model) < self._small_bytes or _is_fake(model):
+                continue
+            self._known.add(model)
+            self._wait(model)
+        return optimizers
+
+    def _wait(self, model: nn.Module) -> None:
+        waiting = _Waiting(weakref.ref(model))
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            return None if self.busy else self._first_call(module, args, kwargs)
+
+        hook = _plain(hook)
+        waiting.hooks = [part.register_forward_pre_hook(hook, with_kwargs=True) for part in model.modules()]
+        self._waiting.append(waiting)
+
+    def watch_again(self, model: nn.Module) -> None:
+        """``decide`` is to be asked once more before the next call of ``model`` itself that records gradients."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if self.busy or not torch.is_grad_enabled():
+                return None
+            return self._first_call(module, args, kwargs)
+
+        waiting = _Waiting(weakref.ref(model))
+        waiting.hooks = [model.register_forward_pre_hook(_plain(hook), with_kwargs=True)]
+        self._waiting.append(waiting)
+
+    def _first_call(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        optimizers: Sequence[torch.optim.Optimizer] | None = None,
+    ) -> Any:
+        waiting = next((one for one in self._waiting if _has(one.model(), module)), None)
+        if waiting is None:
+            return None
+        model = waiting.model()
+        assert model is not None
+        if _is_no_time() or any(is_lazy(p) or p.is_meta for p in model.parameters()):
+            return None
+        waiting.stop()
+        self._waiting.remove(waiting)
+        others = tuple(other for one in self._waiting if (other := one.model()) is not None)
+        before = {*module._forward_pre_hooks, *module._forward_hooks}  # their numbers are of one series
+        self.busy = True
+        try:
+            call = Call(model=model, called=module, args=args, kwargs=kwargs, others=others, optimizers=optimizers)
+            self._decide(call)
+        finally:
+            self.busy = False
+        return _run_new_hooks(module, args, kwargs, before)
+
+
+def _run_new_hooks(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, before: set[int]
+) -> Any:
+    """PyTorch has listed the hooks of the call under way: those that were added since are run here."""
+    new = [(number, hook) for number, hook in module._forward_pre_hooks.items() if number not in before]
+    new = [(number, hook) for number, hook in new if not getattr(hook, "brim_watches", False)]
+    if not new:
+        return None
+    given: Any = kwargs or {}
+    try:
+        for number, hook in new:
+            if number in module._forward_pre_hooks_with_kwargs:
+                made = hook(module, args, given)
+                args, given = made if made is not None else (args, given)
+            else:
+                made = hook(module, args)
+                args = args if made is None else made if isinstance(made, tuple) else (made,)
+    except Exception:
+        raise  # PyTorch calls the hooks that are always to be called
+    except BaseException:  # Ctrl-C: it calls none
+        _call_what_is_always_called(module, args, before)
+        raise
+    return args if kwargs is None else (args, given)
+
+
+def _call_what_is_always_called(module: nn.Module, args: tuple[Any, ...], before: set[int]) -> None:
+    """The forward hooks that were added since, so that what the pre-hooks have begun is ended."""
+    for number, hook in reversed(module._forward_hooks.items()):
+        if number in module._forward_hooks_always_called and number not in before:
+            hook(module, args, None)
+
+
+def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that ``copy.deepcopy`` of a module leaves as it is, and that Dynamo does not look into."""
+
+    def call(*args: Any) -> Any:
+        return hook(*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark, without importing it
+    call.brim_watches = True  # type: ignore[attr-defined]
+    return call
+
+
+def _has(model: nn.Module | None, module: nn.Module) -> bool:
+    return model is not None and any(part is module for part in model.modules())
+
+
+def _is_fake(model: nn.Module) -> bool:
+    """Whether it is left over from a prediction."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and any(isinstance(p, fakes.FakeTensor) for p in model.parameters())
+
+
+def _is_no_time() -> bool:
+    """Whether this is no call of its own: within another module's, in a backward pass, traced or being compiled.
+
+    Nor is one by ``torch.func`` with what stands in for the module's parameters, or of many samples at once.
+    """
+    if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling() or torch._C._get_tracing_state():
+        return True
+    if _get_current_dispatch_mode_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        if frame.f_code is _CALL_WITH_OTHERS:
+            return True
+        calls += frame.f_code is _CALL
+        frame = frame.f_back
+    return calls > 1
+
+
+_CALL = nn.Module._call_impl.__code__
+_CALL_WITH_OTHERS = stateless._functional_call.__code__
+
+
+def living(kind: type[Any]) -> list[Any]:
+    """Every object of ``kind`` that is alive. By its true type: a proxy may do anything when it is asked for its."""
+    return living_of(kind)[0]
+
+
+def living_of(*kinds: type[Any]) -> list[list[Any]]:
+    """As ``living``, of each of ``kinds``, none of them part of another: a look at all objects takes a while."""
+    found: list[list[Any]] = [[] for _ in kinds]
+    # By identity: a class is no key where its metaclass has an ``__eq__`` and no ``__hash__``.
+    lists = {id(one): found[number] for number, kind in enumerate(kinds) for one in _with_subclasses(kind)}
+    for one in all_objects():
+        if id(type(one)) in lists:
+            lists[id(type(one))].append(one)
+    return found
+
+
+def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
+    kinds, more = {kind}, [kind]
+    while more:
+        new = [one for one in type.__subclasses__(more.pop()) if one not in kinds]
+        kinds.update(new)
+        more += new
+    return kinds
+
+
+def roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that lie in no other one."""
+    found = {id(module): module for module in modules if "_modules" in vars(module)}
+    below = {id(child) for module in found.values() for child in module._modules.values() if child is not None}
+    return [module for key, module in found.items() if key not in below]
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(_bytes(parameter) for parameter in module.parameters())
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    return 0 if isinstance(parameter, UninitializedParameter) else parameter.numel() * parameter.element_size()

@@ -1,0 +1,57 @@
+"""Being told when PyTorch has been imported, without importing it: many programs never do, or only after a while."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+
+
+def when_imported(then: Callable[[], None]) -> None:
+    """Call ``then`` as soon as ``torch`` has been imported as a whole: now, if it has been already."""
+    if "torch" in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(then))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """The first finder that is asked; it finds nothing itself, and is gone when ``torch`` has been imported.
+
+    Libraries ask where ``torch`` is long before somebody imports it, or without anybody ever doing so.
+    """
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self._asking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch" or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
+        if spec is None or spec.loader is None:
+            return spec
+        loader = spec.loader
+        others = vars(loader).get("exec_module")  # of another one that waits for it
+
+        def exec_module(module: types.ModuleType) -> None:
+            if others is None:
+                del vars(loader)["exec_module"]
+            else:
+                vars(loader)["exec_module"] = others
+            loader.exec_module(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._then()
+
+        vars(loader)["exec_module"] = exec_module
+        return spec

@@ -1,0 +1,149 @@
+"""Rehearsing a program's model unnoticed: its random numbers, its output, its hooks and its warnings are its own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import random
+import sys
+import threading
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_ASKED = "transformers.utils.import_utils"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@contextlib.contextmanager
+def unseen(model: nn.Module) -> Iterator[None]:
+    """Within: ``model`` may be copied and the copy be called, and nothing of that shows.
+
+    The program's own hooks on modules are not there meanwhile: they would be called with tensors without values.
+    """
+    with quiet(), _without_hooks(model), _no_transformers(), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within: nothing is printed or warned of, and random numbers are put back in the end."""
+    with same_random_numbers(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """The generators go on afterwards as if nothing had been drawn."""
+    numpy = sys.modules.get("numpy")
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    before: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in model.modules():
+            for name in _HOOKS:
+                hooks = vars(module)[name]
+                if hooks:
+                    before.append((module, name, hooks))
+                    kept = [(number, hook) for number, hook in hooks.items() if _is_part_of_model(hook)]
+                    vars(module)[name] = OrderedDict(kept)
+        yield
+    finally:
+        for module, name, hooks in before:
+            vars(module)[name] = hooks
+
+
+@contextlib.contextmanager
+def _no_transformers() -> Iterator[None]:
+    """A program that has not imported transformers has no model of theirs, and importing it takes a second.
+
+    A trace looks for this module of theirs, to replace what models ask of it, and imports it where it is missing.
+    """
+    if "transformers" in sys.modules or torch.cuda.is_initialized():  # what predicts a GPU's memory imports it
+        yield
+        return
+    sys.modules[_ASKED] = types.ModuleType(_ASKED)
+    try:
+        yield
+    finally:
+        del sys.modules[_ASKED]
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Within, functions that PyTorch hides from Dynamo are called without importing it, which takes a second.
+
+    Their wrappers (torch/_compile.py) import it at their first call; as long as nobody has, nothing is compiled. What
+    a wrapper keeps of it is taken back in the end. Nothing is done while another thread could see it.
+    """
+    if "torch._dynamo" in sys.modules or threading.active_count() > 1:
+        yield
+        return
+    called: list[Any] = []
+
+    def disable(function: Any, recursive: bool = True, *, wrapping: bool = True) -> Any:
+        called.append(function)
+        return function
+
+    stand_in: Any = types.ModuleType("torch._dynamo")
+    stand_in.disable = disable
+    sys.modules["torch._dynamo"] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["torch._dynamo"]
+        vars(torch).pop("_dynamo", None)
+        for function in called:
+            vars(function).pop("__dynamo_disable", None)
+
+
+def _is_part_of_model(hook: Any) -> bool:
+    """PyTorch's own hooks compute (``weight_norm`` makes the weight in one)."""
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.")
+
+
+def example_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> Mapping[str, Any] | Sequence[Any] | None:
+    """The arguments of a call as ``brim.fit`` takes an example; None where they are not known, or not of one kind."""
+    if kwargs is None:
+        return None
+    args, kwargs = _detached(args), _detached(dict(kwargs))
+    if not kwargs:
+        return tuple(args)
+    if not args:
+        return dict(kwargs)
+    try:
+        parameters = inspect.signature(model.forward).parameters
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # the program's mistake, which its own call will tell of
+        return None
+    made: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = parameters[name].kind
+        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
+            return None
+        made |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return made
+
+
+def _detached(values: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, values)

@@ -1,0 +1,193 @@
+"""A program that has imported PyTorch: its models are watched for; what planning needs is imported at the first."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from brim.core.hardware import RAM, VRAM
+from brim.errors import BrimError, UsageError
+from brim.measure.capacity import amount_bytes
+from brim.run.script.hooks import Call, Watcher
+from brim.run.script.settings import VISIBLE, Settings
+
+if TYPE_CHECKING:
+    from brim.run.script.ample import Ample
+    from brim.run.script.decide import Decisions
+    from brim.run.script.device import PretendedDevice
+    from brim.run.script.moves import DeferredMoves
+    from brim.run.script.outcome import Outcome
+    from brim.run.script.unified import Unified
+
+_SMALL_BYTES = 1 << 20
+_SMALL_SHARE = 64  # of the budget: what is less is nothing to plan with
+_TRIES = 3  # calls of a model with gradients until its optimizer is made
+
+
+class Launched:
+    """What brim does to a program. ``refusal`` is the error that it ended the program with, if it did."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.refusal: BrimError | None = None
+        self._watcher = Watcher(self._decide, small_bytes=_small_bytes(settings))
+        self._ample: Ample | None = None
+        self._decisions: Decisions | None = None
+        self._device: PretendedDevice | None = None
+        self._unified: Unified | None = None
+        self._moves: DeferredMoves | None = None
+        self._tries: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [] if self._decisions is None else self._decisions.outcomes
+
+    def begin(self) -> None:
+        """PyTorch has just been imported.
+
+        Raises UnsupportedError for unified mode without CUDA or RMM, UsageError for a GPU that is not there.
+        """
+        try:
+            self._begin()
+        except BrimError as error:
+            self.refusal = error
+            raise
+
+    def _begin(self) -> None:
+        if self.settings.index is not None:
+            _check_alone(self.settings.device)
+            self.settings = replace(self.settings, device="cuda")
+        if self.settings.device == "cpu" and not _sees_cuda():
+            from brim.run.script.device import PretendedDevice
+
+            self._device = PretendedDevice()
+            self._device.begin()
+        if self.settings.mode == "unified":
+            self._begin_unified()
+        if self.settings.mode in ("auto", "stream"):
+            if self.settings.device != "cpu" and self.settings.vram is not None and _sees_cuda():
+                self._defer(amount_bytes(self.settings.vram, VRAM))
+            self._watcher.begin()
+
+    def _defer(self, vram_bytes: int) -> None:
+        from brim.run.script.moves import DeferredMoves
+
+        moves = self._moves = DeferredMoves(vram_bytes)
+        self._watcher.on_armed = lambda armed: moves.begin() if armed else moves.end()
+
+    def _begin_unified(self) -> None:
+        from brim.run.script.unified import Unified
+
+        self._unified = Unified.for_process(self.settings)
+
+    def end(self) -> None:
+        """The program is over."""
+        self._watcher.end()
+        if self._ample is not None and (told := self._ample.told_at_the_end()) is not None:
+            sys.stderr.write(f"brim: {told}\n")
+        if self._unified is not None:
+            self._unified.tell(sys.stderr)
+        if self.settings.report is not None:
+            from brim.run.script.report import write_report
+
+            write_report(self.settings.report, self.settings, self.outcomes, self._unified)
+        if self._device is not None:
+            self._device.end()
+
+    def explain(self, error: BaseException) -> None:
+        """What ``brim explain`` says of an out-of-memory error, on stderr; nothing for another."""
+        from brim.run.script.retry import explanation
+
+        for line in explanation(error):
+            sys.stderr.write(f"brim: {line}\n")
+
+    def _decide(self, call: Call) -> None:
+        outcome = self._without_doubt(call)
+        try:
+            outcome = outcome or self._planned(call)
+        except BrimError as error:
+            self.refusal = error
+            raise
+        if outcome is None:
+            return
+        if self._moves is not None and outcome.choice != "fitted":
+            self._moves.finish(call.model)
+        if outcome.has_optimizer or not any(p.requires_grad for p in call.model.parameters()):
+            return
+        tries = self._tries.get(call.model, 0)
+        if outcome.task == "forward" or tries < _TRIES:  # it may be trained later
+            self._tries[call.model] = tries + (outcome.task == "train")
+            self._watcher.watch_again(call.model)
+
+    def _without_doubt(self, call: Call) -> Outcome | None:
+        """None where a prediction is needed: for the report, and after another model has needed one."""
+        if self.settings.report is not None or self._decisions is not None:
+            return None
+        from brim.run.script.ample import Ample
+        from brim.run.script.needs import living_optimizers
+
+        if self._ample is None:
+            self._ample = Ample(self.settings)
+        call = replace(call, optimizers=living_optimizers(call))
+        return self._ample.outcome(call)
+
+    def _planned(self, call: Call) -> Outcome | None:
+        from brim.run.script.decide import Decisions
+
+        if self._decisions is None:
+            bounded = () if self._ample is None else self._ample.outcomes
+            self._decisions = Decisions(self.settings, self._give_up, bounded)
+        return self._decisions.decide(call)
+
+    def _give_up(self, name: str, why: str) -> str | None:
+        """What else can hold a model that cannot be planned."""
+        if self.settings.mode != "auto" or not torch.cuda.is_available() or self.settings.device == "cpu":
+            return None
+        from brim.run.script.unified import Unified, is_installed
+
+        if not is_installed():
+            return None
+        if self._unified is None:
+            self._unified = Unified.for_thread(self.settings)
+        sys.stderr.write(f"brim: {name} is left to unified memory: {why}\n")
+        return "unified"
+
+
+def _small_bytes(settings: Settings) -> int:
+    amounts = ((settings.vram, RAM if settings.device == "cpu" else VRAM), (settings.ram, RAM))
+    given = [amount_bytes(amount, tier) for amount, tier in amounts if amount is not None]
+    return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in given)]))
+
+
+def _check_alone(device: str) -> None:
+    """Raise UsageError where the one GPU that the program was to see is not there, or CUDA was set up before."""
+    visible = os.environ.get(VISIBLE, "")
+    if torch.cuda.is_initialized():
+        raise UsageError(
+            f"Device {device!r} was asked for.",
+            "CUDA is in use in this process already.",
+            f"Set {VISIBLE}={visible} before the program starts.",
+        )
+    if not torch.cuda.device_count():
+        raise UsageError(f"Device {device!r} was asked for.", f"torch sees no such GPU ({VISIBLE}={visible}).")
+
+
+def _sees_cuda() -> bool:
+    """Whether there is a CUDA device, without setting CUDA up: a program may still choose ``CUDA_VISIBLE_DEVICES``
+    and fork children that use CUDA. NVIDIA's management library tells; where it is missing, CUDA itself has to."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"  # PyTorch's own setting, read at each call
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

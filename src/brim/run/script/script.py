@@ -1,0 +1,129 @@
+"""A script or a module run as ``python`` runs it: as ``__main__`` of this process, with its own tracebacks.
+
+Sources: CPython, Modules/main.c and Python/pythonrun.c (what ``__main__``, ``sys.argv`` and ``sys.path`` hold, and
+how an exception ends the process); coverage.py, which replaces ``__main__`` in the same way.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import io
+import os
+import pkgutil
+import runpy
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+_OWN = str(Path(__file__).parents[2]) + os.sep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What to run: a file (or a folder or archive with a ``__main__.py``), or with ``is_module`` a dotted name."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+
+def execute(program: Program) -> None:
+    """Run ``program`` as ``__main__``. Whatever it raises comes out as it is; ``end_as_python`` ends the process."""
+    main = types.ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    if program.is_module:
+        sys.argv = ["-m", *program.arguments]
+        _replace_first_path(os.getcwd())  # noqa: PTH109
+        runpy._run_module_as_main(program.target)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        return
+    sys.argv = [program.target, *program.arguments]
+    if pkgutil.get_importer(program.target) is not None:
+        _replace_first_path(os.path.abspath(program.target), in_any_case=True)  # noqa: PTH100
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    _replace_first_path(os.path.dirname(os.path.realpath(program.target)))  # noqa: PTH120
+    _execute_file(main, program.target)
+
+
+def _replace_first_path(folder: str, *, in_any_case: bool = False) -> None:
+    """Python put the folder of its own script first, unless it was told to be safe (``-P``)."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+    elif in_any_case:
+        sys.path.insert(0, folder)
+
+
+def _execute_file(main: types.ModuleType, target: str) -> None:
+    # As Python has it since 3.9: absolute, and otherwise as it was typed.
+    path = target if os.path.isabs(target) else os.path.join(os.getcwd(), target)  # noqa: PTH109, PTH117, PTH118
+    loader: importlib.machinery.SourceFileLoader | importlib.machinery.SourcelessFileLoader
+    if path.endswith(".pyc"):
+        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+        assert code is not None, "a file without source is code or an error"
+    else:
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    exec(code, vars(main))
+
+
+def end_as_python(error: BaseException) -> None:
+    """Tell of ``error`` as ``python script.py`` would, and nothing more when it goes on up to the interpreter.
+
+    That one then does the rest: exit code 1, or for Ctrl-C death by the signal, after threads and ``atexit``.
+    """
+    strip(error)
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception as failed:
+        failure: Exception | None = failed
+    else:
+        failure = None
+    if failure is not None:
+        sys.stderr.write("Error in sys.excepthook:\n")
+        strip(failure)
+        sys.__excepthook__(type(failure), failure, failure.__traceback__)
+        sys.stderr.write("\nOriginal exception was:\n")
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    sys.excepthook = lambda *_: None
+
+
+def strip(error: BaseException) -> None:
+    """Take brim's frames out of the traceback of ``error`` and of what it came from, unless brim raised it itself.
+
+    An error in the launcher itself is the program's: it could not be compiled.
+    """
+    todo: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        todo += [one.__cause__, one.__context__]
+        frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
+        raised_here = frames and _is_own(frames[-1]) and frames[-1].f_code.co_filename != __file__
+        if not raised_here or isinstance(one, KeyboardInterrupt):
+            one.__traceback__ = _without_own(one.__traceback__)
+
+
+def _is_own(frame: types.FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OWN)
+
+
+def _without_own(trace: types.TracebackType | None) -> types.TracebackType | None:
+    kept = []
+    while trace is not None:
+        if not _is_own(trace.tb_frame):
+            kept.append(trace)
+        trace = trace.tb_next
+    made: types.TracebackType | None = None
+    for one in reversed(kept):
+        made = types.TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return made

@@ -1,0 +1,81 @@
+"""What ``brim run`` was told: a leaf, which needs no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brim.errors import UsageError
+from brim.units import parse_bytes
+
+MODES = ("auto", "stream", "unified", "off")
+DEVICES = ("auto", "cuda", "cpu")
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # what CUDA reads when it is first used
+REPORTS = (".html", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What ``brim run`` was told. None for a budget: what is free less a tenth.
+
+    ``managed``: in unified mode, managed memory instead of page-locked host memory; ``insist``: also more of it than
+    the device has free, which can hang a driver. ``device`` is one of ``DEVICES``, or one GPU of several ("cuda:1"):
+    the program then sees no other. ``report``: where to write what became of the program's modules.
+    """
+
+    vram: str | int | None = None
+    ram: str | int | None = None
+    mode: str = "auto"
+    device: str = "auto"
+    report: Path | None = None
+    managed: bool = False
+    insist: bool = False
+
+    def __post_init__(self) -> None:
+        kind, colon, number = self.device.partition(":")
+        numbered = kind == "cuda" and colon and number.isdecimal()
+        device = kind if numbered else self.device
+        for name, value, known in (("mode", self.mode, MODES), ("device", device, DEVICES)):
+            if value not in known:
+                raise UsageError(f"{name}={value!r} was asked of brim run.", f"Known are {', '.join(known)}.")
+        for amount in (self.vram, self.ram):
+            if amount is not None:
+                parse_bytes(amount, 1)  # of a share, only whether it is one
+        if self.report is not None and self.report.suffix not in REPORTS:
+            raise UsageError(
+                f"A report was to be written to {self.report}.",
+                f"Its name ends with {self.report.suffix or 'nothing'}.",
+                f"Known are {' and '.join(REPORTS)}.",
+            )
+
+    @property
+    def index(self) -> int | None:
+        """Of the one GPU that the program is to have."""
+        number = self.device.partition(":")[2]
+        return int(number) if number else None
+
+    def show_alone(self, environment: MutableMapping[str, str]) -> None:
+        """Let a process with this environment, and those that it starts, see that GPU alone.
+
+        What they call ``cuda`` is that one, in every thread.
+
+        Raises UsageError where ``CUDA_VISIBLE_DEVICES`` does not list it.
+        """
+        assert self.index is not None
+        visible = environment.get(VISIBLE)
+        shown = None if visible is None else visible.split(",")
+        if shown is not None and self.index >= len(shown):
+            raise UsageError(f"Device {self.device!r} was asked for.", f"{VISIBLE} is {visible}.")
+        environment[VISIBLE] = str(self.index) if shown is None else shown[self.index].strip()
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str]) -> Settings:
+        """From ``BRIM_VRAM``, ``BRIM_RAM``, ``BRIM_MODE``, ``BRIM_DEVICE``, ``BRIM_REPORT``; an empty one is none."""
+        found: dict[str, Any] = {}
+        for name in ("vram", "ram", "mode", "device", "report"):
+            value = environment.get(f"BRIM_{name.upper()}", "")
+            if value:
+                found[name] = Path(value) if name == "report" else value
+        return cls(**found)

@@ -1,0 +1,230 @@
+"""Unified memory: VRAM until a budget is reached, and beyond it host memory that the GPU reads over the link.
+
+For programs that cannot be taken apart (tensors without modules, CUDA code of one's own): PyTorch allocates through
+RMM, whatever for. Unlike a plan, this does not know what will be needed next, and what lies on the host is read at
+the link's rate each time: the statistics say how much does.
+
+Sources: RMM's Python interface (``rmm.mr``, ``rmm.allocators.torch``); PyTorch, torch/cuda/memory.py
+(``CUDAPluggableAllocator``, ``MemPool``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TextIO
+
+import torch
+
+from brim.errors import BudgetError, UnsupportedError, UsageError
+from brim.run.script.settings import Settings
+from brim.units import format_bytes, parse_bytes
+
+_FREE_SHARE = 0.9
+_WARN_SHARE = 0.1  # of the bytes asked for: from there on the time goes where the host's bytes are read
+_TODO = "Install brim[unified] on a machine with an NVIDIA GPU, or use --mode stream."
+
+
+class Resource(Protocol):
+    """As RMM's memory resources are."""
+
+    def allocate(self, nbytes: int, stream: Any) -> int: ...
+    def deallocate(self, ptr: int, nbytes: int, stream: Any) -> None: ...
+
+
+def is_installed() -> bool:
+    """Whether RMM is there. It is not imported."""
+    return importlib.util.find_spec("rmm") is not None
+
+
+class Spilling:
+    """Bytes from ``device`` up to ``limit_bytes``, and from ``host`` beyond, up to ``host_limit_bytes``.
+
+    Its ``allocate`` and ``deallocate`` are what RMM's ``CallbackMemoryResource`` calls. A request that the device
+    refuses goes to the host as well. Where both are full: MemoryError, as RMM has it.
+    """
+
+    def __init__(self, device: Resource, host: Resource, *, limit_bytes: int, host_limit_bytes: int) -> None:
+        self._device, self._host = device, host
+        self.limit_bytes, self.host_limit_bytes = limit_bytes, host_limit_bytes
+        self.held_bytes = self.peak_bytes = 0
+        self.spilled_bytes = self.spilled_peak_bytes = 0
+        self.asked_bytes = self.asked_spilled_bytes = 0  # over all time
+        self._on_host: set[int] = set()
+        self._lock = threading.RLock()  # while it is held the garbage collector may free a tensor
+
+    def allocate(self, nbytes: int, stream: Any) -> int:
+        with self._lock:
+            self.asked_bytes += nbytes
+            if self.held_bytes + nbytes <= self.limit_bytes:
+                try:
+                    address = self._device.allocate(nbytes, stream)
+                except MemoryError:  # somebody else uses the device too
+                    return self._spill(nbytes, stream)
+                self.held_bytes += nbytes
+                self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+                return address
+            return self._spill(nbytes, stream)
+
+    def _spill(self, nbytes: int, stream: Any) -> int:
+        if self.spilled_bytes + nbytes > self.host_limit_bytes:
+            raise MemoryError(
+                f"{format_bytes(nbytes)} were asked for: {format_bytes(self.held_bytes)} of "
+                f"{format_bytes(self.limit_bytes)} of VRAM and {format_bytes(self.spilled_bytes)} of "
+                f"{format_bytes(self.host_limit_bytes)} of RAM are held (out of memory)"
+            )
+        address = self._host.allocate(nbytes, stream)
+        self._on_host.add(address)
+        self.spilled_bytes += nbytes
+        self.spilled_peak_bytes = max(self.spilled_peak_bytes, self.spilled_bytes)
+        self.asked_spilled_bytes += nbytes
+        return address
+
+    def deallocate(self, ptr: int, nbytes: int, stream: Any) -> None:
+        with self._lock:
+            if ptr in self._on_host:
+                self._on_host.discard(ptr)
+                self.spilled_bytes -= nbytes
+                self._host.deallocate(ptr, nbytes, stream)
+            else:
+                self.held_bytes -= nbytes
+                self._device.deallocate(ptr, nbytes, stream)
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "vram_limit": self.limit_bytes,
+            "vram_peak": self.peak_bytes,
+            "spilled_now": self.spilled_bytes,
+            "spilled_peak": self.spilled_peak_bytes,
+            "asked": self.asked_bytes,
+            "asked_spilled": self.asked_spilled_bytes,
+        }
+
+
+class AfterItsStream:
+    """Host memory that is freed when the work that was given to its stream is done: kernels may still read it."""
+
+    def __init__(self, upstream: Resource) -> None:
+        self._upstream = upstream
+
+    def allocate(self, nbytes: int, stream: Any) -> int:
+        return self._upstream.allocate(nbytes, stream)
+
+    def deallocate(self, ptr: int, nbytes: int, stream: Any) -> None:
+        stream.synchronize()
+        self._upstream.deallocate(ptr, nbytes, stream)
+
+
+class Unified:
+    """Unified memory in force. ``spilling`` tells what went where."""
+
+    def __init__(self, spilling: Spilling, allocator: Any, leave: Callable[[], None]) -> None:
+        self.spilling, self._allocator, self._leave = spilling, allocator, leave
+
+    @classmethod
+    def for_process(cls, settings: Settings) -> Unified:
+        """PyTorch allocates here from now on, in all threads. To be called before CUDA is first used.
+
+        Raises UnsupportedError without CUDA or RMM, or when CUDA is in use already; UsageError for more managed
+        memory than the device has free.
+        """
+        allocator = _allocator()
+        try:  # first of all: whatever else asks PyTorch about the device has it set up its own allocator
+            torch.cuda.memory.change_current_allocator(allocator)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                "Unified memory was to be put under PyTorch's CUDA tensors.",
+                f"The program has an allocator of its own, or has used CUDA already: {error}",
+                "Use --mode stream with it.",
+            ) from error
+        return cls(_spilling(settings), allocator, lambda: None)
+
+    @classmethod
+    def for_thread(cls, settings: Settings) -> Unified:
+        """What this thread allocates from now on comes from here, through PyTorch's caching allocator.
+
+        For one model of a program whose others are planned. Threads of the backward pass keep allocating as ever.
+        """
+        allocator, spilling = _allocator(), _spilling(settings)
+        pool = torch.cuda.MemPool(allocator.allocator())
+        context: AbstractContextManager[None] = torch.cuda.use_mem_pool(pool)
+        context.__enter__()
+
+        def leave() -> None:
+            context.__exit__(None, None, None)
+
+        return cls(spilling, (allocator, pool), leave)
+
+    def statistics(self) -> dict[str, int]:
+        """Bytes: held at most, spilled now and at most, and asked for over all time."""
+        return self.spilling.statistics()
+
+    def tell(self, stream: TextIO) -> None:
+        """One line on what spilled, where anything did."""
+        found = self.spilling
+        if found.asked_spilled_bytes:
+            share = found.asked_spilled_bytes / max(1, found.asked_bytes)
+            slow = " The time goes there: a plan (--mode stream) reads ahead." if share >= _WARN_SHARE else ""
+            stream.write(
+                f"brim: {format_bytes(found.spilled_peak_bytes)} at most lay in RAM, {share:.0%} of what was "
+                f"asked for.{slow}\n"
+            )
+
+    def end(self) -> None:
+        """Allocate as before, where that can be undone."""
+        self._leave()
+
+
+def _allocator() -> Any:
+    """RMM's allocator for PyTorch. Nothing is allocated, and CUDA is not set up."""
+    asked = "Unified memory was asked for."
+    if not torch.cuda.is_available():
+        raise UnsupportedError(asked, "torch sees no CUDA device here.", _TODO)
+    if not is_installed():
+        raise UnsupportedError(asked, "RMM is not installed.", _TODO)
+    from rmm.allocators.torch import rmm_torch_allocator
+
+    return rmm_torch_allocator
+
+
+def _spilling(settings: Settings) -> Spilling:
+    """What RMM's allocator asks from now on."""
+    import rmm
+
+    # RMM's figure: PyTorch's comes from the driver too, but with PyTorch's own allocator set up on the way.
+    free, total = map(int, rmm.mr.available_device_memory())
+    limit = int(free * _FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram, total)
+    if limit == 0:
+        raise BudgetError(
+            "Unified memory was asked for.", "A budget of no VRAM at all was given.", "Give --vram 64MiB or more."
+        )
+    host_limit = _host_bytes(settings)
+    host: Resource
+    if settings.managed:
+        check_managed(host_limit, free - limit, insist=settings.insist)
+        host = rmm.mr.PrefetchResourceAdaptor(rmm.mr.ManagedMemoryResource())
+    else:
+        host = AfterItsStream(rmm.mr.PinnedHostMemoryResource())
+    device = rmm.mr.CudaAsyncMemoryResource()
+    spilling = Spilling(device, host, limit_bytes=limit, host_limit_bytes=host_limit)
+    rmm.mr.set_current_device_resource(rmm.mr.CallbackMemoryResource(spilling.allocate, spilling.deallocate))
+    return spilling
+
+
+def _host_bytes(settings: Settings) -> int:
+    from brim.core.hardware import RAM
+    from brim.measure.capacity import amount_bytes, free_bytes
+
+    return int(free_bytes(RAM) * _FREE_SHARE) if settings.ram is None else amount_bytes(settings.ram, RAM)
+
+
+def check_managed(wanted_bytes: int, free_bytes: int, *, insist: bool) -> None:
+    """Raises UsageError for more managed memory than the device has free: that has hung drivers."""
+    if wanted_bytes > free_bytes and not insist:
+        raise UsageError(
+            f"{format_bytes(wanted_bytes)} of managed memory were asked for.",
+            f"The device has {format_bytes(max(0, free_bytes))} free beside the budget; more can hang a driver.",
+            f"Give --ram {max(0, free_bytes) >> 20}MiB, or insist with --insist.",
+        )

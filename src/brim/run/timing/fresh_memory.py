@@ -1,0 +1,35 @@
+"""What pages that are new to a process cost a step on this machine: measured once, and remembered."""
+
+from __future__ import annotations
+
+import torch
+
+from brim.core import Hardware
+from brim.core.hardware import RAM
+from brim.measure.bandwidth import fresh_memory_s_per_byte
+from brim.measure.probe import probe
+from brim.memory.heap_retention import kept_limits
+from brim.run.timing.measurement_cache import Remembered
+
+_METHOD = 1  # raised when what is measured, or how, changes
+
+
+def fresh_seconds(hardware: Hardware) -> float:
+    """Seconds for each byte that is written to a new page; 0 for another machine, and where a GPU computes."""
+    if hardware.compute != RAM or (hardware.name, RAM) != ((here := probe(device="cpu")).name, here.compute):
+        return 0.0
+    memory = Remembered("fresh-memory", (_METHOD, hardware.name, torch.__version__, torch.get_num_threads()))
+    known = memory.get("s_per_byte")
+    if known is None:
+        known = [fresh_memory_s_per_byte()]
+        memory.keep({"s_per_byte": known})
+    return known[0]
+
+
+def given_back(in_use_bytes: int, budget_bytes: int) -> float:
+    """The share of a step's memory that a run gives back and asks for anew, as its budget has no room to keep it."""
+    limits = kept_limits(in_use_bytes, budget_bytes)
+    return 1.0 if limits is None else 1.0 - limits.share
+
+
+__all__ = ["fresh_seconds", "given_back"]

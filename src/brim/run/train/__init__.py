@@ -1,0 +1,1 @@
+"""``brim train``: one loop over a plan's schedule, inside a budget."""

@@ -1,0 +1,81 @@
+"""Whether what is to be saved is a model at all: in a training that has diverged, values are no finite numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from brim.errors import ModelError
+from brim.run.checkpoint import reading as checkpoint_reading
+from brim.run.train.report import StepReport
+
+_FLOAT8_PIECE = 1 << 20  # elements that are widened at once: there is no minimum of 8-bit floats
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite numbers. It reads them once and takes no memory for it.
+
+    Of a tensor that is split over ranks, this rank's part.
+    """
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    if tensor.numel() == 0 or not tensor.is_floating_point():
+        return True
+    if tensor.element_size() == 1:
+        return all(is_finite(piece.float()) for piece in tensor.reshape(-1).split(_FLOAT8_PIECE))
+    least, most = torch.aminmax(tensor)  # either is NaN where any value is
+    return math.isfinite(least.item()) and math.isfinite(most.item())
+
+
+def finite(
+    values: Iterable[tuple[str, torch.Tensor]], names: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``values`` as they come; raises ModelError at the first of ``names`` (None: any) that is not finite."""
+    for name, value in values:
+        if (names is None or name in names) and not is_finite(value):
+            raise diverged(name)
+        yield name, value
+
+
+def diverged(name: str) -> ModelError:
+    """What ends a training whose weights or optimizer states are no finite numbers."""
+    return ModelError(
+        "The model was to be saved as it is now.",
+        f"{name} has values that are not finite: the training has diverged. What was saved before is as it was.",
+        "Lower --lr or set --clip-norm 1.0; --resume goes on from the last checkpoint. --allow-non-finite saves it "
+        "all the same.",
+    )
+
+
+def check_loss(report: StepReport, output: Path) -> None:
+    """Raise ModelError for a loss that is no finite number. Nothing of that step was saved."""
+    if not math.isfinite(report.loss):
+        raise _spoilt(report.step, f"Its loss is {report.loss}.", output)
+
+
+@contextlib.contextmanager
+def overflow_told(step: int, output: Path) -> Iterator[None]:
+    """Optimizers that are not fused multiply tensors by numbers: PyTorch refuses one that their type has not."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "without overflow" not in str(error):
+            raise
+        raise _spoilt(step, "Its update has a factor beyond what the weights' type can hold.", output) from error
+
+
+def _spoilt(step: int, found: str, output: Path) -> ModelError:
+    saved = checkpoint_reading.steps(output)
+    goes_on = "No checkpoint was saved yet (--save-every)."
+    if saved:
+        goes_on = f"--resume goes on from step {saved[-1]}; where its weights are spoilt already, delete that one."
+    return ModelError(
+        f"Step {step} was to be trained.",
+        found,
+        f"Lower --lr, set --clip-norm 1.0, or look at the data of that step. {goes_on}",
+    )

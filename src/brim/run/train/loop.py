@@ -1,0 +1,325 @@
+"""``brim train``: one loop over a plan's schedule, which goes one rung down when memory runs out after all."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from brim import accelerator
+from brim.core import Timeline
+from brim.core.hardware import DISK, RAM, VRAM
+from brim.errors import BrimError, BudgetError, is_out_of_memory
+from brim.measure.monitor import Monitor, Usage
+from brim.measure.nvml import busy_share
+from brim.memory import heap
+from brim.run.data.dataset import Batches
+from brim.run.fit.machine import on
+from brim.run.train.evaluation import evaluate, open_evaluation
+from brim.run.train.finite import check_loss, overflow_told
+from brim.run.train.report import EvaluationReport, Metrics, StepReport
+from brim.run.train.request import Request, Training
+from brim.run.train.saving import Saver
+from brim.run.train.session import Session, Terms
+from brim.run.train.setup import Setup, claim, set_up
+from brim.run.train.state import restore_rng, rng_state
+from brim.techniques.micro_batch import split
+from brim.techniques.optimizers import set_lr
+from brim.units import format_bytes
+
+
+def train(
+    request: Request,
+    *,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+    on_note: Callable[[str], None] = lambda text: None,
+    on_evaluation: Callable[[EvaluationReport], None] = lambda report: None,
+    foresee: bool = False,
+) -> Training:
+    """Train inside the budget. ``on_stage`` hears what is being done, ``on_step`` every step, ``on_note`` surprises,
+    ``on_evaluation`` the loss of ``eval_data``.
+    With ``foresee`` the result has the Timeline of a step as the plan foresees it, which takes one more tracing.
+
+    Writes ``metrics.jsonl`` and checkpoints into the output folder, and at the end the model itself. Raises
+    UsageError and ModelError for what was given, BudgetError (with the smallest budget that does) when nothing fits,
+    ModelError for a loss that is no number, TransferError when a disk refuses.
+    """
+    request.check()
+    with on(request.device) as device:
+        return _train(replace(request, device=device), on_stage, on_step, on_note, on_evaluation, foresee=foresee)
+
+
+def _train(
+    request: Request,
+    on_stage: Callable[[str], None],
+    on_step: Callable[[StepReport], None],
+    on_note: Callable[[str], None],
+    on_evaluation: Callable[[EvaluationReport], None],
+    *,
+    foresee: bool,
+) -> Training:
+    heap.return_freed_memory()
+    stage = "measuring this machine (once)"
+
+    def enter(now: str) -> None:
+        nonlocal stage
+        stage = now
+        on_stage(now)
+
+    try:
+        enter(stage)
+        with claim(request) as output:
+            setup = set_up(request, output, enter)
+            enter("opening the model and planning")
+            with Monitor() as monitor:
+                run = _Run(setup, on_note, on_evaluation, foresee=foresee)
+                try:
+                    enter("training")
+                    run.train(on_step)
+                    enter("saving")
+                    run.finish()
+                finally:
+                    run.close()
+            return run.result(monitor.usage())
+    except (RuntimeError, MemoryError, OSError) as error:
+        if isinstance(error, BrimError) or not is_out_of_memory(error):
+            raise
+        raise _ran_out(stage, error) from error
+
+
+def _ran_out(stage: str, error: BaseException) -> BudgetError:
+    """Memory that ran out elsewhere than in a step, where there is no smaller plan to go on with."""
+    return BudgetError(
+        f"A training was at this: {stage}.",
+        f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
+        "End other programs, and go on with --resume: checkpoints that were saved are as they were.",
+    )
+
+
+class _Run:
+    """A training from its first step, or the one that it is resumed at, to its last."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        on_note: Callable[[str], None],
+        on_evaluation: Callable[[EvaluationReport], None],
+        *,
+        foresee: bool = False,
+    ) -> None:
+        self._on_evaluation = on_evaluation
+        self.evaluations: list[EvaluationReport] = []
+        self._setup, self._request, self._on_note = setup, setup.request, on_note
+        self.losses: list[float] = []
+        self.times_s: list[float] = []
+        self.notes: list[str] = []
+        self.disk_bytes = 0
+        self.timeline = Timeline("", measured=True)
+        self.predicted: Timeline | None = None
+        self._terms: Terms = replace(setup.terms(), foresee=foresee)
+        self._batches: Batches = setup.batches()
+        self._evaluated = open_evaluation(setup.request, setup.folder)
+        self._steps = setup.steps(self._batches)
+        self._saver = Saver(setup)
+        self.session, self._next = self._saver.start(self._terms, self._batches)
+        self._note_session()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._saver.close)
+            undo.callback(self.session.close)
+            if setup.request.overwrite:
+                setup.output.begin()
+            self._metrics = self._new_metrics()
+            undo.callback(self._metrics.close)
+            for text in self._saver.notes:
+                self._note(text)
+            undo.pop_all()
+
+    def _new_metrics(self) -> Metrics:
+        request = self._request
+        shown = {name: value for name, value in vars(request).items() if isinstance(value, str | int | float)}
+        return Metrics(self._setup.output.path, resumed_at=self._next, report_to=request.report_to, settings=shown)
+
+    def _note_session(self) -> None:
+        self.session_plan = self.session.plan
+
+    def train(self, on_step: Callable[[StepReport], None]) -> None:
+        while self._next < self._steps:
+            before = self._batches.state_dict()
+            report = self._one_step(next(self._batches), before)
+            if report is None:
+                continue  # the rung was changed, and with it perhaps the step to go on with
+            self.losses.append(report.loss)
+            self.times_s.append(report.step_s)
+            self._metrics.write(report)
+            on_step(report)
+            if not self._request.allow_non_finite:
+                check_loss(report, self._setup.output.path)
+            every = self._request.save_every
+            if every and self._next % every == 0 and self._next < self._steps:
+                self._saver.save(self.session, self._next, self._batches)
+            told = self._request.eval_every
+            if self._next == self._steps or (told and self._next % told == 0):
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        """The loss of the data that was given for that; where memory runs out, one rung down and once more."""
+        if self._evaluated is None:
+            return
+        begin_s = time.perf_counter()
+        try:
+            loss = evaluate(self.session.fitted, self._evaluated, self._request.seq)
+        except (RuntimeError, MemoryError, OSError, BudgetError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = " ".join(str(error).split()) or type(error).__name__
+        else:
+            report = EvaluationReport(step=self._next, loss=loss, seconds=time.perf_counter() - begin_s)
+            self.evaluations.append(report)
+            self._metrics.evaluated(report)
+            self._on_evaluation(report)
+            return
+        step = self._next
+        self._one_rung_down(failure)
+        if self._next == step:  # else the steps from there on are repeated, and this with them
+            self._evaluate()
+
+    def _one_step(self, batch: dict[str, torch.Tensor], before: dict[str, Any]) -> StepReport | None:
+        """One step, or None when it has to be repeated because memory ran out."""
+        rng = rng_state()
+        lr = self._request.lr_at(self._next, self._steps)
+        moved = dict(self.session.fitted.memory.recorder.copied_bytes)
+        with Monitor() as monitor:
+            begin_s = time.perf_counter()
+            with overflow_told(self._next + 1, self._setup.output.path):
+                loss, failure = self._attempt(batch, lr)
+            step_s = time.perf_counter() - begin_s
+            usage = monitor.usage()
+        if failure is not None:
+            self._batches.load_state_dict(before)  # what is saved now must be the step's beginning, whoever reads it
+            restore_rng(rng)
+            self._one_rung_down(failure)
+            return None
+        self._next += 1
+        recorder = self.session.fitted.memory.recorder
+        peak = {RAM: usage.ram_peak_bytes - self._terms.start_bytes}
+        if accelerator.in_use():
+            peak[VRAM] = usage.vram_reserved_bytes
+        return StepReport(
+            step=self._next,
+            steps=self._steps,
+            loss=loss,
+            lr=lr,
+            tokens=batch["input_ids"].numel(),
+            step_s=step_s,
+            peak_bytes=peak,
+            moved_bytes={
+                f"{source}->{target}": count - moved.get((source, target), 0)
+                for (source, target), count in recorder.copied_bytes.items()
+            },
+            gpu_use=_gpu_use(),
+        )
+
+    def _attempt(self, batch: dict[str, torch.Tensor], lr: float) -> tuple[float, str | None]:
+        """The loss, or why memory ran out. In a call of its own: the error would keep the step's tensors alive."""
+        session = self.session
+        set_lr(session.fitted.optimizer, lr)
+        try:
+            micros = split(batch, session.fitted.choice.micro_batch)
+            return session.fitted.step(micros, clip_norm=self._request.clip_norm).item(), None
+        except (RuntimeError, MemoryError, OSError, BudgetError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return math.nan, " ".join(str(error).split()) or type(error).__name__
+
+    def _one_rung_down(self, failure: str) -> None:
+        """Save what the step began with, let everything go, and open it again one rung further down."""
+        heap.trim()
+        session, step = self.session, self._next
+        if not session.fitted.is_partly_updated:
+            self._saver.save(session, step, self._batches)
+        rung = session.rung + 1
+        session.close()
+        del session, self.session
+        heap.trim()
+        self.session, self._next = self._saver.restart(self._terms, self._batches, rung)
+        where = "the same step"
+        if self._next != step:
+            where = f"step {self._next + 1}, after the last checkpoint" if self._next else "the beginning"
+            del self.losses[max(0, len(self.losses) - (step - self._next)) :]
+            self._metrics.close()
+            self._metrics = self._new_metrics()
+            self.evaluations = [one for one in self.evaluations if one.step <= self._next]
+        plan = _in_words(self.session)
+        self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
+        self._note_session()
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self._metrics.note(self._next, text)
+        self._on_note(text)
+
+    def finish(self) -> None:
+        """The trained model into the output folder itself."""
+        self.disk_bytes = self.session.fitted.memory.disk_peak_bytes
+        self._saver.export(self.session, self._next, self._batches)
+
+    def result(self, usage: Usage) -> Training:
+        """What came of it, once it is closed. ``usage`` is that of the whole run."""
+        promised = self.session_plan.promise.peak_bytes
+        measured = {RAM: usage.ram_growth_bytes, VRAM: usage.vram_reserved_bytes, DISK: self.disk_bytes}
+        return Training(
+            losses=self.losses,
+            plan=self.session_plan,
+            promised_bytes={tier: promised[tier] for tier in measured if tier in promised},
+            measured_bytes={tier: count for tier, count in measured.items() if tier in promised},
+            step_s=statistics.median(self.times_s) if self.times_s else 0.0,
+            output=self._setup.output.path,
+            notes=self.notes,
+            truncated=self._batches.truncated,
+            evaluations=self.evaluations,
+            timeline=self.timeline,
+            predicted=self.predicted,
+        )
+
+    def close(self) -> None:
+        self._metrics.close()
+        if hasattr(self, "session"):
+            self.timeline, self.predicted = self.session.timelines()
+        self._saver.close()
+        if hasattr(self, "session"):
+            self.session.close()
+
+
+def _gpu_use() -> float | None:
+    """The share of time in which the GPU in use was computing of late; None without one, or where it is not told."""
+    if not torch.cuda.is_initialized():
+        return None
+    return busy_share(f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+
+
+def _in_words(session: Session) -> str:
+    """The plan that is in force, in a few words."""
+    choice = session.fitted.choice
+    words = [f"micro-batches of {choice.micro_batch}"]
+    if choice.in_place:
+        words.append("activations in place")
+    if choice.checkpointing:
+        words.append(f"{next(iter(choice.checkpointing.values()))} checkpointing")
+    if choice.states != "keep":
+        words.append(f"optimizer states in {choice.states}{', one at a time' if choice.brief_buffer else ''}")
+    if choice.activations:
+        words.append("activations offloaded")
+    if choice.streams:
+        words.append("weights streamed")
+    promised = ", ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in session.plan.promise.peak_bytes.items())
+    return f"{', '.join(words)} ({promised})"
+
+
+__all__ = ["Request", "Training", "train"]

@@ -1,0 +1,245 @@
+"""The folder that a training writes to: one training's alone, and nothing is lost that was there before.
+
+The lock is flock(2) on a file in it. The kernel lets go of it however the process ends, SIGKILL included. On NFS,
+Linux takes it on the server, so it holds between machines that mount the folder; where a file system has no locks at
+all, training goes on without, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import shutil
+import socket
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from brim.core.replacing import Identity, identities
+from brim.errors import TransferError, UsageError
+from brim.memory.checkpoint_writing import sync_path, write_safetensors
+from brim.memory.checksums import MANIFEST_NAME as WEIGHTS_MANIFEST_NAME
+from brim.run.checkpoint.manifest import checkpoint_folders, partial_folders
+from brim.run.checkpoint.saver import ADAPTER, MODEL, Tensors
+from brim.run.train.report import METRICS_FILE, WANDB_RUN, steps_told
+
+LOCK_FILE = ".brim.lock"
+_STAGING = ".model.partial"
+_BEGUN = {LOCK_FILE, METRICS_FILE, f".{METRICS_FILE}.partial", "tensorboard", "wandb", WANDB_RUN, _STAGING}
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+class OutputFolder:
+    """``path``, which this process has locked until ``release`` (or the end of the ``with`` block).
+
+    resume: a training that was begun there goes on. overwrite: what is there gives way. ``reads`` are the files and
+    folders that the training reads: none of them is written to, by whatever name.
+
+    Raises UsageError where the folder cannot be written to, holds something else than what may be resumed, or belongs
+    to a training that is under way.
+    """
+
+    def __init__(
+        self, path: Path, *, resume: bool = False, overwrite: bool = False, reads: Iterable[Path] = ()
+    ) -> None:
+        self.path, self._resume, self._overwrite = path, resume, overwrite
+        self._reads = identities(reads)
+        self._lock: int | None = None
+        self._check()
+        self._made = not path.exists()
+        make_writable(path)
+        try:
+            self._take_lock()
+            self._check()  # another training may have begun here meanwhile
+        except BaseException:
+            self.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let others have it. Nothing is left where nothing was written."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self.path / LOCK_FILE).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+        if self._made:
+            with contextlib.suppress(OSError):  # it is not empty
+                self.path.rmdir()
+
+    def begin(self) -> None:
+        """A training begins anew: checkpoints of the one before go, or they would be taken for this one's."""
+        try:
+            for folder in [path for _, path in checkpoint_folders(self.path)] + partial_folders(self.path):
+                shutil.rmtree(folder)
+        except OSError as error:
+            raise TransferError(
+                f"Checkpoints of the training before were to be deleted from {self.path}.", f"{error.strerror}."
+            ) from error
+
+    def refuse(self, reads: Mapping[Identity, Path]) -> None:
+        """Raise UsageError where the folder, or what is in it, is read. ``reads`` is read too, from now on."""
+        self._reads.update(reads)
+        for one, here in identities([self.path]).items():
+            if one not in self._reads:
+                continue
+            found = f"{here.name} in it" if here != self.path else "It"
+            raise UsageError(
+                f"A training was to be written to {self.path}.",
+                f"{found} is {self._reads[one]}, which is read.",
+                "Give another --output.",
+            )
+
+    # -- whose it is
+
+    def _check(self) -> None:
+        """Raise UsageError where what is there is not this training's to write to."""
+        path, asked = self.path, f"A training was to be written to {self.path}."
+        if not path.exists():
+            return
+        self.refuse({})
+        try:
+            names = {entry.name for entry in path.iterdir()} - {LOCK_FILE}
+        except OSError as error:
+            raise _not_writable(path, error) from error
+        if not names or self._overwrite:
+            return
+        if checkpoint_folders(path):
+            if not self._resume:
+                raise UsageError(
+                    asked,
+                    "There are checkpoints of another one.",
+                    "Go on with it by --resume, or give another --output. --overwrite deletes them.",
+                )
+            return
+        begun = names <= _BEGUN | {left.name for left in partial_folders(path)}
+        steps = steps_told(path)
+        if begun and (self._resume or not steps):
+            return
+        if begun:
+            found = f"There is the course of another one: {steps} steps, and no checkpoint."
+        else:
+            shown = ", ".join(sorted(names - _BEGUN)[:3])
+            found = f"It is not empty: there is {shown}{', ...' if len(names - _BEGUN) > 3 else ''}"
+            found += ", and no checkpoint to go on from." if self._resume else "."
+        raise UsageError(asked, found, "Give another --output. --overwrite puts the trained model in its place.")
+
+    def _take_lock(self) -> None:
+        import fcntl  # not everywhere where the command line is
+
+        path = self.path / LOCK_FILE
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = _holder(fd)
+                os.close(fd)
+                raise UsageError(
+                    f"A training was to be written to {self.path}.",
+                    f"Another training writes to it{holder}.",
+                    "Wait for its end, or give another --output.",
+                ) from error
+            except OSError as error:
+                os.close(fd)
+                if error.errno not in _NO_LOCKS:
+                    raise _not_writable(self.path, error) from error
+                path.unlink(missing_ok=True)
+                warnings.warn(
+                    f"The file system of {self.path} has no locks ({error.strerror}): see to it yourself that no "
+                    "other training writes there.",
+                    stacklevel=3,
+                )
+                return
+            if _is(fd, path):
+                break
+            os.close(fd)  # who had it has just deleted it
+        self._lock = fd
+        since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        document = json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since})
+        with contextlib.suppress(OSError):  # a full disk: only the words of another one's refusal
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, document.encode(), 0)
+
+    # -- the model itself
+
+    def export(self, tensors: Tensors, files: Mapping[str, bytes | Path]) -> None:
+        """The model into the folder: written beside and brought to the disk, then renamed, its weights last.
+
+        Weights of a model that was there before go. Raises TransferError when the disk refuses, and what ``values``
+        raise; what was there is as it was then.
+        """
+        staging, weights = self.path / _STAGING, f"{tensors.stem}.safetensors"
+        try:
+            if staging.exists():  # of a run that was killed here
+                shutil.rmtree(staging)
+            staging.mkdir()
+            for name, content in files.items():
+                data = content.read_bytes() if isinstance(content, Path) else content
+                (staging / name).write_bytes(data)
+                sync_path(staging / name)
+            write_safetensors(staging / weights, tensors.layout, tensors.values, dict(tensors.metadata))
+            for name in [*files, weights]:
+                (staging / name).replace(self.path / name)
+            for entry in list(self.path.iterdir()):
+                if _is_of_model(entry.name) and entry.name not in {*files, weights}:
+                    entry.unlink()
+            sync_path(self.path)
+        except OSError as error:
+            raise TransferError(
+                f"The trained model was to be written to {self.path}.",
+                f"{error.strerror}.",
+                "Free some disk space, and go on with --resume: the checkpoints are as they were.",
+            ) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def make_writable(output: Path) -> None:
+    """Make the folder. Raises UsageError where it cannot be written to."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise _not_writable(output, error) from error
+
+
+def _not_writable(output: Path, error: OSError) -> UsageError:
+    return UsageError(f"A training was to be written to {output}.", f"{error.strerror}.", "Give another --output.")
+
+
+def _is_of_model(name: str) -> bool:
+    """Whether transformers or peft would take this file for weights, or for what says where they are."""
+    weights = name.startswith((MODEL, ADAPTER)) and name.endswith((".safetensors", ".safetensors.index.json"))
+    return weights or name in {"adapter_config.json", WEIGHTS_MANIFEST_NAME}
+
+
+def _is(fd: int, path: Path) -> bool:
+    """Whether ``fd`` is what lies under ``path`` now."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(fd: int) -> str:
+    """Who has the lock, in words; nothing where that is not told."""
+    try:
+        found = json.loads(os.pread(fd, 1000, 0))
+        return f": process {found['process']} on {found['host']}, since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

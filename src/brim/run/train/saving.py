@@ -1,0 +1,196 @@
+"""A training's checkpoints: what goes into them, and how a session begins from one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from brim.core import Plan
+from brim.errors import ModelError, UsageError
+from brim.memory.checkpoint_files import read_checkpoint
+from brim.run.checkpoint import reading as checkpoint_reading
+from brim.run.checkpoint.contents import adapter_files, adapter_tensors, model_files, model_tensors
+from brim.run.checkpoint.reading import Checkpoint
+from brim.run.checkpoint.saver import ADAPTER, Checkpointer, Tensors
+from brim.run.data.dataset import Batches
+from brim.run.train.finite import finite
+from brim.run.train.session import Session, Terms
+from brim.run.train.setup import Setup
+from brim.run.train.state import optimizer_numbers, restore_rng, rng_state
+
+_OPTIMIZER, _PRECISION = "optimizer", "precision"
+_SAMPLE_BYTES = 64
+# Between steps, when a step's activations are gone: less than they take in any model worth a checkpoint.
+_STAGING_BYTES = 8 << 20
+
+
+class Saver:
+    """Writes and reads the checkpoints of one training."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._identity = _identity(setup.folder)
+        self._checkpointer = Checkpointer(setup.output.path, asynchronous=False, staging_bytes=_STAGING_BYTES)
+        self._saved: set[int] = set()  # of this run: a damaged one of an earlier run is written again
+        self.notes: list[str] = []  # about checkpoints that were passed over
+
+    def start(self, terms: Terms, batches: Batches) -> tuple[Session, int]:
+        """A session and the number of the step that it goes on with; 0 without ``resume``.
+
+        Raises UsageError for a checkpoint of another model, method, optimizer, precision or of other data.
+        """
+        resume = self._setup.request.resume and checkpoint_reading.steps(self._setup.output.path)
+        found = checkpoint_reading.latest(self._setup.output.path) if resume else None
+        if found is None:
+            torch.manual_seed(terms.seed)
+        if found is None:
+            return self._open(terms, batches, found, None)
+        rung = None if terms.plan is not None else int(found.state["rung"])
+        plan = Plan.from_json(found.state["plan"]) if found.state.get("planned") else None
+        return self._open(terms, batches, found, rung, plan)
+
+    def restart(self, terms: Terms, batches: Batches, rung: int) -> tuple[Session, int]:
+        """From the last checkpoint, or the beginning where there is none, on another rung."""
+        output = self._setup.output.path
+        found = checkpoint_reading.latest(output) if checkpoint_reading.steps(output) else None
+        if found is None:
+            torch.manual_seed(terms.seed)
+            batches.load_state_dict(self._setup.batches().state_dict())
+        return self._open(terms, batches, found, rung)
+
+    def _open(
+        self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int | None, plan: Plan | None = None
+    ) -> tuple[Session, int]:
+        if found is not None:
+            _check_same(found.state.get("course", {}), self._course(terms), found.folder)
+            batches.load_state_dict(found.state["data"])
+            self.notes += found.skipped
+            self._checkpointer.protect(found.folder)  # weights rest there, and the tokenizer is copied from it
+        folder = self._setup.folder if found is None or terms.method == "lora" else found.folder
+        session = Session.open(terms, folder, name=self._setup.name, rung=rung, plan=plan)
+        if found is None:
+            torch.manual_seed(terms.seed)  # whatever opening drew
+            return session, 0
+        try:
+            self._restore(session, found)
+            restore_rng(found.state["rng"])
+        except BaseException:
+            session.close()
+            raise
+        return session, found.step
+
+    def _course(self, terms: Terms) -> dict[str, str]:
+        """What a training keeps to from its beginning to its end, by option."""
+        return {
+            "MODEL": self._identity,
+            "--method": terms.method,
+            "--optimizer": terms.optimizer,
+            "--precision": terms.precision,
+        }
+
+    def _restore(self, session: Session, found: Checkpoint) -> None:
+        fitted = session.fitted
+        if session.terms.method == "lora":
+            # Adapters are small and always in memory.
+            found.read_into(ADAPTER, dict(adapter_tensors(session.trainee.module).values))
+        masters = dict(found.tensors(_PRECISION)) if found.layout(_PRECISION) else {}
+        fitted.precision.load_state_dict({**found.state["precision"], "tensors": masters})
+        fitted.load_states(_names(session), found.state["optimizer"], found.tensors(_OPTIMIZER))
+
+    def save(self, session: Session, step: int, batches: Batches) -> None:
+        """A checkpoint after ``step`` steps; nothing where this run has written one of that step already."""
+        if step in self._saved:
+            return
+        tensors, files = self._model(session)
+        precision = session.fitted.precision.state_dict()
+        masters: dict[str, torch.Tensor] = precision["tensors"]
+        state = {
+            "course": self._course(session.terms),
+            "rung": session.rung,
+            "planned": session.planned,
+            "rng": rng_state(),
+            "data": batches.state_dict(),
+            "precision": {key: value for key, value in precision.items() if key != "tensors"},
+            "optimizer": optimizer_numbers(session.fitted.optimizer, _names(session)),
+            "plan": session.plan.to_json(),
+        }
+        layout, values = session.fitted.states(_names(session))
+        optimizer = Tensors(stem=_OPTIMIZER, layout=layout, values=values)
+        written = [tensors, self._finite(optimizer)]
+        if masters:
+            layout = [(name, one.dtype, tuple(one.shape)) for name, one in masters.items()]
+            written.append(self._finite(Tensors(stem=_PRECISION, layout=layout, values=masters.items())))
+        self._checkpointer.save(step, written, state=state, files=files)
+        self._saved.add(step)
+
+    def export(self, session: Session, step: int, batches: Batches) -> None:
+        """The model itself into the output folder, as transformers or peft read it; and a last checkpoint."""
+        if self._setup.request.save_every:
+            self.save(session, step, batches)
+        self._checkpointer.finish()
+        self._setup.output.export(*self._model(session))
+
+    def _model(self, session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
+        """What is trained, as it is now, read from wherever it is, one tensor at a time."""
+        trainee = session.trainee
+        if trainee.method == "lora":
+            tensors = adapter_tensors(trainee.module)
+            files = adapter_files(trainee.module, trainee.base, trainee.opened.path)
+        else:
+            tensors = model_tensors(trainee.module, value=session.fitted.value)
+            files = model_files(trainee.module, trainee.opened.path)
+        # Of a model that is trained as a whole, buffers may well hold infinities, as masks do.
+        names = None if trainee.method == "lora" else set(_names(session).values())
+        return self._finite(tensors, names), files
+
+    def _finite(self, tensors: Tensors, names: Collection[str] | None = None) -> Tensors:
+        if self._setup.request.allow_non_finite:
+            return tensors
+        return replace(tensors, values=finite(tensors.values, names))
+
+    def close(self) -> None:
+        self._checkpointer.finish()
+
+
+def _names(session: Session) -> dict[torch.Tensor, str]:
+    return {p: n for n, p in session.trainee.module.named_parameters() if p.requires_grad}
+
+
+def _check_same(theirs: dict[str, Any], ours: dict[str, str], folder: Path) -> None:
+    """Whether a training may go on from the checkpoint in ``folder``, whose settings are ``theirs``."""
+    if not ours.keys() <= theirs.keys():
+        raise ModelError(
+            f"Training was to go on from {folder}.",
+            "It does not say which model and settings its training began with: an older version wrote it.",
+            "Resume with the version of brim that wrote it, or give another --output to train anew.",
+        )
+    for option, now in ours.items():
+        if theirs[option] != now:
+            words = ("other weights", "these") if option == "MODEL" else (theirs[option], now)
+            raise UsageError(
+                f"Training was to go on from {folder}.",
+                f"{option} is another: that training began with {words[0]}, not with {words[1]}.",
+                "Resume with the model and the settings that it began with, or give another --output to train anew.",
+            )
+
+
+def _identity(folder: Path) -> str:
+    """A digest of every tensor's name and form and of a few bytes from its middle: what tells models apart at once,
+    and two trainings of the same model too."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, source in sorted(read_checkpoint(folder).items()):
+        digest.update(f"{name} {source.dtype} {list(source.shape)}".encode())
+        extent = source.extents[0]
+        middle = extent.bytes // 2
+        fd = os.open(extent.path, os.O_RDONLY)
+        try:
+            digest.update(os.pread(fd, min(_SAMPLE_BYTES, extent.bytes - middle), extent.offset + middle))
+        finally:
+            os.close(fd)
+    return digest.hexdigest()

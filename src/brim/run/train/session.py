@@ -1,0 +1,221 @@
+"""From a model on disk to a model in training inside a budget: opened, planned, placed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Hardware, Plan, Timeline
+from brim.core.hardware import DISK, RAM
+from brim.errors import BudgetError
+from brim.memory import heap
+from brim.memory.heap_retention import HeapLimits, KeptHeap, kept_limits
+from brim.run.fit.machine import Device, make_memory
+from brim.run.fit.step import Fitted, apply_choice
+from brim.run.generate.load import warm_up
+from brim.run.model.training_model import Method, Trainee, make_optimizer, open_trainee
+from brim.run.plan import plan_file
+from brim.run.plan.plan_file import PlanFile
+from brim.run.plan.training import program_bytes, training_limits
+from brim.run.timing.spans import ComputeSpans
+from brim.run.train.plan import partition_of
+from brim.run.train.predicted_timeline import placed
+from brim.run.train.strategy.case import Case, TrainingStrategy
+from brim.run.train.strategy.choice import Choice
+from brim.run.train.strategy.choose import follow, search_training, within
+from brim.run.train.strategy.ladder import Orders
+from brim.run.train.strategy.prediction import Prediction, Rehearsal, works_in_place
+from brim.run.train.strategy.search import Planner
+from brim.techniques import optimizers
+from brim.techniques.blocks import Partition, find_blocks
+from brim.techniques.checkpointing import technique as checkpointing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a session keeps to on whatever rung. The RAM budget counts from a resident set of ``start_bytes``."""
+
+    method: Method
+    precision: str
+    optimizer: str
+    lr: float
+    batch: int
+    seq: int
+    seed: int
+    clip_norm: float | None
+    orders: Orders
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+    device: Device
+    disk_folder: str | None
+    start_bytes: int
+    trust_remote_code: bool = False
+    plan: PlanFile | None = None
+    foresee: bool = False  # whether a session has the Timeline that its plan foresees
+
+
+class Session:
+    """A model in training. ``rung`` is where on the ladder its plan stands; ``planned``: it is none of the rungs.
+
+    ``foreseen`` is a step from 0 s on, as it was predicted.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        trainee: Trainee,
+        fitted: Fitted,
+        found: TrainingStrategy,
+        heap_limits: HeapLimits | None = None,
+        foreseen: Timeline | None = None,
+    ) -> None:
+        self.terms, self.trainee, self.fitted = terms, trainee, fitted
+        self.rung, self.planned, self.foreseen = found.rung, found.planned, foreseen
+        self._kept_heap: KeptHeap | None = None
+        if heap_limits is not None:
+            self._kept_heap = KeptHeap(terms.start_bytes + heap_limits.return_above_bytes)
+        assert fitted.streaming is not None, "it is in force"
+        blocks = [name for name, _ in fitted.streaming.blocks]
+        self._spans = ComputeSpans(trainee.module, blocks, fitted.memory, fitted.optimizer)
+
+    @classmethod
+    def open(
+        cls, terms: Terms, folder: Path, *, name: str, rung: int | None = None, plan: Plan | None = None
+    ) -> Session:
+        """Open the model ``name`` in ``folder``, choose what to do, place the weights.
+
+        With ``terms.plan`` that is done and nothing else; so is ``plan``, that of an earlier run, where it still fits
+        and is still what was ordered. With ``rung`` it is the first rung from there on that fits, and with neither
+        the fastest way that is known to fit. Raises BudgetError when nothing fits, UsageError where ``terms.plan``
+        was made for something else.
+        """
+        trainee = open_trainee(
+            folder,
+            method=terms.method,
+            precision=terms.precision,
+            seed=terms.seed,
+            trust_remote_code=terms.trust_remote_code,
+        )
+        if terms.plan is not None:
+            plan_file.check(terms.plan, model=trainee.module, hardware=terms.hardware, task="train")
+        warm_up(trainee.module, terms.hardware, terms.seq)
+        planner = Planner(training_case(terms, trainee))
+        found = _chosen(planner, terms, rung, plan)
+        limits = _heap_limits(terms, found.prediction, rung or 0)
+        promise = found.prediction.with_heap(limits).promise()
+        made = found.choice.plan(
+            model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
+        )
+        rehearsal, foreseen = planner.case.rehearsal, None
+        if terms.foresee:
+            foreseen = replace(rehearsal, partition=found.partition).foresee(found.choice, promise.step_s)
+            heap.trim()
+        assert rehearsal.inputs is not None, "they are token numbers"
+        fitted = _place(terms, trainee, made, found.partition, rehearsal.inputs(1))
+        return cls(terms, trainee, fitted, found, limits, foreseen)
+
+    @property
+    def plan(self) -> Plan:
+        return self.fitted.plan
+
+    def timelines(self) -> tuple[Timeline, Timeline | None]:
+        """What was measured, and what was foreseen beside it. No more is recorded after that."""
+        self._spans.close()
+        measured = self.fitted.timeline()
+        return measured, None if self.foreseen is None else placed(self.foreseen, measured)
+
+    def close(self) -> None:
+        """Let everything go without bringing it back into memory."""
+        self._spans.close()
+        self.fitted.close()
+        del self.trainee, self.fitted
+        if self._kept_heap is not None:
+            self._kept_heap.close()
+        heap.trim()
+
+
+def _heap_limits(terms: Terms, found: Prediction, rung: int) -> HeapLimits | None:
+    """Where tensors are in the heap and the budget has room, what is freed is kept: fresh pages are dear.
+
+    A heap that was kept on a rung above has holes that only watching gives back.
+    """
+    if terms.hardware.compute != RAM:
+        return None
+    promised = found.peak_bytes[RAM]
+    watched = HeapLimits(promised_bytes=promised, return_above_bytes=promised) if rung else None
+    return kept_limits(promised, terms.budget_bytes[RAM]) or watched
+
+
+def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition, example: Any) -> Fitted:
+    optimizer = make_optimizer(terms.optimizer, trainee.module, terms.lr)
+    memory = make_memory(plan, terms.hardware, terms.device, Timeline(f"{plan.model} train", measured=True))
+    memory.use_disk(folder=terms.disk_folder, limit_bytes=terms.budget_bytes.get(DISK))
+    return apply_choice(trainee.module, optimizer, plan, memory, partition, trainee.weights, example)
+
+
+def training_case(terms: Terms, trainee: Trainee) -> Case:
+    """What ``brim train`` is to choose."""
+    model, orders = trainee.module, terms.orders
+
+    def inputs(count: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(count, terms.seq, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    rehearsal = Rehearsal(
+        name=trainee.opened.name,
+        model=model,
+        partition=find_blocks(model, stay=trainee.stay),
+        weights=replace(trainee.weights, verify=None),
+        optimizer=lambda twin: make_optimizer(terms.optimizer, twin, terms.lr),
+        inputs=inputs,
+        batch=terms.batch,
+        hardware=terms.hardware,
+        device=terms.device,
+        budget_bytes=terms.budget_bytes,
+        clip_norm=terms.clip_norm,
+        spent_bytes=lambda: program_bytes(terms.start_bytes),
+    )
+    limits = training_limits(
+        model, terms.precision, terms.budget_bytes, clips=terms.clip_norm is not None, adapters=trainee.stay
+    )
+    limits = within(orders, limits)
+    return Case(
+        rehearsal=rehearsal,
+        state_bytes=lambda trained: sum(optimizers.state_bytes(terms.optimizer, trained)),
+        precision=terms.precision,
+        limits=limits,
+        tokens=terms.seq,
+        orders=orders,
+        stay=trainee.stay,
+        in_place=lambda: works_in_place(model, inputs(1)),
+        finer=limits.streams,
+        proves_all=True,
+    )
+
+
+def _chosen(planner: Planner, terms: Terms, rung: int | None, plan: Plan | None) -> TrainingStrategy:
+    """What is to be done, as ``Session.open`` says."""
+    case = planner.case
+
+    def followed(made: Plan) -> TrainingStrategy:
+        return follow(planner, made, partition_of(case.rehearsal.model, made, case.stay))
+
+    if terms.plan is not None and rung is None:
+        return followed(terms.plan.plan)
+    if plan is not None and _is_ordered(terms.orders, Choice.of(plan), case.rehearsal.model):
+        with contextlib.suppress(BudgetError):
+            return followed(plan)
+    (found,) = search_training(planner, start=rung or 0)
+    return found
+
+
+def _is_ordered(orders: Orders, choice: Choice, model: nn.Module) -> bool:
+    fixed = orders.fixed(checkpointing.blocks(model))
+    streams = orders.stream_weights is not False or not choice.streams
+    return streams and all(getattr(choice, name) == value for name, value in fixed.items())

@@ -1,0 +1,119 @@
+"""What of a training is settled before the model is opened: the machine, the budget, the folders, the data."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from brim.core import Hardware
+from brim.core.hardware import DISK, RAM
+from brim.core.replacing import identities
+from brim.measure.capacity import amount_bytes, resident_bytes
+from brim.memory.scratch import scratch_folder
+from brim.run.data.dataset import Batches, open_data
+from brim.run.fit.machine import budgets, machine, refuse_batch
+from brim.run.model.architecture import read_config
+from brim.run.model.opening import prepare, read_tokenizer
+from brim.run.plan import plan_file
+from brim.run.plan.plan_file import PlanFile
+from brim.run.train.output_folder import OutputFolder
+from brim.run.train.plan import with_plan
+from brim.run.train.report import check_reporters, has_tensorboard
+from brim.run.train.request import Request
+from brim.run.train.session import Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """``folder`` has the model, ``output`` is where everything goes, this training's alone. ``plan`` is what was
+    planned before."""
+
+    request: Request
+    hardware: Hardware
+    budget_bytes: Mapping[str, int]
+    folder: Path
+    output: OutputFolder
+    plan: PlanFile | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's, also where training goes on from a checkpoint of it."""
+        model = Path(self.request.model).expanduser()
+        return model.resolve().stem if model.is_file() else model.resolve().name if model.exists() else str(model)
+
+    def terms(self) -> Terms:
+        """The RAM budget counts from this call on."""
+        request = self.request
+        return Terms(
+            method=request.method,
+            precision=request.precision or ("fp32" if self.hardware.compute == RAM else "bf16-mixed"),
+            optimizer=request.optimizer,
+            lr=request.lr,
+            batch=request.batch,
+            seq=request.seq,
+            seed=request.seed,
+            clip_norm=request.clip_norm,
+            orders=request.orders(),
+            hardware=self.hardware,
+            budget_bytes=self.budget_bytes,
+            device=request.device,
+            disk_folder=request.disk_folder,
+            start_bytes=resident_bytes(),
+            trust_remote_code=request.trust_remote_code,
+            plan=self.plan,
+        )
+
+    def batches(self) -> Batches:
+        """The data, opened and checked. Every batch is as long as ``seq``: the shapes that are promised."""
+        return open_batches(self.request, self.folder)
+
+    def steps(self, batches: Batches) -> int:
+        if self.request.steps is not None:
+            return self.request.steps
+        return batches.steps(self.request.epochs or 1)
+
+
+def open_batches(request: Request, folder: Path) -> Batches:
+    """The data for the model in ``folder``, opened and checked, in batches that are all as long as ``seq``."""
+    config = read_config(folder, trust_remote_code=request.trust_remote_code)
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    tokenizer = read_tokenizer(folder, str(request.model))
+    dataset = open_data(request.data, tokenizer, request.seq, vocab_size=rows)
+    return Batches(dataset, request.batch, seed=request.seed, pad_to=request.seq)
+
+
+def claim(request: Request) -> OutputFolder:
+    """The output folder, locked for this training. Raises UsageError where it is not to be written to."""
+    given = [request.model, request.data, *(one for one in (request.plan, request.eval_data) if one is not None)]
+    return OutputFolder(
+        Path(request.output).expanduser(),
+        resume=request.resume,
+        overwrite=request.overwrite,
+        reads=[Path(path).expanduser() for path in given],
+    )
+
+
+def set_up(request: Request, output: OutputFolder, on_stage: Callable[[str], None]) -> Setup:
+    """Measure the machine and find (or fetch, or convert) the model. Libraries are imported here.
+
+    Raises UsageError for options that a plan contradicts, or where the model turns out to be in the output folder.
+    """
+    check_reporters(request.report_to)
+    plan = None if request.plan is None else plan_file.read(request.plan)
+    if plan is not None:
+        request = with_plan(request, plan)
+    hardware = machine(request.device)
+    budget = budgets(hardware, request.vram, request.ram, request.device)
+    if request.disk is not None:
+        budget[DISK] = amount_bytes(request.disk, DISK, directory=scratch_folder(request.disk_folder))
+    refuse_batch(request.batch, request.seq, budget[RAM])
+    on_stage("opening the model")
+    folder = prepare(request.model, trust_remote_code=request.trust_remote_code)
+    if request.method == "lora" and importlib.util.find_spec("peft") is not None:
+        importlib.import_module("peft")
+    if has_tensorboard():
+        importlib.import_module("tensorboard.compat.proto.event_pb2")
+    output.refuse(identities([folder]))
+    return Setup(request=request, hardware=hardware, budget_bytes=budget, folder=folder, output=output, plan=plan)

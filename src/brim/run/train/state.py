@@ -1,0 +1,171 @@
+"""What a run is beside its weights: its random generators and its optimizer, as JSON and plain tensors. No pickle."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from brim import accelerator
+from brim.errors import ModelError, UnsupportedError
+from brim.memory.checkpoint_writing import Layout
+from brim.techniques.streaming.step_context import place_counters
+
+
+def rng_state() -> dict[str, Any]:
+    """The generators of Python, NumPy (the global one), torch and each accelerator in use, as JSON values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, python_gauss = random.getstate()
+    return {
+        "python": [version, list(words), python_gauss],
+        "numpy": [kind, _text(torch.from_numpy(np.asarray(keys))), position, has_gauss, gauss],
+        "torch": _text(torch.get_rng_state()),
+        accelerator.CUDA: [],
+        **{kind: [_text(state) for state in states] for kind, states in accelerator.random_states().items()},
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Go on where ``rng_state`` was taken; of accelerators, those that are there."""
+    version, words, python_gauss = state["python"]
+    random.setstate((version, tuple(words), python_gauss))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(_tensor(state["torch"]))
+    devices = {kind: [_tensor(text) for text in state.get(kind, [])] for kind in accelerator.kinds()}
+    accelerator.set_random_states(devices)
+
+
+def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+    """What of the optimizer is no tensor: its class, the groups' settings, the states that are plain values.
+
+    ``names``: parameter -> name. ``beside``: state tensors on the CPU whose parameter is elsewhere.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    beside = []
+    for parameter, state in optimizer.state.items():
+        plain = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        values[names[parameter]] = plain
+        beside += [
+            f"{names[parameter]}.{key}"
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and value.device != parameter.device
+        ]
+    groups = [
+        {
+            "parameters": [names[parameter] for parameter in group["params"]],
+            "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups, "values": values, "beside": beside}
+
+
+def optimizer_layout(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[Layout]:
+    """Every state tensor, named ``PARAMETER.KEY`` (``model.norm.weight.exp_avg``)."""
+    return [(name, value.dtype, tuple(value.shape)) for name, value in optimizer_tensors(optimizer, names)]
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state tensors themselves. Raises UnsupportedError for tensors that are not plain ones."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if hasattr(value, "__tensor_flatten__"):
+                raise UnsupportedError(
+                    f"{key} of {names[parameter]} was to be saved.",
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__}, which safetensors cannot hold.",
+                    "Train with another optimizer, or save without its state.",
+                )
+            yield f"{names[parameter]}.{key}", value
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    numbers: Mapping[str, Any],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Make ``optimizer`` what it was when ``numbers`` and ``tensors`` were taken, bit for bit.
+
+    Raises ModelError for another class of optimizer or other parameters, naming the first: nothing has changed then.
+    Raises it too for a state of a parameter that is not trained, when it comes.
+    """
+    restore_settings(optimizer, names, numbers)
+    parameters = {name: parameter for parameter, name in names.items()}
+    optimizer.state.clear()
+    for name, plain in numbers["values"].items():
+        optimizer.state[parameters[name]] = dict(plain)
+    beside = set(numbers["beside"])
+    for name, value in tensors:
+        owner, _, key = name.rpartition(".")
+        parameter = parameters.get(owner)
+        if parameter is None:
+            raise _another(f"It has a state {key} of {owner}, a parameter that is not trained now.")
+        device = "cpu" if name in beside else parameter.device
+        optimizer.state[parameter][key] = value.to(device)
+    place_counters(optimizer)  # it may have been stepped in RAM when it was saved
+
+
+def restore_settings(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], numbers: Mapping[str, Any]
+) -> None:
+    """Of ``restore_optimizer`` only the groups' settings (learning rate and so on), without states."""
+    _check_same(optimizer, names, numbers)
+    for group, saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
+        for key, value in saved["settings"].items():
+            group[key] = _like(group.get(key), value)
+
+
+def _check_same(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], numbers: Mapping[str, Any]
+) -> None:
+    if numbers["class"] != type(optimizer).__name__:
+        raise _another(f"It is of {numbers['class']}, not of {type(optimizer).__name__}.")
+    if len(numbers["groups"]) != len(optimizer.param_groups):
+        raise _another(f"It has {len(numbers['groups'])} parameter groups, not {len(optimizer.param_groups)}.")
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, numbers["groups"], strict=True)):
+        ours, theirs = [names[parameter] for parameter in group["params"]], saved["parameters"]
+        if ours != theirs:
+            at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+            at = min(len(ours), len(theirs)) if at is None else at
+            raise _another(
+                f"Parameter {at} of group {index} is {(theirs[at:] or ['missing'])[0]} there, "
+                f"{(ours[at:] or ['missing'])[0]} here."
+            )
+
+
+def _another(found: str) -> ModelError:
+    return ModelError(
+        "An optimizer's state was to be restored from a checkpoint.",
+        found,
+        "Resume with the model, method and optimizer that the checkpoint was written with.",
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _like(current: Any, value: Any) -> Any:
+    """``value`` in the form that the optimizer has it in."""
+    if isinstance(current, torch.Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(current, tuple) else value
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,110 @@
+"""What a training step does with memory: one value per technique, as a Plan has it and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from brim.core import Decision, Plan, Promise
+from brim.techniques.streaming import weight_streaming
+
+Place = Literal["keep", "ram", "disk"]
+
+# Names of decisions and settings in a Plan.
+PRECISION, CHECKPOINTING, ACTIVATIONS = "precision", "checkpointing", "activation_offload"
+STATES, GRADIENTS = "optimizer_offload", "gradient_offload"
+MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD = "micro_batch", "chunk_tokens", "in_place", "update_in_backward"
+BRIEF_BUFFER = "brief_state_buffer"
+OFFLOADED = "offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to run a training step. The defaults are plain PyTorch with everything in the compute tier.
+
+    ``micro_batch`` sequences go through the model at once, and logits exist for ``chunk_tokens`` of their tokens at
+    once (0: all). ``checkpointing`` has ``full`` or ``selective`` by block, ``activations`` the blocks whose saved
+    tensors leave the compute tier. ``in_backward``: each block is updated in the last backward pass, as soon as its
+    gradients are there. ``states`` and ``gradients`` say where those rest; with ``brief_buffer`` states on disk
+    come to RAM one at a time, and room is made for them only while they are updated. ``streaming`` has ``stream:ram``
+    or ``stream:disk`` by block; blocks that are not in it are resident.
+    """
+
+    precision: str = "fp32"
+    micro_batch: int = 1
+    chunk_tokens: int = 0
+    in_place: bool = False
+    checkpointing: Mapping[str, str] = field(default_factory=dict)
+    activations: tuple[str, ...] = ()
+    in_backward: bool = False
+    states: Place = "keep"
+    gradients: Place = "keep"
+    brief_buffer: bool = False
+    streaming: Mapping[str, str] = field(default_factory=dict)
+    streaming_settings: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.in_backward or self.states != "keep" or self.gradients != "keep"
+
+    @property
+    def streams(self) -> bool:
+        return any(choice != weight_streaming.RESIDENT for choice in self.streaming.values())
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """As a Plan keeps them, in the order in which techniques are applied."""
+        made = [Decision(technique=PRECISION, block="", choice=self.precision)]
+        made += [Decision(technique=CHECKPOINTING, block=b, choice=c) for b, c in self.checkpointing.items()]
+        made += [Decision(technique=weight_streaming.NAME, block=b, choice=c) for b, c in self.streaming.items()]
+        made += [Decision(technique=ACTIVATIONS, block=b, choice=OFFLOADED) for b in self.activations]
+        made += [Decision(technique=STATES, block="", choice=self.states)]
+        made += [Decision(technique=GRADIENTS, block="", choice=self.gradients)]
+        return tuple(made)
+
+    def settings(self) -> dict[str, int]:
+        return {
+            **self.streaming_settings,
+            MICRO_BATCH: self.micro_batch,
+            CHUNK_TOKENS: self.chunk_tokens,
+            IN_PLACE: int(self.in_place),
+            IN_BACKWARD: int(self.in_backward),
+            **({BRIEF_BUFFER: 1} if self.brief_buffer else {}),
+        }
+
+    def plan(self, *, model: str, hardware: str, budget_bytes: Mapping[str, int], promise: Promise) -> Plan:
+        return Plan(
+            model=model,
+            hardware=hardware,
+            task="train",
+            budget_bytes=dict(budget_bytes),
+            decisions=self.decisions(),
+            promise=promise,
+            settings=self.settings(),
+        )
+
+    @classmethod
+    def of(cls, plan: Plan) -> Choice:
+        """The choice that a training plan was made of."""
+        settings = dict(plan.settings)
+        own = {name: settings.pop(name) for name in (MICRO_BATCH, CHUNK_TOKENS, IN_PLACE, IN_BACKWARD)}
+        return cls(
+            precision=plan.choices(PRECISION)[""],
+            micro_batch=own[MICRO_BATCH],
+            chunk_tokens=own[CHUNK_TOKENS],
+            in_place=bool(own[IN_PLACE]),
+            checkpointing=plan.choices(CHECKPOINTING),
+            activations=tuple(plan.choices(ACTIVATIONS)),
+            in_backward=bool(own[IN_BACKWARD]),
+            states=_place(plan, STATES),
+            gradients=_place(plan, GRADIENTS),
+            brief_buffer=bool(settings.pop(BRIEF_BUFFER, 0)),
+            streaming=plan.choices(weight_streaming.NAME),
+            streaming_settings=settings,
+        )
+
+
+def _place(plan: Plan, technique: str) -> Place:
+    found = plan.choices(technique)[""]
+    assert found in ("keep", "ram", "disk")
+    return found  # type: ignore[return-value]  # one of them, as was just seen

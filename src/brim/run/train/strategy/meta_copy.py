@@ -1,0 +1,118 @@
+"""A model and its optimizer once more, for tracing: shapes and wiring as they are, values nowhere."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from brim.techniques.streaming.step_context import narrowed
+
+
+def twin(model: nn.Module, *, absent: Collection[str], device: torch.device | None) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers are made where this is called.
+
+    Parameters in ``absent`` hold nothing, as they do when their values are in files, or are about to be moved to
+    memory of brim's own. What is not on the CPU is put on ``device``.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if name in absent:
+            data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+        else:
+            data = _like(parameter, device)
+        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _like(buffer, device)
+    return copy.deepcopy(model, memo)
+
+
+def _like(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    where = None if tensor.device.type == "cpu" else device
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
+
+
+def twin_optimizer(other: nn.Module, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """``optimizer`` of ``model`` as it would be for ``other``, its twin: without states, and without what others hung
+    on it (a scheduler's wrapper around ``step``, hooks), which belongs to the one that really steps."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    twins = {id(parameter): of_twin for parameter, of_twin in pairs}
+    made: Optimizer = object.__new__(type(optimizer))
+    kept = {key: value for key, value in vars(optimizer).items() if key not in _HUNG_ON}
+    plain = vars(Optimizer([torch.zeros(())], {}))
+    vars(made).update(kept | {key: plain[key] for key in _HUNG_ON if key in plain})
+    made.state = defaultdict(dict)
+    made.param_groups = [
+        {**group, "params": [twins.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+    ]
+    return made
+
+
+_HUNG_ON = (
+    "step",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def make_states(optimizer: Optimizer, device: torch.device) -> None:
+    """What a first step would leave in the optimizer: from the second on, a step meets it.
+
+    One after the other is stepped alone. Where two parameters alike (of one group, shape and dtype) get states alike,
+    the third and all further ones get copies.
+    """
+    known: dict[tuple[Any, ...], list[dict[Any, Any]]] = defaultdict(list)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in [p for p in group["params"] if p.requires_grad]:
+            samples = known[number, parameter.shape, parameter.dtype]
+            copied = _copied(samples) if len(samples) > 1 else None
+            if copied is None:
+                _step_alone(optimizer, parameter, device)
+                samples.append(optimizer.state.get(parameter, {}))
+            elif copied:
+                optimizer.state[parameter] = copied
+
+
+def _step_alone(optimizer: Optimizer, parameter: torch.Tensor, device: torch.device) -> None:
+    held = parameter.data
+    parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    parameter.grad = torch.empty_like(parameter)
+    with narrowed(optimizer, [parameter]):
+        optimizer.step()
+    parameter.grad, parameter.data = None, held
+
+
+def _copied(samples: Sequence[Mapping[Any, Any]]) -> dict[Any, Any] | None:
+    """A state like the first two of ``samples``; None where these differ, share memory, or hold more than numbers."""
+    first, second = samples[:2]
+    if first.keys() != second.keys():
+        return None
+    with torch.no_grad():
+        found = {key: _copy_of(value, second[key]) for key, value in first.items()}
+    return None if any(value is _UNLIKE for value in found.values()) else found
+
+
+_UNLIKE = object()
+_NUMBERS = (int, float, bool, str, type(None))
+
+
+def _copy_of(one: Any, other: Any) -> Any:
+    # What wraps other tensors (torchao's states of 8 bits) knows its own operations only, and may have no copy.
+    if isinstance(one, torch.Tensor) and type(one) is type(other) and not is_traceable_wrapper_subclass(one):
+        alike = _facts(one) == _facts(other) and one.untyped_storage()._cdata != other.untyped_storage()._cdata
+        return one.clone() if alike else _UNLIKE
+    return one if type(one) is type(other) and isinstance(one, _NUMBERS) and one == other else _UNLIKE
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.untyped_storage().nbytes()

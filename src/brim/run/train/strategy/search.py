@@ -1,0 +1,516 @@
+"""The fastest ways to train a model within a budget: searched, timed by their schedules, and proved.
+
+A way is proved by tracing the step with the very techniques in force, on fake tensors. Where that takes other bytes
+than the search thought, the search is made again with what was found. What one would do without a planner (all
+resident, checkpointing only, all streamed) is a candidate like any other, so nothing slower is ever offered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from brim.core import Category, Trace
+from brim.core.hardware import RAM
+from brim.errors import BudgetError
+from brim.memory.heap_retention import kept_below
+from brim.planner import training as ways
+from brim.planner.cost_model import held_bytes, moved_bytes, peak_bytes
+from brim.planner.profile import deepened, measured, profile_of
+from brim.planner.schedule import Schedule
+from brim.planner.step_profile import (
+    KEEP,
+    Limits,
+    StepProfile,
+    Way,
+    shape_of,
+)
+from brim.planner.steps import contention_of, training_step_s
+from brim.planner.tie_break import Weighed, as_fast_s, quietest
+from brim.run.fit.step import bytes_at_once
+from brim.run.timing.fresh_memory import given_back
+from brim.run.train.strategy.case import Case, TrainingStrategy
+from brim.run.train.strategy.choice import Choice
+from brim.run.train.strategy.depth import Shallow
+from brim.run.train.strategy.ladder import fits, too_small
+from brim.run.train.strategy.layers import Layers
+from brim.run.train.strategy.prediction import Prediction, Rehearsal
+from brim.run.train.strategy.ways import (
+    as_choice,
+    as_way,
+    head_option,
+    rank,
+    signature,
+    trained_bytes,
+)
+from brim.techniques.blocks import Partition, tensor_bytes
+from brim.techniques.checkpointing import technique as checkpointing
+from brim.techniques.streaming.placement import RESIDENT
+
+_PROOFS = 3  # of one way: as it was found, corrected, and corrected once more
+_LEAST_PROOFS = 4  # of the way that takes least
+_MARGIN_BYTES = 1 << 20
+_ROOM = 0.02  # of a budget: less left over is no reason to search again
+_UNFILLED = 0.02  # of a budget: more that may be added for nothing is a reason to rehearse every layer
+_SURELY = 0.9  # of what the profile says of a simple way: what it takes at least
+# What is looked at once there is a way, as operations that proofs trace (one takes 0.5 to 1 ms): a limit in seconds
+# would give other plans on a slower or busier computer.
+_SEARCH_OPS = 80_000  # for ways that may be faster
+_MORE_OPS = 5_000  # only to make the list longer
+_NOTHING = 0.01  # of a budget: gradients and states that are less (adapters') are not worth a technique
+_MANY = 12  # ways that are tried for each that is asked for
+
+
+class Planner:
+    """One training, its step traced without any technique over the whole batch and over one row."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self._rehearsal = case, case.rehearsal
+        self.limits, self.hardware = case.limits, case.rehearsal.hardware
+        self._shallow = None if case.exact or case.rehearsal.inputs is None else Shallow.of(case.rehearsal)
+        self._known: dict[str, dict[str, int]] = {}  # choice -> peaks without the program's own
+        self._rated: dict[
+            str, Prediction
+        ] = {}  # choice -> seconds by the machine's rates, where every layer was traced
+        self._fresh: dict[str, int] = {}  # choice -> bytes that a step asks for anew, where that is known
+        self._learned: dict[str, int] = {}  # per tier, what the latest proof found beyond the profile
+        self._seconds: dict[tuple[object, ...], float] = {}  # of ways whose schedules were simulated
+        self._simple_s = math.inf  # of the fastest simple way
+        self._sizes: set[int] = set()  # of micro-batches of which a way was to be proved
+        self._traced_ops = 0  # by the proofs of this search
+        self._proof_ops = 0  # that a proof traces
+        self._plain: StepProfile | None = None
+
+    def within(self, budget_bytes: Mapping[str, int]) -> Planner:
+        """The same for another budget, with what was traced already."""
+        if budget_bytes == self.limits.budget_bytes:
+            return self
+        other = Planner(replace(self.case, limits=replace(self.limits, budget_bytes=dict(budget_bytes))))
+        other._known, other._rated, other._fresh = self._known, self._rated, self._fresh
+        other._plain, other._proof_ops = self._plain, self._proof_ops
+        return other
+
+    @cached_property
+    def profile(self) -> StepProfile:
+        """Of the plain step, over all rows and over one."""
+        whole = self._whole()
+        return replace(whole, row=self._profile(1) if self._rehearsal.batch > 1 else None)
+
+    def _whole(self) -> StepProfile:
+        """Of the plain step over all rows, the one that a proof of it leaves, or one that is made for it."""
+        if self._plain is None:
+            self._plain = self._profile(self._rehearsal.batch)
+        return self._plain
+
+    def _profile(self, batch: int) -> StepProfile:
+        rehearsal = replace(self._rehearsal, batch=batch)
+        if self._shallow is None:
+            found, proof_ops = self._profile_of(rehearsal)
+        else:
+            (shallow, few), (deeper, more) = (
+                self._profile_of(replace(self._shallow.few(count), batch=batch)) for count in (1, 2)
+            )
+            trained = trained_bytes(rehearsal.model, rehearsal.partition)
+            blocks = [
+                (b.name, b.bytes, trained[b.name], self._shallow.template(b.name)) for b in rehearsal.partition.blocks
+            ]
+            left = self._shallow.stack.layers - self._shallow.stack.special - 2
+            found = deepened(shallow, deeper, left, blocks)
+            # A few layers are traced at three depths, else all of them once.
+            proof_ops = 3 * more if self._few_do(self._shallow) else more + left * (more - few)
+        return self._complete(found, proof_ops, batch)
+
+    def _complete(self, profile: StepProfile, proof_ops: int, batch: int) -> StepProfile:
+        """``profile`` with what is known beside a trace."""
+        self._proof_ops = proof_ops
+        profile = replace(profile, spent_bytes=dict(self._rehearsal.spent_bytes()))
+        return profile if self.case.clock is None else measured(profile, self.case.clock(batch))
+
+    def _profile_of(self, rehearsal: Rehearsal) -> tuple[StepProfile, int]:
+        """The plain step's profile, and how many operations were traced for it."""
+        made = rehearsal.trace(self._plain_choice(rehearsal.batch))
+        return self._read(rehearsal, made), len(made.ops)
+
+    def _plain_choice(self, batch: int) -> Choice:
+        return Choice(precision=self.case.precision, micro_batch=batch)
+
+    def _read(self, rehearsal: Rehearsal, made: Trace) -> StepProfile:
+        """What ``made``, a trace of the plain step of ``rehearsal``, says of it."""
+        model = rehearsal.model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return profile_of(
+            made,
+            rehearsal.partition,
+            self.hardware,
+            batch=rehearsal.batch,
+            trained_bytes=trained_bytes(model, rehearsal.partition),
+            gradient_bytes=sum(tensor_bytes(p) for p in trained),
+            state_bytes=_state_bytes(made) if self.case.state_bytes is None else self.case.state_bytes(trained),
+            repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
+            head=(
+                head_option(model, rehearsal.batch * self.case.tokens, self.hardware)
+                if self.limits.chunkable
+                else None
+            ),
+        )
+
+    # -- the search
+
+    def search(self, top: int) -> list[TrainingStrategy]:
+        """Up to ``top`` proved ways that differ in more than numbers, the fastest first; of those that are as fast as
+        that one, the one that moves least before it.
+
+        Empty where none is found.
+        """
+        for limits in self._in_turn():
+            found = self._search(limits, top)
+            if found:
+                found = self._with_room_for_the_heap(found, limits, top)
+                best = quietest(found, self._weighed, most_s=self._simple_s)
+                return [best, *(one for one in found if one is not best)][:top]
+        return []
+
+    def _with_room_for_the_heap(
+        self, found: list[TrainingStrategy], limits: Limits, top: int
+    ) -> list[TrainingStrategy]:
+        """``found``, and what is found with less in use, where the best gives back memory that it needs again."""
+        if not found[0].heap_s:
+            return found
+        simple_s = self._simple_s
+        less = {**limits.budget_bytes, RAM: kept_below(limits.budget_bytes[RAM])}
+        for made in self._search(replace(limits, budget_bytes=less), top):
+            found = self._with(found, made)
+        self._simple_s = simple_s
+        return found
+
+    def _in_turn(self) -> Iterator[Limits]:
+        """What is allowed; before that, where all that is trained is next to nothing, without moving it around."""
+        held = self.profile.state_bytes + self.profile.gradient_bytes
+        budget = self.limits.budget_bytes.get(self.hardware.compute, 0)
+        ordered = {"states", "gradients", "in_backward"} & self.limits.fixed.keys()
+        if held < _NOTHING * budget and not ordered:
+            yield replace(self.limits, states_leave=False, gradients_leave=False, single_pass=False)
+        yield self.limits
+
+    def _search(self, limits: Limits, top: int) -> list[TrainingStrategy]:
+        """What is proved under ``limits``. What the first proof says beyond the profile holds for all that follow."""
+        self._learned.clear()
+        self._sizes.clear()
+        self._simple_s = min(map(self.seconds, self.baselines(limits)), default=math.inf)
+        self._traced_ops = 0
+        found = self._proved(limits, top, [])
+        if found and self._learned:
+            found = self._proved(replace(limits, corrections=dict(self._learned)), top, found)
+            found = self._of_other_sizes(limits, found)
+        return found
+
+    def _of_other_sizes(self, limits: Limits, found: list[TrainingStrategy]) -> list[TrainingStrategy]:
+        """``found``, and one way of each size of micro-batch that may be faster and of which none was proved: what a
+        proof says beyond the profile is another number of bytes for another size, even one below zero."""
+        for _, way, _ in self._in_order(limits):
+            if self._traced_ops > _SEARCH_OPS:
+                break
+            if way.bound_s < found[0].step_s and way.frame.micro_batch not in self._sizes:
+                made = self.prove(way, limits=limits)
+                found = found if made is None else self._with(found, made)
+        return found
+
+    def _proved(self, limits: Limits, top: int, found: list[TrainingStrategy]) -> list[TrainingStrategy]:
+        """``found`` and what else is proved; where nothing was learned yet, no more than until something is."""
+        for count, (seconds, way, simple) in enumerate(self._in_order(limits)):
+            faster = not found or seconds < found[0].step_s
+            most_ops = _SEARCH_OPS if faster else _MORE_OPS - self._proof_ops
+            if count >= _MANY * top or (found and self._traced_ops > most_ops):
+                break
+            if len(found) >= top and seconds > max(found[top - 1].step_s, self._tied_s(found)):
+                break
+            if not self._is_worth_it(way, seconds, found, top):
+                continue
+            made = self.prove(way, corrects=not simple, limits=limits)
+            if made is not None:
+                found = self._with(found, made)
+                if self._learned and not limits.corrections:
+                    break
+        return found
+
+    def _is_worth_it(self, way: Way, seconds: float, found: list[TrainingStrategy], top: int) -> bool:
+        """Whether it may be one of the first ``top``, or the quietest of those that are as fast as the first."""
+        if not found:
+            return True
+        tied_s = self._tied_s(found)
+        moved = min(moved_bytes(self.profile, self.hardware, _way(one)) for one in found if one.step_s <= tied_s)
+        if seconds <= tied_s and moved_bytes(self.profile, self.hardware, way) < moved:
+            return True
+        # What differs in numbers only and is no faster makes no list longer.
+        alike = any(signature(_way(one)) == signature(way) and one.step_s <= seconds for one in found)
+        return not alike and (len(found) < top or seconds < found[top - 1].step_s)
+
+    def _tied_s(self, found: list[TrainingStrategy]) -> float:
+        least_s = min(one.step_s for one in found)
+        return max(least_s, min(self._simple_s, as_fast_s(least_s)))
+
+    def _weighed(self, one: TrainingStrategy) -> Weighed:
+        return Weighed(
+            seconds=one.step_s,
+            moved_bytes=moved_bytes(self.profile, self.hardware, _way(one)),
+            held_bytes=sum(one.prediction.peak_bytes.values()),
+        )
+
+    def _with(self, found: list[TrainingStrategy], made: TrainingStrategy) -> list[TrainingStrategy]:
+        """``found`` and ``made``, by seconds; of those that differ in numbers only, the best."""
+        alike = [one for one in found if signature(_way(one)) == signature(_way(made))]
+        rest = [one for one in found if one not in alike]
+        best = quietest([*alike, made], self._weighed, most_s=self._simple_s)
+        return sorted([*rest, best], key=lambda one: rank(one.step_s, _way(one)))
+
+    def _in_order(self, limits: Limits) -> Iterator[tuple[float, Way, bool]]:
+        """Ways by the seconds of their schedules, and whether each is one of the simple ones.
+
+        The program's bound says when no later one can be faster.
+        """
+        waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines(limits))]
+        for index, way in enumerate(ways.best(self.profile, self.hardware, limits)):
+            ready = [one for one in waiting if one[0] <= way.bound_s]
+            for one in sorted(ready, key=lambda one: rank(one[0], one[2])):
+                waiting.remove(one)
+                yield one[0], one[2], one[1] < 0
+            if not any(way.same(other) for _, _, other in waiting):
+                waiting.append((self.seconds(way), index, way))
+        for seconds, index, way in sorted(waiting, key=lambda one: rank(one[0], one[2])):
+            yield seconds, way, index < 0
+
+    def baselines(self, limits: Limits | None = None) -> list[Way]:
+        """The simple ways that may fit."""
+        limits = limits or self.limits
+        budget = limits.budget_bytes
+        return [
+            way
+            for way in ways.baselines(self.profile, self.hardware, limits)
+            if all(_SURELY * count <= budget.get(tier, count) for tier, count in self.held(way).items())
+        ]
+
+    def seconds(self, way: Way) -> float:
+        key = (way.frame, *way.weights.items(), *way.activations.items())
+        if key not in self._seconds:
+            self._seconds[key] = self._timed(way)[0]
+        return self._seconds[key]
+
+    def _timed(self, way: Way) -> tuple[float, Schedule]:
+        beside = {**contention_of(self.hardware), **(self.case.beside or {})}
+        # All rows at once are timed without what one of them says.
+        profile = self._whole() if way.frame.micro_batch == self._rehearsal.batch else self.profile
+        return training_step_s(profile, self.hardware, way, beside)
+
+    def held(self, way: Way) -> dict[str, int]:
+        """Peaks per tier, as far as the profile knows them."""
+        return peak_bytes(held_bytes(self.profile, self.hardware, way))
+
+    # -- proofs
+
+    def prove(self, way: Way, *, corrects: bool = True, limits: Limits | None = None) -> TrainingStrategy | None:
+        """``way``, or what the search makes of its shape when it knows what that really takes; None: nothing fits.
+
+        Not ``corrects``: that way or none.
+        """
+        limits, best = limits or self.limits, None
+        self._sizes.add(way.frame.micro_batch)
+        for _ in range(_PROOFS if corrects else 1):
+            made = self._found(way)
+            if fits(made.prediction.peak_bytes, limits.budget_bytes):
+                best = made if best is None or made.step_s < best.step_s else best
+                if not self._has_room(made, limits):
+                    break
+            elif best is not None:
+                break
+            self._learned = self._corrections(made)
+            corrected = replace(limits, corrections=self._learned)
+            again = ways.solve_shape(self.profile, self.hardware, corrected, shape_of(way))
+            if again is None or again.same(way):
+                break
+            way = again
+        return best
+
+    def proved(self, choice: Choice, partition: Partition | None = None) -> TrainingStrategy:
+        """``choice`` as it is, whoever made it, of the blocks of ``partition`` (None: those that are profiled)."""
+        way = self.way(choice) if partition is None and self._rehearsal.inputs is not None else None
+        if way is not None:
+            return self._found(way, choice)
+        peaks = self._peaks_of(choice, partition)
+        return TrainingStrategy(
+            choice=choice,
+            partition=self._rehearsal.partition if partition is None else partition,
+            prediction=replace(self._rated[_key(choice, partition)], peak_bytes=peaks),
+            spent_bytes=self._spent(choice, partition, peaks),
+        )
+
+    def predicted(self, choice: Choice) -> Prediction:
+        """What ``choice`` takes, its seconds left out."""
+        way = self.way(choice) if self._rehearsal.inputs is not None else None
+        return Prediction(peak_bytes=self._peaks_of(choice) if way is None else self.peaks(way, choice))
+
+    def _found(self, way: Way, choice: Choice | None = None) -> TrainingStrategy:
+        choice = self.choice(way) if choice is None else choice
+        peaks = self.peaks(way, choice)
+        seconds, schedule = self._timed(way)
+        heap_s = self._heap_s(choice, peaks)
+        seconds += heap_s
+        prediction = Prediction(
+            peak_bytes=peaks,
+            step_s=seconds,
+            bound_s=min(way.bound_s or seconds, seconds),
+            limited_by=schedule.limited_by(),
+        )
+        return TrainingStrategy(
+            choice=choice,
+            partition=self._rehearsal.partition,
+            prediction=prediction,
+            spent_bytes=self._spent(choice, None, peaks),
+            way=way,
+            schedule=schedule,
+            heap_s=heap_s,
+        )
+
+    def _spent(self, choice: Choice, partition: Partition | None, peaks: Mapping[str, int]) -> dict[str, int]:
+        """Of ``peaks``, the program's own."""
+        own = self._known[_key(choice, partition)]
+        return {tier: count - own.get(tier, 0) for tier, count in peaks.items() if count != own.get(tier, 0)}
+
+    def _heap_s(self, choice: Choice, peaks: Mapping[str, int]) -> float:
+        """Seconds for pages that a step gives back and asks for anew, where it computes in RAM."""
+        rate = self.case.fresh_s_per_byte
+        if not rate or self.hardware.compute != RAM:
+            return 0.0
+        share = given_back(peaks[RAM], self.limits.budget_bytes.get(RAM, peaks[RAM]))
+        return rate * share * self._fresh.get(_key(choice), 0)
+
+    def peaks(self, way: Way, choice: Choice) -> dict[str, int]:
+        """Peaks per tier from traces of the step with ``choice`` in force, the program's own share included."""
+        key = _key(choice)
+        if (
+            key not in self._known
+            and not choice.in_place
+            and self._shallow is not None
+            and self._few_do(self._shallow)
+        ):
+            known = Layers(self.profile, self._shallow.stack, way, self.hardware.compute)
+            most = known.most(self._shallow.treatments(choice))
+            room = known.room(bytes_at_once(self._rehearsal.model))
+            peaks = self._shallow.predict(choice, known.bytes, room, most)
+            if peaks is not None:
+                self._traced_ops += self._proof_ops
+                self._known[key] = peaks
+        return self._peaks_of(choice)
+
+    def _peaks_of(self, choice: Choice, partition: Partition | None = None) -> dict[str, int]:
+        """As ``peaks``, by a trace of every layer where nothing is known yet."""
+        key, rehearsal = _key(choice, partition), self._rehearsal
+        if partition is not None:
+            rehearsal = replace(rehearsal, partition=partition)
+        if key not in self._known:
+            self._known[key] = self._rehearsed(key, rehearsal, choice)
+        return rehearsal.in_all(choice, self._known[key])
+
+    def _rehearsed(self, key: str, rehearsal: Rehearsal, choice: Choice) -> dict[str, int]:
+        seen = rehearsal.rehearse(choice)
+        self._fresh[key], self._rated[key] = seen.fresh_bytes, seen.timed
+        self._traced_ops += self._proof_ops
+        if (
+            self._plain is None
+            and self._shallow is None
+            and rehearsal is self._rehearsal
+            and choice == self._plain_choice(rehearsal.batch)
+            and rehearsal.inputs is not None
+        ):  # its trace is what a profile is read from
+            self._plain = self._complete(self._read(rehearsal, seen.trace), len(seen.trace.ops), rehearsal.batch)
+        compute = self.hardware.compute
+        return {**seen.peak_bytes, compute: seen.peak_bytes[compute] + self.case.aside(choice)}
+
+    def exactly(self, one: TrainingStrategy) -> TrainingStrategy:
+        """``one`` with what every layer of it was seen to take."""
+        key = _key(one.choice)
+        if key not in self._rated:
+            self._known[key] = self._rehearsed(key, self._rehearsal, one.choice)
+        peaks = self._peaks_of(one.choice)
+        spent = self._spent(one.choice, None, peaks)
+        return replace(one, prediction=replace(one.prediction, peak_bytes=peaks), spent_bytes=spent)
+
+    def _few_do(self, shallow: Shallow) -> bool:
+        """Whether a few layers say enough of all.
+
+        Not on a processor: what a heap keeps between tensors does not grow layer by layer. And not where what is
+        added for segments of the allocator would be a part of the budget that counts.
+        """
+        compute = self.hardware.compute
+        budget = self.limits.budget_bytes.get(compute, math.inf)
+        return compute != RAM and shallow.unfilled_bytes <= _UNFILLED * budget
+
+    def _has_room(self, made: TrainingStrategy, limits: Limits) -> bool:
+        """Whether a way that gives something up leaves so much room that it may not have to."""
+        way = _way(made)
+        plain = way.frame.states == KEEP and set(way.weights.values()) == {RESIDENT}
+        if plain and set(way.activations.values()) == {KEEP} and way.frame.micro_batch == self.profile.batch:
+            return False
+        peaks, compute = made.prediction.peak_bytes, self.hardware.compute
+        budget = limits.budget_bytes.get(compute, peaks[compute])
+        return budget - peaks[compute] > _ROOM * budget
+
+    def _corrections(self, made: TrainingStrategy) -> dict[str, int]:
+        """What the proof found beyond the profile, per tier that is used at all."""
+        thought = self.held(_way(made))
+        return {
+            tier: count - thought.get(tier, 0) + _MARGIN_BYTES
+            for tier, count in made.prediction.peak_bytes.items()
+            if tier in self.limits.budget_bytes and (count or thought.get(tier))
+        }
+
+    def least(self) -> TrainingStrategy:
+        """The way that takes least, where it fits after all. Raises BudgetError, with what it takes, where not."""
+        limits, need, made = self.limits, dict[str, int](), None
+        for _ in range(_LEAST_PROOFS):
+            least = ways.smallest(self.profile, self.hardware, limits)
+            if least is None:
+                break
+            need, made = least[0], self._found(least[1])
+            peaks = made.prediction.peak_bytes
+            if fits(peaks, self.limits.budget_bytes):
+                return made
+            if fits(peaks, {**self.limits.budget_bytes, **need}):
+                break
+            corrections = {t: max(0, n, limits.corrections.get(t, 0)) for t, n in self._corrections(made).items()}
+            limits = replace(limits, corrections=corrections)
+        if made is None:
+            raise BudgetError(
+                "Training was to run within its budget.", "No budget is known with which it would.", "Ask for less."
+            )
+        peaks = made.prediction.peak_bytes
+        short = {tier: max(peaks.get(tier, 0), count) for tier, count in need.items()}
+        raise too_small({**{t: n for t, n in peaks.items() if t not in short}, **short}, self.limits.budget_bytes)
+
+    def choice(self, way: Way) -> Choice:
+        """``way`` as the runtime takes it."""
+        return as_choice(way, self.case.precision, self.hardware.compute)
+
+    def way(self, choice: Choice) -> Way | None:
+        """``choice`` as the search knows it; None where it speaks of other blocks."""
+        return as_way(choice, [block.name for block in self._rehearsal.partition.blocks])
+
+
+def _way(one: TrainingStrategy) -> Way:
+    assert one.way is not None, "a search finds ways"
+    return one.way
+
+
+def _state_bytes(made: Trace) -> int:
+    """What the optimizer keeps from one step to the next."""
+    begin = made.step_starts[0]
+    return sum(s.bytes for s in made.storages if s.category is Category.OPTIMIZER_STATE and s.born < begin)
+
+
+def _key(choice: Choice, partition: Partition | None = None) -> str:
+    blocks = () if partition is None else tuple(block.name for block in partition.blocks)
+    return f"{choice!r} {blocks}"
+
+
+__all__ = ["Planner", "trained_bytes"]

@@ -1,0 +1,1 @@
+"""Activation offload: what autograd saves leaves the compute tier until backward needs it."""

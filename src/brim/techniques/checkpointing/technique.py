@@ -1,0 +1,278 @@
+"""Checkpointing: a block keeps what it was given, and its backward computes the rest again.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. Selective: the outputs of matrix
+products and attention are kept (many flops for each byte), all else is computed again (many bytes for each flop), as
+in Korthikanti et al., arXiv 2205.05198. Alternate: selective, with the first, third, ... of a block's matrix products
+kept only, as torchtitan's ``selective_ac_option = "op"`` does. Underneath is the non-reentrant
+``torch.utils.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from brim.core import Category, Hardware, Op, Phase, Storage, Trace
+from brim.errors import UsageError
+from brim.predict.cost import base_name, op_s
+from brim.techniques.base import Option
+from brim.techniques.blocks import Block, Partition, is_container, tensor_bytes
+from brim.techniques.checkpointing.recomputing import (
+    BuffersBefore,
+    Together,
+    Unwritten,
+    copy_of_cache,
+    is_cache,
+)
+from brim.techniques.forward_override import StandIn, in_force
+
+NAME = "checkpointing"
+NONE, SELECTIVE, ALTERNATE, FULL = "none", "selective", "alternate", "full"
+CHOICES = (NONE, SELECTIVE, ALTERNATE, FULL)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+# What selective checkpointing keeps: products and attention.
+KEPT = (
+    "mm", "addmm", "bmm", "convolution", "_grouped_mm", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """The parts of repeated containers, in definition order: decoder layers, residual blocks.
+
+    A stage, which only holds further repeated parts, is opened. Leaves are never blocks of their own: they keep
+    about what they were given anyway.
+    """
+    return list(_parts(model, "", False))
+
+
+def partition_of(model: nn.Module) -> Partition:
+    """``blocks`` as a partition of ``model``, however few weights they have, for plans in which weights stay."""
+    named = list(model.named_parameters())
+    made = []
+    for path in blocks(model):
+        mine = [(name, p) for name, p in named if name.startswith(f"{path}.")]
+        if mine:
+            names, size = tuple(name for name, _ in mine), sum(tensor_bytes(p) for _, p in mine)
+            made.append(Block(name=path, triggers=(path,), lookups=(), tensors=names, bytes=size))
+    inside = {name for block in made for name in block.tensors}
+    loose = [(name, p) for name, p in named if name not in inside]
+    held = sum(tensor_bytes(p) for _, p in loose) + sum(tensor_bytes(b) for b in model.buffers())
+    return Partition(blocks=tuple(made), loose=tuple(name for name, _ in loose), loose_bytes=held)
+
+
+def every(model: nn.Module, k: int) -> dict[str, str]:
+    """Full checkpointing of every ``k``-th block, the first included, and of none else; for ``apply``."""
+    if type(k) is not int or k < 1:
+        raise UsageError(f"Every {k!r}-th block was to be checkpointed.", "It must be a whole number from 1.")
+    return {name: FULL if index % k == 0 else NONE for index, name in enumerate(blocks(model))}
+
+
+def apply(model: nn.Module, choices: Mapping[str, str]) -> Checkpointing:
+    """Checkpoint modules of ``model`` by their paths, each by its choice of ``CHOICES``.
+
+    It acts in training mode with gradients enabled only. Losses, gradients and buffers are bit for bit those of the
+    model without it. A key-value cache that is passed through such a block keeps what it had but is not appended to,
+    with one warning (``use_cache=False`` avoids it).
+
+    Raises UsageError for an unknown path or choice, a block inside another one, or a block that is checkpointed
+    already, by brim or by its own library.
+    """
+    chosen = {name: choice for name, choice in choices.items() if _known(name, choice) != NONE}
+    modules = {name: _module(model, name) for name in chosen}
+    for name, module in modules.items():
+        _refuse(name, module, modules)
+    return Checkpointing({name: (module, chosen[name]) for name, module in modules.items()})
+
+
+class Checkpointing:
+    """The handle: which blocks are checkpointed, and how."""
+
+    def __init__(self, chosen: Mapping[str, tuple[nn.Module, str]]) -> None:
+        self.choices = {name: choice for name, (_, choice) in chosen.items()}
+        self._warned = False
+        self._placed = [_Checkpointed(module, choice, self._warn) for module, choice in chosen.values()]
+
+    def remove(self) -> None:
+        for placed in self._placed:
+            placed.remove()
+        self._placed = []
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "use_cache is ignored: blocks that are checkpointed do not fill the cache. Pass use_cache=False.",
+                stacklevel=2,
+            )
+
+
+class _Checkpointed(StandIn):
+    """As hooks stay outside, they are not run a second time."""
+
+    def __init__(self, module: nn.Module, choice: str, on_cache: Callable[[], None]) -> None:
+        super().__init__(module)
+        self.choice, self._on_cache = choice, on_cache
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._active and self._module.training and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._outside_graph(*args, **kwargs)
+        return self._checkpointed(*args, **kwargs)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler when called, not when defined
+    def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Contexts of checkpoints cannot be compiled: a graph ends before the block and another begins after it."""
+        return self._checkpointed(*args, **kwargs)
+
+    def _checkpointed(self, *args: Any, **kwargs: Any) -> Any:
+        names, count = tuple(kwargs), len(args)
+        # By position: torch.utils.checkpoint keeps those through saved-tensor hooks, others by reference.
+        given = [copy_of_cache(value) if is_cache(value) else value for value in (*args, *kwargs.values())]
+        caches = [value for value in given if is_cache(value)]
+        unwritten = Unwritten(caches)
+        if caches:
+            self._on_cache()
+
+        def run(*values: Any) -> Any:
+            values = tuple(copy_of_cache(value) if is_cache(value) else value for value in values)
+            return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        made = checkpoint(run, *given, use_reentrant=False, context_fn=self._contexts)
+        unwritten.check(self._module)
+        return made
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        before = BuffersBefore(self._module)
+        if self.choice == FULL:
+            return nullcontext(), before
+        forward, again = selective_contexts(alternate=self.choice == ALTERNATE)
+        return forward, Together(before, again)
+
+
+def selective_contexts(*, alternate: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For ``torch.utils.checkpoint``'s ``context_fn``: what is in ``KEPT`` is kept, the rest computed again;
+    ``alternate``: every other matrix product too."""
+    kept = [getattr(torch.ops.aten, name).default for name in KEPT]
+    product = torch.ops.aten.mm.default
+    # Apart, as some versions of PyTorch ask again while they compute again and others remember what was said.
+    products = {again: itertools.count() for again in (False, True)}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = op in kept and not (op is product and next(products[context.is_recompute]) % 2)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    made: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = create_selective_checkpoint_contexts(
+        policy if alternate else kept
+    )
+    return made
+
+
+def options(trace: Trace, hardware: Hardware, names: Sequence[str]) -> list[Option]:
+    """What each block of ``names`` would save and cost, from the last step of a ``trace`` without checkpointing."""
+    start = trace.step_starts[-1]
+    ops = sorted((op for op in trace.ops if op.at >= start and op.phase is Phase.FORWARD), key=lambda op: op.at)
+    held = [s for s in trace.storages if s.category is Category.ACTIVATION and s.born >= start]
+    made_by = {storage.id: _maker(ops, storage) for storage in held}
+    rows = []
+    for name in names:
+        inside = sorted((s for s in held if _within(s.module, name)), key=lambda s: s.born)
+        again = [op for op in ops if _within(op.module, name)]
+        for choice in (SELECTIVE, FULL):
+            kept = choice == SELECTIVE
+            # The last one made is the block's output, which the next block is given and keeps.
+            saved = [s for s in inside[:-1] if not (kept and made_by[s.id] in KEPT)]
+            seconds = sum(op_s(op, hardware) for op in again if not (kept and base_name(op.name) in KEPT))
+            rows.append(
+                Option(
+                    technique=NAME,
+                    block=name,
+                    choice=choice,
+                    saves_bytes={hardware.compute: sum(s.bytes for s in saved)},
+                    compute_s=seconds,
+                )
+            )
+    return rows
+
+
+def _maker(ops: Sequence[Op], storage: Storage) -> str:
+    index = bisect_right([op.at for op in ops], storage.born) - 1
+    return base_name(ops[index].name) if index >= 0 else ""
+
+
+def _within(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def _parts(module: nn.Module, path: str, repeated: bool) -> Iterator[str]:
+    if repeated and not _is_stage(module):
+        if any(True for _ in module.children()):
+            yield path
+        return
+    parts = is_container(module)
+    for name, child in module.named_children():
+        yield from _parts(child, f"{path}.{name}" if path else name, parts)
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether its own repeated parts are what it is made of: a container, or the owner of one above all else."""
+    if isinstance(module, _CONTAINERS):
+        return any(_is_composite(child) for child in module.children())
+    inner = [child for child in module.children() if isinstance(child, _CONTAINERS)]
+    if len(inner) != 1 or len({type(part) for part in inner[0].children()}) != 1:
+        return False  # parts of several kinds make up one block (T5's attention and feed-forward)
+    composite = all(_is_composite(part) for part in inner[0].children())
+    return composite and 2 * _count(inner[0]) > _count(module) > 0
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _known(name: str, choice: str) -> str:
+    if choice not in CHOICES:
+        raise UsageError(f"checkpointing={choice!r} was asked for {name}.", f"The choices are {', '.join(CHOICES)}.")
+    return choice
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise UsageError(
+            f"{name!r} of {type(model).__name__} was to be checkpointed.",
+            "It has no such part.",
+            f"Its blocks are {', '.join(blocks(model)) or 'none that brim finds'}.",
+        ) from error
+
+
+def _refuse(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    if any(isinstance(placed, _Checkpointed) for placed in in_force(module)):
+        raise UsageError(f"{name} was to be checkpointed.", "It is already.", "Remove the first handle before.")
+    inside = {id(part): path for path, part in modules.items() if part is not module}
+    for part in module.modules():
+        if id(part) in inside:
+            raise UsageError(
+                f"{name} was to be checkpointed, and so was {inside[id(part)]}.", "One is inside the other."
+            )
+        if getattr(part, "gradient_checkpointing", False) is True:
+            raise UsageError(
+                f"{name} was to be checkpointed.",
+                f"Its library checkpoints {type(part).__name__} already.",
+                "Call the model's gradient_checkpointing_disable() first.",
+            )

@@ -1,0 +1,1 @@
+"""Blocks whose weights rest in RAM and which the CPU computes there."""

@@ -1,0 +1,1 @@
+"""Expert streaming: the experts of a mixture come one by one into a cache per layer."""

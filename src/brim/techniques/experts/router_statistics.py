@@ -1,0 +1,115 @@
+"""What a model's routers do, seen in a short run: how many experts a step needs, and how many of them again."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.errors import UnsupportedError
+from brim.techniques.experts.cache import HALF_LIFE_VISITS, Usage
+from brim.techniques.experts.calls import shares_of
+from brim.techniques.experts.technique import find_experts
+
+Visits = Sequence[Mapping[int, float]]  # of each call of a layer: expert -> share of the tokens that chose it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterStatistics:
+    """The calls of one layer of ``count`` experts, in order."""
+
+    count: int
+    visits: Visits
+
+    @property
+    def distinct(self) -> float:
+        """The mean number of different experts in a call."""
+        return sum(len(visit) for visit in self.visits) / len(self.visits)
+
+    def hit_rate(self, slots: int, *, half_life: float = HALF_LIFE_VISITS) -> float:
+        """The share of needed experts that are there already when a call begins, with ``slots`` slots.
+
+        Counted over the second half of the calls: in the first the slots fill.
+        """
+        hits, needed = simulate(self.visits, slots, half_life=half_life, skip=len(self.visits) // 2)
+        return hits / needed if needed else 1.0
+
+    def loads(self, slots: int) -> float:
+        """Experts that a call waits for, in the mean."""
+        return self.distinct * (1.0 - self.hit_rate(slots))
+
+
+def simulate(visits: Visits, slots: int, *, half_life: float, skip: int = 0) -> tuple[int, int]:
+    """Hits and needed experts of all visits but the first ``skip``: what ``ExpertCache`` would do."""
+    usage, held = Usage(half_life), set[int]()
+    hits = needed = 0
+    for number, visit in enumerate(visits):
+        usage.visit(visit)
+        if number >= skip:
+            hits, needed = hits + len(held & visit.keys()), needed + len(visit)
+        # What a call needs is there at its end, as far as it goes; of the rest the most used stay.
+        wanted = sorted(visit, key=usage.rank, reverse=True)[:slots]
+        others = sorted(held - visit.keys(), key=usage.rank, reverse=True)
+        held = {*wanted, *others[: slots - len(wanted)]}
+    return hits, needed
+
+
+def router_statistics(
+    model: nn.Module, inputs: Mapping[str, Any], *, new_tokens: int = 0
+) -> dict[str, RouterStatistics]:
+    """Path of each layer with fused experts -> what its router did on ``inputs``.
+
+    ``new_tokens`` 0: one forward pass on them; else that many tokens are generated from them. The model may be
+    fitted. Raises UnsupportedError for one without such layers.
+    """
+
+    def run() -> None:
+        with torch.no_grad():
+            if new_tokens:
+                options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+                model.generate(**inputs, **options)  # type: ignore[operator]  # transformers'
+            else:
+                model(**inputs)
+
+    return watch_routers(model, run)
+
+
+def watch_routers(model: nn.Module, run: Callable[[], object]) -> dict[str, RouterStatistics]:
+    """The same for whatever ``run`` does with the model."""
+    layers = [layer for layer in find_experts(model) if not layer.modules]
+    if not layers:
+        raise UnsupportedError(
+            f"The routers of {type(model).__name__} were to be watched.",
+            "It has no layers of fused experts, as transformers makes them.",
+            "Plan it like any other model: what is not called is not brought.",
+        )
+    seen: dict[str, list[Mapping[int, float]]] = {layer.path: [] for layer in layers}
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_noting(model.get_submodule(layer.path), layer.count, seen[layer.path]))
+        run()
+    return {
+        layer.path: RouterStatistics(count=layer.count, visits=tuple(seen[layer.path]))
+        for layer in layers
+        if seen[layer.path]
+    }
+
+
+@contextlib.contextmanager
+def _noting(module: nn.Module, count: int, into: list[Mapping[int, float]]) -> Iterator[None]:
+    signature = inspect.signature(type(module).forward)
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = list(signature.bind(module, *args, **kwargs).arguments.values())[2]
+        into.append(shares_of(index, count))
+
+    hook = module.register_forward_pre_hook(torch.compiler.disable(note), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()

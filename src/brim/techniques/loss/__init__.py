@@ -1,0 +1,1 @@
+"""The loss of a language model without its logits."""

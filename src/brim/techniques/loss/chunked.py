@@ -1,0 +1,223 @@
+"""Chunked cross-entropy: the loss of a language model without its logits, which are often the largest activation.
+
+The head returns lazy logits (see ``lazy_logits``); where ``torch.nn.functional.cross_entropy`` meets them, the real
+head is called on a chunk of rows at a time, and once more in backward. So hooks of the head fire for every chunk.
+The idea is that of Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv 2411.09009. Exact:
+only the order of summation over tokens differs from the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from brim.core import Hardware
+from brim.errors import UnsupportedError, UsageError
+from brim.predict.cost import flops_per_s
+from brim.techniques.base import Option
+from brim.techniques.dry_run import call_with, dry_run
+from brim.techniques.loss.lazy_logits import RULES, View, defer
+
+NAME = "chunked_loss"
+CHUNKS = (256, 1024, 4096)  # tokens
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def apply(model: nn.Module, chunk_tokens: int = 1024, *, head: str | None = None, example: Any = None) -> ChunkedLoss:
+    """Never make more than ``chunk_tokens`` rows of logits at once for a cross-entropy loss.
+
+    ``head`` is the path of the layer that makes the logits, of whatever kind, as long as it treats every row alike;
+    without it, it is found by ``find_head``. A call on ``chunk_tokens`` rows or fewer is left alone, and so is one in
+    a graph of ``torch.compile``. Raises UsageError for a wrong size or path or a second application, UnsupportedError
+    where no head is found.
+    """
+    if type(chunk_tokens) is not int or chunk_tokens < 1:
+        raise UsageError(f"A loss in chunks of {chunk_tokens!r} tokens was asked for.", "It must be 1 or more.")
+    name = find_head(model, example) if head is None else head
+    try:
+        module = model.get_submodule(name)
+    except AttributeError as error:
+        raise UsageError(f"{name!r} was given as the head.", f"{type(model).__name__} has no such part.") from error
+    if "_call_impl" in vars(module):
+        raise UsageError(
+            f"The loss of {type(model).__name__} was to be chunked.",
+            f"That of {name} is already.",
+            "Remove the first handle before.",
+        )
+    return ChunkedLoss(name, module, chunk_tokens)
+
+
+class ChunkedLoss:
+    """The handle. ``head`` is the path of the layer whose logits are put off."""
+
+    def __init__(self, name: str, module: nn.Module, chunk_tokens: int) -> None:
+        self.head, self.chunk_tokens = name, chunk_tokens
+        self._module = module
+        self._placed = _Deferring(module, chunk_tokens)
+        # Not ``forward``: a hook of the head must see the logits of a chunk, and change them once only.
+        vars(module)["_call_impl"] = self._placed
+
+    def remove(self) -> None:
+        if vars(self._module).get("_call_impl") is self._placed:
+            del vars(self._module)["_call_impl"]
+
+
+class _Deferring:
+    """Stands in the head's instance for its call."""
+
+    def __init__(self, module: nn.Module, chunk_tokens: int) -> None:
+        self._module, self._chunk_tokens = module, chunk_tokens
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A compiler would have to see through lazy logits: it gets the whole ones.
+        hidden = args[0] if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() else None
+        if isinstance(hidden, torch.Tensor) and hidden.is_floating_point() and hidden.dim() > 1:
+            width = hidden.shape[-1]
+            if width and hidden.numel() // width > self._chunk_tokens:
+                return defer(self._module, hidden, self._chunk_tokens)
+        return type(self._module)._call_impl(self._module, *args, **kwargs)
+
+
+def find_head(model: nn.Module, example: Any = None) -> str:
+    """The path of the layer that makes the logits.
+
+    With ``example``, the inputs of a call (a dictionary or a tuple), it is the last linear layer called whose width
+    is that of the logits; the call is made on fake tensors. Else it is the one that a model of transformers names,
+    or the last linear layer. A wrong guess costs memory, not correctness.
+    """
+    parts = dict(model.named_modules())
+    linear: list[str] = [name for name, module in parts.items() if isinstance(module, nn.Linear)]
+    if example is not None:
+        linear = _called(model, example, linear)
+    elif callable(named := getattr(model, "get_output_embeddings", None)):
+        wanted = named()
+        linear = [name for name, module in parts.items() if module is wanted] or linear
+    if not linear:
+        raise UnsupportedError(
+            f"The loss of {type(model).__name__} was to be chunked.",
+            "No linear layer that makes its logits was found.",
+            "Name it: head='path.of.the.layer'.",
+        )
+    return linear[-1]
+
+
+def _called(model: nn.Module, example: Any, linear: Sequence[str]) -> list[str]:
+    """The linear layers in the order of their calls that are as wide as what the model gives."""
+    order: list[str] = []
+    hooks = [
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: order.append(name)) for name in linear
+    ]
+    try:
+        with torch.no_grad(), dry_run(model, example) as inputs:
+            made = call_with(model, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = getattr(made, "logits", made)
+    while isinstance(logits, (tuple, list)):
+        logits = logits[0]
+    return [name for name in order if model.get_submodule(name).out_features == logits.shape[-1]]
+
+
+def _cross_entropy(view: View, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _chunked(view, *args, **kwargs)
+
+
+def _chunked(
+    view: View,
+    target: Any,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    """``torch.nn.functional.cross_entropy`` by chunks; None for what it does not do by chunks."""
+    rows = view.rows.reshape(-1, view.rows.shape[-1])
+    wanted = _flat_target(view, target)
+    known = reduction in ("none", "mean", "sum") and size_average is None and reduce is None
+    if wanted is None or not known or rows.shape[0] == 0:
+        return None
+
+    def losses(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(
+            view.run(rows),
+            target,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+
+    size = view.call.chunk_tokens
+    grad = view.call.grad and torch.is_grad_enabled()
+    parts: list[torch.Tensor] = []
+    with contextlib.nullcontext() if grad else torch.no_grad():
+        for some, their in zip(rows.split(size), wanted.split(size), strict=True):
+            parts.append(checkpoint(losses, some, their, use_reentrant=False) if grad else losses(some, their))
+    if reduction == "none":
+        return torch.cat(parts).reshape(view.rows.shape[:-1])
+    total = _sum(parts)
+    if reduction == "mean":
+        total = total / _count(wanted, weight, ignore_index)
+    return total.to(parts[0].dtype)
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Halves would overflow, or lose the small ones, over so many tokens."""
+    wide = torch.float32 if parts[0].dtype in _HALVES else parts[0].dtype
+    return torch.stack([part.sum(dtype=wide) for part in parts]).sum()
+
+
+def _flat_target(view: View, target: Any) -> torch.Tensor | None:
+    """Class indices of every row in the order of the flattened rows, or class probabilities."""
+    leading = tuple(view.rows.shape[:-1])
+    class_dim = 1  # as cross_entropy wants its input: (rows, classes) or (batch, classes, positions...)
+    if not isinstance(target, torch.Tensor) or view.class_dim != class_dim:
+        return None
+    if target.is_floating_point():
+        return target if len(leading) == 1 and tuple(target.shape) == view.shape else None
+    return target.reshape(-1) if tuple(target.shape) == leading else None
+
+
+def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor | int:
+    """What the mean divides by: rows that count, by their class's weight."""
+    if target.is_floating_point():
+        return target.shape[0]
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    return (weight[torch.where(counted, target, 0)] * counted).sum()
+
+
+RULES[functional.cross_entropy] = _cross_entropy
+
+
+def options(
+    tokens: int, classes: int, hidden: int, hardware: Hardware, *, dtype: torch.dtype = torch.float32
+) -> list[Option]:
+    """What chunks of each size in ``CHUNKS`` save of a loss over ``tokens`` rows, and cost.
+
+    At the loss's backward there are the logits in ``dtype``, their float32 copy where that is another type, their
+    log-softmax and its gradient (aten/src/ATen/native/LossNLL.cpp). In chunks, the head is computed once more.
+    """
+    each = classes * (8 + 4 + (dtype.itemsize if dtype in _HALVES else 0))
+    rate = flops_per_s(hardware, str(dtype).removeprefix("torch."))
+    return [
+        Option(
+            technique=NAME,
+            block="",
+            choice=str(chunk),
+            saves_bytes={hardware.compute: (tokens - chunk) * each},
+            compute_s=2 * tokens * classes * hidden / rate,
+        )
+        for chunk in CHUNKS
+        if chunk < tokens
+    ]

@@ -1,0 +1,1 @@
+"""Optimizer offload: states, and gradients if asked for, rest in RAM or on disk."""

@@ -1,0 +1,241 @@
+"""Tensor parallelism by names and shapes: which products of a model are split by outputs, and which by inputs.
+
+Within a block (a decoder layer) what reads the residual stream is split by its outputs and what writes to it by its
+inputs, so that each block sends twice (Shoeybi et al., arXiv 1909.08053); under sequence parallelism norms and
+residual stream are split along the sequence (Korthikanti et al., arXiv 2205.05198). Every split is DTensor's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._pytree import tree_map
+
+from brim.errors import UnsupportedError, UsageError
+from brim.techniques.parallel.tensor_parts import (
+    FUSED,
+    READS,
+    WRITES,
+    TensorParts,
+    check_parts,
+    is_norm,
+    is_turned,
+    parts_of,
+)
+
+_HEADS = ("lm_head", "embed_out", "output", "output_projection", "proj_out")
+_OF_HEADS = ("q_proj", "c_attn")
+# Of an attention's heads; and GPT-2's size of the queries, by which it cuts them off.
+_COUNTS = {
+    "num_heads",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_heads",
+    "n_head",
+    "split_size",
+}
+_TOKENS = Shard(1)  # hidden states split along the sequence
+
+
+def split_block(path: str, block: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Split a decoder layer (``path`` in its model) over ``mesh`` in place.
+
+    Raises UsageError for a product that does not divide, UnsupportedError for a block that has none of the known
+    names.
+    """
+    check_parts([block], mesh.size(), path)
+    parts = parts_of(block)
+    _linearize(block, mesh.size())
+    plan = _block_plan(path, block, parts, mesh, sequence_parallel)
+    parallelize_module(block, mesh, plan, src_data_rank=None)
+    for name in filter(parts.in_whole, parts.writes):  # experts' outputs are added to it in place, and it is a view
+        block.get_submodule(name).register_forward_hook(lambda module, args, output: output.clone())
+    _narrow_heads(block, parts, mesh.size())
+
+
+def split_outside(
+    model: nn.Module, blocks: Sequence[str], tied: Sequence[tuple[str, str]], mesh: DeviceMesh, *,
+    sequence_parallel: bool,
+) -> None:  # fmt: skip
+    """Split what of ``model`` is outside its ``blocks``; ``tied`` are ``tied_weights`` of before."""
+    heads = {*_HEADS, *(second.rpartition(".")[2] for _, second in tied)}
+    plan = dict(_outer_plan(model, blocks, heads, mesh, sequence_parallel))
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    for first, second in tied:
+        model.get_submodule(second).weight = model.get_submodule(first).weight
+
+
+def _block_plan(
+    path: str, block: nn.Module, parts: TensorParts, mesh: DeviceMesh, sequence_parallel: bool
+) -> dict[str, ParallelStyle]:
+    ranks = mesh.size()
+    if not parts.writes:
+        raise UnsupportedError(
+            f"{path} was to be split over {ranks} ranks.",
+            f"It has no products of the names {', '.join((*READS, *WRITES))}.",
+            "Split its model over pipeline stages or by ZeRO.",
+        )
+    plan: dict[str, ParallelStyle] = {}
+    for name in parts.reads:
+        _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).out_features, ranks)
+        given = (
+            _TOKENS if sequence_parallel and "." not in name else Replicate()
+        )  # what is in a part: gathered for it
+        plan[name] = ColwiseParallel(input_layouts=given)
+    for name in parts.writes:
+        _check(f"{path}.{name}", cast(nn.Linear, block.get_submodule(name)).in_features, ranks)
+        apart = sequence_parallel and not parts.in_whole(name)
+        plan[name] = RowwiseParallel(output_layouts=_TOKENS, use_local_output=False) if apart else RowwiseParallel()
+    for name in parts.head_norms:  # along any dimension: each rank has other heads, whose gradients are added
+        plan[name] = SequenceParallel(sequence_dim=0, use_local_output=True)
+    if sequence_parallel:
+        _take_tokens_apart(block, parts, plan, mesh)
+    return plan
+
+
+def _take_tokens_apart(
+    block: nn.Module, parts: TensorParts, plan: dict[str, ParallelStyle], mesh: DeviceMesh
+) -> None:
+    """Norms see a rank's tokens; parts of a layer are given all of them, and give back a rank's."""
+    for name, module in block.named_modules():
+        if is_norm(module) and name not in plan and not parts.in_whole(name):
+            plan[name] = SequenceParallel()
+    for parent in parts.parents:
+        if parent and not parts.in_whole(parent):
+            block.get_submodule(parent).register_forward_pre_hook(_gather_tokens, with_kwargs=True)
+    for name in parts.whole:
+        module = block.get_submodule(name)
+        module.register_forward_pre_hook(_localize_tokens, with_kwargs=True)
+        module.register_forward_hook(_divider(mesh))
+
+
+def _gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A part of a block is given all tokens, once for all its products."""
+    if args:
+        return (_gathered(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": _gathered(kwargs["hidden_states"])}
+
+
+def _localize_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What is not split computes the same on every rank, from all tokens and by plain tensors."""
+    return tree_map(_localized, (args, kwargs))
+
+
+def _localized(hidden: Any) -> Any:
+    whole = _gathered(hidden)
+    return whole if whole is hidden else whole.to_local(grad_placements=[Replicate()])
+
+
+def _divider(mesh: DeviceMesh) -> Callable[[nn.Module, Any, Any], Any]:
+    def divide(module: nn.Module, args: Any, output: Any) -> Any:
+        """Every rank has all of the hidden states, which come first, and goes on with its tokens."""
+        hidden, *others = output if isinstance(output, tuple) else (output,)
+        own = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).redistribute(placements=[_TOKENS])
+        return (own, *others) if isinstance(output, tuple) else own
+
+    return divide
+
+
+def _gathered(hidden: Any) -> Any:
+    if isinstance(hidden, DTensor) and hidden.placements == (_TOKENS,):
+        return hidden.redistribute(placements=[Replicate()])
+    return hidden
+
+
+def _outer_plan(
+    model: nn.Module, blocks: Sequence[str], heads: Collection[str], mesh: DeviceMesh, sequence_parallel: bool
+) -> Iterator[tuple[str, ParallelStyle]]:
+    """Embeddings split by their rows, the output layer by its outputs; norms along the sequence."""
+    inside = tuple(f"{path}." for path in blocks)
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        if isinstance(module, nn.Embedding) and not _takes_tokens(module):  # positions, which it works out itself
+            if sequence_parallel:
+                module.register_forward_hook(_divider(mesh))
+        elif isinstance(module, nn.Embedding):
+            output = _TOKENS if sequence_parallel else Replicate()
+            yield (
+                name,
+                RowwiseParallel(
+                    input_layouts=Replicate(), output_layouts=output, use_local_output=not sequence_parallel
+                ),
+            )
+        elif isinstance(module, nn.Linear) and name.rpartition(".")[2] in heads:
+            yield name, ColwiseParallel(
+                input_layouts=_TOKENS if sequence_parallel else Replicate(), output_layouts=Shard(-1),
+                use_local_output=False,
+            )  # fmt: skip
+        elif sequence_parallel and is_norm(module):
+            yield name, SequenceParallel()
+
+
+def _takes_tokens(table: nn.Embedding) -> bool:
+    """And nothing beside them."""
+    return len(inspect.signature(type(table).forward).parameters) == 2
+
+
+def _check(name: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise UsageError(f"{name} was to be split over {ranks} ranks.", f"Its size of {size:,} does not divide.")
+
+
+def _linearize(block: nn.Module, ranks: int) -> None:
+    """transformers' ``Conv1D`` is a linear layer whose weight lies the other way round: DTensor splits linear layers.
+
+    Of queries, keys and values in one product every rank gets its part of each.
+    """
+    for name, module in list(block.named_modules()):
+        if not is_turned(module):
+            continue
+        parent, _, leaf = name.rpartition(".")
+        weight = module.weight.detach().t()
+        linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta", dtype=weight.dtype)
+        parts = FUSED.get(leaf, 1)
+        linear.weight = nn.Parameter(_interleaved(weight, parts, ranks).contiguous())
+        linear.bias = nn.Parameter(_interleaved(module.bias.detach(), parts, ranks))
+        setattr(block.get_submodule(parent), leaf, linear)
+
+
+def _interleaved(tensor: torch.Tensor, parts: int, ranks: int) -> torch.Tensor:
+    """Rows in an order in which every rank's share has its part of each of ``parts``."""
+    if parts == 1:
+        return tensor
+    pieces = [piece.chunk(ranks) for piece in tensor.chunk(parts)]
+    return torch.cat([pieces[part][rank] for rank in range(ranks) for part in range(parts)])
+
+
+def _narrow_heads(block: nn.Module, parts: TensorParts, ranks: int) -> None:
+    """Modules that count their own heads have this rank's only."""
+    for parent in {name.rpartition(".")[0] for name in parts.reads if name.endswith(_OF_HEADS)}:
+        own: dict[str, Any] = vars(block.get_submodule(parent))
+        for name in _COUNTS & own.keys():
+            own[name] //= ranks
+
+
+def tied_weights(model: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of modules that have one weight."""
+    first: dict[int, str] = {}
+    found = []
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None:
+            continue
+        if id(weight) in first:
+            found.append((first[id(weight)], name))
+        first.setdefault(id(weight), name)
+    return found

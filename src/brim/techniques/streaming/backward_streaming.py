@@ -1,0 +1,193 @@
+"""Backward through streamed weights: autograd keeps references to a slot, and the block comes back for them.
+
+Autograd runs the nodes of a backward pass from the last made to the first (``torch/csrc/autograd/engine.h``,
+``CompareNodeTaskTime``). So a call's nodes are all done once a node is run that was made before the call: that is
+when the blocks that it needed may go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from brim.errors import UsageError
+from brim.techniques.saved_tensor_hooks import Kept, Saving
+from brim.techniques.streaming.block_state import Streamed
+from brim.techniques.streaming.streamed_blocks import StreamedBlocks
+
+
+@dataclasses.dataclass
+class _Held:
+    """A block that backward is using, for nodes made at ``start`` or later (autograd's sequence number)."""
+
+    streamed: Streamed
+    start: int
+
+
+@dataclasses.dataclass
+class _Task:
+    """One call of the autograd engine; another can run inside of it."""
+
+    number: int
+    held: list[_Held] = dataclasses.field(default_factory=list)
+
+
+class Recall:
+    """Brings blocks back in backward, and lets them go. ``settle`` is called when a backward pass is over."""
+
+    def __init__(self, streamed_blocks: StreamedBlocks, settle: Callable[[], None]) -> None:
+        self.streamed_blocks, self._settle = streamed_blocks, settle
+        self._tasks: list[_Task] = []
+
+    # -- forward
+
+    def saving(self, start: int) -> Saving:
+        """The hooks of one call: what autograd saves of a slot becomes a reference, the rest is passed on."""
+        return Saving(_Taking(self, start))
+
+    def refer(self, tensor: torch.Tensor, start: int) -> Kept | None:
+        ring = self.streamed_blocks.ring
+        holder = None if ring is None or tensor.layout is not torch.strided else ring.holder(tensor)
+        if holder is None:
+            return None
+        streamed = self.streamed_blocks[holder]
+        at = int(tensor.storage_offset()) * tensor.element_size()
+        index = streamed.index_at(at)
+        return None if index is None else _Reference(self, streamed, index, start, tensor)
+
+    def announce(self, held: Sequence[Streamed], start: int, output: object) -> None:
+        """Have ``held`` in place before backward enters the call that gave ``output``.
+
+        Where ``torch.utils.checkpoint`` wraps a module's ``forward`` (as transformers does), the call is repeated in
+        backward without the module's hooks, and its weights must be there for it.
+        """
+        for tensor in _tensors(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(self._on_gradient(held, start))
+
+    def _on_gradient(self, held: Sequence[Streamed], start: int) -> Callable[[torch.Tensor], None]:
+        def recall(gradient: torch.Tensor) -> None:
+            node = torch._C._current_autograd_node()
+            # A tensor that was only handed through belongs to nodes before the call.
+            if node is not None and node._sequence_nr() >= start and not self.streamed_blocks.removed:
+                for streamed in held:
+                    self._hold(streamed, start, node._sequence_nr())
+
+        return recall
+
+    # -- backward
+
+    def bring(self, streamed: Streamed, start: int, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What ``make`` makes of the block's slot, as long as the node that is running needs it."""
+        ring, node = self.streamed_blocks.ring, torch._C._current_autograd_node()
+        assert ring is not None
+        if node is None or torch.is_grad_enabled():
+            # Looked at outside of backward, or backward is recorded itself: nobody says when it is done with it.
+            self.streamed_blocks.enter(streamed)
+            try:
+                return make(ring.buffer(streamed.index).tensor).clone()
+            finally:
+                self.streamed_blocks.leave(streamed)
+        self._hold(streamed, start, node._sequence_nr())
+        return make(ring.buffer(streamed.index).tensor)
+
+    def _hold(self, streamed: Streamed, start: int, now: int) -> None:
+        task, is_held = self._task(torch._C._current_graph_task_id()), False
+        for held in list(task.held):
+            if held.streamed is streamed:
+                held.start = min(held.start, start)
+                is_held = True
+            elif held.start > now:
+                task.held.remove(held)
+                self.streamed_blocks.leave(held.streamed)
+        if not is_held:
+            self.streamed_blocks.enter(streamed)
+            task.held.append(_Held(streamed, start))
+
+    def _task(self, number: int) -> _Task:
+        if any(task.number == number for task in self._tasks):
+            while self._tasks[-1].number != number:
+                self._release(self._tasks.pop())  # it ran inside of this one, and is done
+        else:
+            self._tasks.append(_Task(number))
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._finish(number))
+        return self._tasks[-1]
+
+    def _finish(self, number: int) -> None:
+        """The backward pass is over."""
+        if any(task.number == number for task in self._tasks):
+            self._release(self._task(number))
+            self._tasks.pop()
+            if not self._tasks:
+                self._settle()  # weights that were updated meanwhile are read where they rest from now on
+
+    def _release(self, task: _Task) -> None:
+        while task.held:
+            self.streamed_blocks.leave(task.held.pop().streamed)
+
+    def let_go(self) -> None:
+        """No backward pass is running: what is still held was in use when one failed."""
+        self._tasks.clear()
+
+
+class _Taking:
+    """The keeper of one call of a streamed module, which began at ``start``."""
+
+    def __init__(self, recall: Recall, start: int) -> None:
+        self._recall, self._start = recall, start
+
+    def pack(self, tensor: torch.Tensor) -> Kept | None:
+        return self._recall.refer(tensor, self._start)
+
+
+class _Reference:
+    """A tensor in a slot, by its place in its block."""
+
+    def __init__(self, recall: Recall, streamed: Streamed, index: int, start: int, tensor: torch.Tensor) -> None:
+        self._recall, self._streamed, self._index, self._start = recall, streamed, index, start
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset, self._flags = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
+        self._version = streamed.parameters[index]._version
+
+    def unpack(self) -> torch.Tensor:
+        parameter = self._streamed.parameters[self._index]
+        if parameter._version != self._version:
+            raise UsageError(
+                f"Gradients through {self._streamed.block.tensors[self._index]} were to be computed.",
+                "It was changed in place after the forward pass that needs them.",
+                "Call backward() before optimizer.step() or any other change of the weights.",
+            )
+        if self._recall.streamed_blocks.removed:  # the graph outlived the handle: the values are in the module again
+            placed = self._streamed.home.layout.tensors[self._index]
+            flat = parameter.data.contiguous().view(-1).view(self._dtype)
+            return self._seen(flat, self._offset - placed.offset // self._dtype.itemsize)
+        return self._recall.bring(self._streamed, self._start, self._of_slot)
+
+    def _of_slot(self, slot: torch.Tensor) -> torch.Tensor:
+        return self._seen(slot.view(self._dtype), self._offset)
+
+    def _seen(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        tensor = flat.as_strided(self._size, self._stride, int(flat.storage_offset()) + offset)
+        conjugate, negative = self._flags
+        tensor = tensor.conj() if conjugate else tensor
+        return torch._neg_view(tensor) if negative else tensor
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output, in the containers that modules return."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    parts: Sequence[Any] = ()
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    elif isinstance(output, (list, tuple)):
+        parts = output
+    elif dataclasses.is_dataclass(output):
+        parts = list(vars(output).values())
+    for part in parts:
+        yield from _tensors(part)

@@ -1,0 +1,172 @@
+"""One block that comes and goes: its parameters, its home, and whether somebody changed it meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from brim.errors import UnsupportedError
+from brim.memory.backing_store import Home
+from brim.techniques.blocks import Block
+from brim.techniques.streaming.offloaded_parameter import hollow, offload, reveal
+
+
+@dataclass
+class Streamed:
+    """``device`` is where kernels work, ``apart`` from where blocks rest or not; ``uses`` counts the calls under way
+    that need the block. ``on_write`` is called when a parameter at rest was written to.
+
+    ``fake``: parameters have no values, and at rest they stay where they were; only their versions tell.
+    """
+
+    index: int
+    block: Block
+    parameters: list[nn.Parameter]
+    home: Home
+    device: torch.device
+    apart: bool = False
+    fake: bool = False
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by slot
+    versions: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    uses: int = 0
+    verified: bool = False
+    on_write: Callable[[Streamed], None] | None = None
+    _hollows: dict[int, torch.Tensor] = field(default_factory=dict)  # made once: each takes a kernel
+
+    def bind(self, views: Sequence[torch.Tensor]) -> None:
+        """Point the parameters to the block in a slot."""
+        for parameter, view in zip(self.parameters, views, strict=True):
+            reveal(parameter, view)
+        self.versions = [p._version for p in self.parameters]
+
+    def is_changed(self) -> bool:
+        """Whether the block was written to since ``bind``."""
+        return [p._version for p in self.parameters] != self.versions
+
+    def rest(self) -> None:
+        """Point the parameters to where the block rests."""
+        if not self.fake:
+            for index, (parameter, view) in enumerate(zip(self.parameters, self.home.rest(), strict=True)):
+                # On another device a view of RAM would make the module look as if it were on the CPU.
+                if view is None or self.apart:
+                    offload(parameter, self._hollow(index), _Resting(weakref.ref(self), index))
+                else:
+                    reveal(parameter, view)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.addresses = [] if self.fake else [p.data_ptr() for p in self.parameters]
+            self.versions = [p._version for p in self.parameters]
+
+    def forget(self) -> None:
+        """Hold nothing of the device any more, though somebody keeps the handle."""
+        self.views.clear()
+        self._hollows.clear()
+
+    def _hollow(self, index: int) -> torch.Tensor:
+        if index not in self._hollows:
+            self._hollows[index] = hollow(self.parameters[index], self.device)
+        return self._hollows[index]
+
+    def is_hollow(self, index: int) -> bool:
+        """Whether a parameter points to nothing that could be read: it rests in pieces, or on another device."""
+        if self.uses or self.fake:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.parameters[index].data_ptr() != self.addresses[index]:
+                return False
+        return self.apart or self.home.rest()[index] is None
+
+    def index_at(self, byte: int) -> int | None:
+        """Which of the block's tensors lies at ``byte`` of its slot; None: no tensor does."""
+        for index, placed in enumerate(self.home.layout.tensors):
+            if placed.offset <= byte < placed.offset + placed.bytes:
+                return index
+        return None
+
+    def untouched(self) -> list[bool]:
+        """Of each parameter at rest, whether it is where ``rest`` put it, with the values that it had."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.fake:
+                return [p._version == version for p, version in zip(self.parameters, self.versions, strict=True)]
+            # Apart from their values they point to nothing that could be written to.
+            written = [False] * len(self.parameters) if self.apart else self.home.written()
+            marks = zip(self.parameters, self.versions, self.addresses, written, strict=True)
+            return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
+
+    def value(self, index: int) -> torch.Tensor:
+        """One of the block's tensors as it is now, on the CPU, in memory of its own."""
+        self.home.settle()
+        # Pages of a mapping that are read stay in the resident set, so what rests in a file is read from the file.
+        if self.is_hollow(index) or (not self.uses and not self.fake and self.untouched()[index]):
+            return self.home.value(index)
+        return self.parameters[index].detach().to("cpu", copy=True)
+
+    def values(self) -> list[torch.Tensor]:
+        """The block's tensors as they are now, at rest, in memory of their own."""
+        kept = self.untouched()
+        held = self.home.values() if any(kept) else self.parameters
+        pairs = zip(kept, held, self.parameters, strict=True)
+        return [value if same else p.data.clone() for same, value, p in pairs]
+
+    def adopt_changes(self) -> bool:
+        """Make what the user wrote to parameters at rest (in place, ``p.data = ...``) the block's values.
+
+        Returns whether there was anything. Raises UnsupportedError for values of another shape or dtype.
+        """
+        kept = self.untouched()
+        if all(kept):
+            return False
+        for parameter, placed in zip(self.parameters, self.home.layout.tensors, strict=True):
+            if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
+                raise UnsupportedError(
+                    f"{placed.name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
+                    f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
+                    "Call .brim.remove() first, change it, and fit the module again.",
+                )
+        self.home.write_back([self._now(index, same) for index, same in enumerate(kept)])
+        self.rest()
+        return True
+
+    def _now(self, index: int, kept: bool) -> torch.Tensor:
+        return self.home.value(index) if kept and self.is_hollow(index) else self.parameters[index].data
+
+
+class _Resting:
+    """One parameter's values at rest (``offloaded_parameter.Rest``). What tensors hold is out of the garbage
+    collector's sight, so it knows its block weakly."""
+
+    def __init__(self, streamed: weakref.ref[Streamed], index: int) -> None:
+        self._reference, self._index = streamed, index
+
+    @property
+    def _streamed(self) -> Streamed:
+        streamed = self._reference()
+        if streamed is None:
+            raise UnsupportedError(
+                "A weight of a module that brim had fitted was to be used.",
+                "The module is gone, and with it the place where the weight rested.",
+                "Keep the module, or call .brim.remove() before it goes.",
+            )
+        return streamed
+
+    def value(self) -> torch.Tensor:
+        streamed = self._streamed
+        return streamed.home.value(self._index).to(streamed.device)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        streamed = self._streamed
+        streamed.home.settle()  # what was saved may be on its way there
+        table, wanted = streamed.home.rest()[self._index], ids.to("cpu")
+        if table is None:
+            table = streamed.home.value(self._index)
+        return nn.functional.embedding(wanted, table).to(streamed.device)
+
+    def replace(self, value: torch.Tensor) -> None:
+        streamed = self._streamed
+        reveal(streamed.parameters[self._index], value)
+        if streamed.on_write is not None:
+            streamed.on_write(streamed)

@@ -1,0 +1,167 @@
+"""What a fitted module refuses, serves differently, and gets back at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from brim.errors import UnsupportedError
+from brim.memory.tiers import Memory
+from brim.techniques.base import HANDLE_ATTRIBUTE, Handle
+from brim.techniques.streaming.block_state import Streamed
+from brim.techniques.streaming.offloaded_parameter import reveal
+from brim.techniques.streaming.streamed_blocks import StreamedBlocks
+
+_NOTHING = object()
+
+
+class Guards:
+    """Changes to the module's surface while it is fitted, all undone by ``remove``."""
+
+    def __init__(self, model: nn.Module, memory: Memory) -> None:
+        self._model, self._memory = model, memory
+        self._marked: list[tuple[nn.Module, str, Any]] = []  # and what the module had of its own before
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._moved: list[tuple[nn.Parameter, torch.device, torch.Tensor | None]] = []
+        self._moved_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def install(self, handle: Handle, streamed_blocks: StreamedBlocks) -> None:
+        """Mark the model as fitted, with ``handle`` for its user to find."""
+        model, triggers = self._model, [trigger for s in streamed_blocks for trigger in s.block.triggers]
+        modules = {id(m): m for m in [model, *(model.get_submodule(t) for t in triggers)]}
+        for module in modules.values():
+            self.replace(module, "__deepcopy__", _refusal("be copied (copy.deepcopy)"))
+            self.replace(module, "__reduce_ex__", _refusal("be pickled (pickle, torch.save of a module)"))
+            self.replace(module, "_apply", _guarded_apply(module))
+        self.replace(model, HANDLE_ATTRIBUTE, handle)
+        self._watch_states(streamed_blocks, [model.get_submodule(trigger) for trigger in triggers])
+
+    def _watch_states(self, streamed_blocks: StreamedBlocks, units: Sequence[nn.Module]) -> None:
+        """``state_dict`` and ``load_state_dict``, of the whole and of any part."""
+        held = {id(p): (s, i) for s in streamed_blocks for i, p in enumerate(s.parameters)}
+        for module in self._model.modules():
+            owned = {name: held[id(p)] for name, p in module._parameters.items() if id(p) in held}
+            if owned:
+                state = _OwnState(owned)
+                self._hooks.append(module.register_state_dict_post_hook(lambda *args, s=state: s.fill(*args)))
+                self._hooks.append(module.register_load_state_dict_pre_hook(_refuse_assign))
+                self._hooks.append(module.register_load_state_dict_pre_hook(lambda *args, s=state: s.prepare(*args)))
+        for module in units:
+            self._hooks.append(
+                module.register_load_state_dict_post_hook(lambda *_: streamed_blocks.adopt_all_changes())
+            )
+
+    def restore_later(self, parameter: nn.Parameter) -> None:
+        """Remember where a parameter was before it is copied to the compute tier.
+
+        A prediction goes back to the very tensor, which may be one without bytes: a copy would have them.
+        """
+        kept = self._memory.fake and not self._memory.is_traced_on_device(parameter)
+        before = parameter.data if kept else None
+        self._moved.append((parameter, parameter.device, before))
+
+    def move_buffers(self, on_host: Collection[int]) -> None:
+        """Buffers follow compute to its device; what is written to them there comes back in the end.
+
+        ``on_host``: the modules (by ``id``) that the CPU computes.
+        """
+        for module in self._model.modules():
+            memory, stays = self._memory, id(module) in on_host
+            device = torch.device("cpu") if stays else memory.device
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer.device.type != "cpu" if stays else not memory.is_compute(buffer.device):
+                    self._moved_buffers.append((module, name, buffer))
+                    module._buffers[name] = buffer.to(device)
+
+    def look_up(self, module: nn.Module) -> None:
+        """An embedding whose table rests elsewhere picks its rows there: nothing for a compiler."""
+        self.replace(module, "forward", torch.compiler.disable(module.forward))
+
+    def remove(self) -> None:
+        for module, name, before in reversed(self._marked):
+            vars(module).pop(name, None)
+            if before is not _NOTHING:
+                vars(module)[name] = before
+        for hook in self._hooks:
+            hook.remove()
+        for parameter, device, before in self._moved:
+            parameter.data = parameter.data.to(device, copy=True) if before is None else before
+        for module, name, buffer in self._moved_buffers:
+            moved = module._buffers[name]
+            module._buffers[name] = buffer if moved is None else buffer.copy_(moved)
+        self._marked, self._hooks, self._moved, self._moved_buffers = [], [], [], []
+
+    def replace(self, module: nn.Module, name: str, value: object) -> None:
+        """Let the module have ``value`` of its own, beside what its class says."""
+        self._marked.append((module, name, vars(module).get(name, _NOTHING)))
+        vars(module)[name] = value
+
+
+class _OwnState:
+    """The streamed parameters of one module, as ``state_dict`` gives them and ``load_state_dict`` takes them.
+
+    Most rest in views that can be read and written to; the others point to nothing (see ``unreadable``).
+    """
+
+    def __init__(self, owned: dict[str, tuple[Streamed, int]]) -> None:
+        self._owned = owned
+
+    def fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        for name, (streamed, index) in self._owned.items():
+            streamed.home.settle()
+            parameter = streamed.parameters[index]
+            if prefix + name not in state or module._parameters.get(name) is not parameter:
+                continue
+            if streamed.uses:  # in a slot, which will soon be another's
+                state[prefix + name] = parameter.detach().clone()
+            elif streamed.is_hollow(index):
+                state[prefix + name] = streamed.home.value(index)
+
+    def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:
+        for streamed, index in self._owned.values():
+            streamed.home.settle()  # else what is on its way there would overwrite what is loaded
+            if streamed.is_hollow(index):
+                reveal(streamed.parameters[index], streamed.home.value(index))
+
+
+def _refusal(what: str) -> Callable[..., NoReturn]:
+    def refuse(*args: object) -> NoReturn:
+        raise UnsupportedError(
+            f"A module fitted by brim was to {what}.",
+            "Its weights are not all in memory.",
+            "Call .brim.remove() first, or save module.state_dict().",
+        )
+
+    return refuse
+
+
+def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """``module.to(...)``, ``.cuda()``, ``.half()``: allowed when they change nothing."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            sample = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            changed = function(sample)
+            if (changed.dtype, changed.device) != (sample.dtype, sample.device):
+                raise UnsupportedError(
+                    f"A module fitted by brim was to be moved or cast to {changed.device}, {changed.dtype}.",
+                    "brim decides where its weights are, in the dtype that they have.",
+                    "Cast before brim.fit, or call .brim.remove() first.",
+                )
+        return module
+
+    return apply
+
+
+def _refuse_assign(module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *rest: object) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise UnsupportedError(
+            "load_state_dict(assign=True) was called on a module fitted by brim.",
+            "It would replace the parameters that brim moves.",
+            "Leave assign out: the values are copied to where they belong.",
+        )

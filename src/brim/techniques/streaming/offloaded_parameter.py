@@ -1,0 +1,253 @@
+"""A parameter whose values rest elsewhere: the right shape, dtype and device, and its values to whoever asks.
+
+While a block is not in the compute tier, somebody may still use its weights: an average of weights, an L2 term over
+``parameters()``, an ``nn.Embedding`` that picks rows, a look at one of them. Reads get the true values, one tensor
+at a time, with gradients where they are recorded; a look-up gets its rows only; what is written in place goes to
+where the block rests. What cannot be passed on (a view, whose changes would be lost) is refused.
+
+While the block is in use its parameters are ordinary ones, which nothing comes between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+from brim.errors import UnsupportedError
+from brim.techniques.offloaded_tensor import Away, away
+
+_TODO = "Clone it first, change it as a whole (copy_, load_state_dict), or call .brim.remove()."
+_NOT_IN_PLACE = ("__int__", "__index__", "__invert__", "__iter__")
+_GETTERS = ("__get__", "__set__", "__delete__")
+_OF_VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+_WITHOUT_HISTORY = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# What is asked of a tensor beside its values.
+# fmt: off
+_METADATA = frozenset((
+    "size", "dim", "ndimension", "nelement", "numel", "element_size", "itemsize", "stride", "storage_offset",
+    "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference",
+    "is_tensor", "is_pinned", "is_shared", "is_same_size", "is_set_to", "get_device", "data_ptr",
+    "untyped_storage", "storage", "storage_type", "typed_storage", "_typed_storage", "has_names", "names",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_is_view",
+    "result_type", "__len__",
+))
+# fmt: on
+
+
+class Rest(Protocol):
+    """Who has the values of one parameter."""
+
+    def value(self) -> torch.Tensor:
+        """They, on the parameter's device, in memory of their own."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """What ``nn.functional.embedding`` picks of them, on the parameter's device."""
+
+    def replace(self, value: torch.Tensor) -> None:
+        """Have these values from now on."""
+
+
+class OffloadedParameter(nn.Parameter):
+    """Made of an ``nn.Parameter`` by ``offload``, and made one again by ``reveal``."""
+
+    _rest: Rest
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_of_the_tensor(function):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if function == _SET_DATA:
+            return reveal(args[0], args[1])
+        if function in _WITHOUT_HISTORY:
+            return _away(args[0])
+        if function is functional.embedding:
+            rows = _rows(*args, **kwargs)
+            if rows is not None:
+                return rows
+        if _is_in_place(function, kwargs):
+            return _changed(function, args, kwargs)
+        return _read(function, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self._rest.value(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self._rest.value(), self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Parameter offloaded by brim, shape={list(self.shape)}, dtype={self.dtype}, device={self.device}"
+
+
+def hollow(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The right shape and device, no memory; NaN to whoever reads it all the same."""
+    with torch.inference_mode(False):
+        filler = float("nan") if parameter.dtype.is_floating_point else 0
+        return torch.full((), filler, dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def offload(parameter: nn.Parameter, stand_in: torch.Tensor, rest: Rest) -> None:
+    """Let ``parameter`` have no values of its own: those of ``rest`` stand for them. ``stand_in`` is a ``hollow``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = stand_in
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = OffloadedParameter
+    if isinstance(parameter, OffloadedParameter):
+        parameter._rest = rest
+
+
+def reveal(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Give ``parameter`` values of its own, whether it was offloaded or not."""
+    if type(parameter) is OffloadedParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        del parameter._rest
+    parameter.data = data
+
+
+def _is_of_the_tensor(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    if name in _GETTERS:
+        return function not in _OF_VALUES and function != _SET_DATA and function not in _WITHOUT_HISTORY
+    return name in _METADATA
+
+
+def _is_in_place(function: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_") or kwargs.get("out") is not None
+
+
+def _changed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation that writes to one of its arguments."""
+    first = args[0] if args else None
+    if isinstance(first, OffloadedParameter) and torch.is_grad_enabled() and first.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():  # a leaf: autograd refuses it
+            return function(*args, **kwargs)
+    stand_ins: dict[int, OffloadedParameter] = {}
+
+    def stood_for(parameter: OffloadedParameter) -> Away:
+        stand_in = _away(parameter)
+        stand_ins[id(stand_in)] = parameter
+        return stand_in
+
+    args, kwargs = tree_map_only(OffloadedParameter, stood_for, (args, kwargs))
+    result = function(*args, **kwargs)
+    return stand_ins.get(id(result), result)  # what an in-place operation returns is what it was called on
+
+
+def _read(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation that only reads its arguments."""
+    copies: dict[int, OffloadedParameter] = {}
+
+    def served(parameter: OffloadedParameter) -> torch.Tensor:
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            value: torch.Tensor = _Value.apply(parameter, parameter._rest.value)  # type: ignore[no-untyped-call]
+            return value
+        value = parameter._rest.value()
+        copies[value.untyped_storage()._cdata] = parameter
+        return value
+
+    args, kwargs = tree_map_only(OffloadedParameter, served, (args, kwargs))
+    result = function(*args, **kwargs)
+    for tensor in result if isinstance(result, (list, tuple)) else [result]:
+        if type(tensor) is torch.Tensor and tensor.untyped_storage()._cdata in copies:
+            parameter = copies[tensor.untyped_storage()._cdata]
+            raise UnsupportedError(
+                f"A view of {_what(parameter)} was to be made by {getattr(function, '__name__', function)}.",
+                "What is written to the view would not reach the weight.",
+                _TODO,
+            )
+    return result
+
+
+def _what(parameter: OffloadedParameter) -> str:
+    return f"a weight {list(parameter.shape)} that brim keeps elsewhere"
+
+
+def _away(parameter: OffloadedParameter) -> Away:
+    rest = parameter._rest
+    shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+    what = _what(parameter).capitalize()
+    return away(shape, stride, parameter.dtype, parameter.device, what=what, todo=_TODO, keeper=_Kept(rest))
+
+
+class _Kept:
+    """A weight at rest, as ``Away`` asks for it."""
+
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
+
+    def value(self) -> torch.Tensor:
+        return self._rest.value()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        value = self._rest.value()
+        self._rest.replace(value.mul_(factor.to(value.device)))
+
+    def replace(self, value: torch.Tensor) -> None:
+        self._rest.replace(value)
+
+
+def _rows(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor | None:
+    """``nn.functional.embedding`` of a table at rest. None: it needs the whole table."""
+    if not isinstance(weight, OffloadedParameter) or isinstance(input, OffloadedParameter):
+        return None
+    if max_norm is not None or sparse:
+        return None
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+    picked: torch.Tensor = _LookUp.apply(weight, input, weight._rest.rows, padding, scale_grad_by_freq)  # type: ignore[no-untyped-call]
+    return picked
+
+
+class _Value(torch.autograd.Function):
+    """The parameter's values, as a copy that gradients pass through."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, value: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return value()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a table that is elsewhere; the gradient is that of ``nn.functional.embedding``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        rows: Callable[[torch.Tensor], torch.Tensor],
+        padding: int,
+        by_frequency: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.options = weight.shape[0], padding, by_frequency
+        return rows(ids)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (ids,) = ctx.saved_tensors
+        table_gradient = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.options)
+        return table_gradient, None, None, None, None

@@ -1,0 +1,188 @@
+"""A few slots in the compute tier through which all streamed blocks pass, filled ahead of use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from brim.errors import BrimError, UnsupportedError
+from brim.memory.pool import Buffer
+from brim.memory.tiers import Memory
+from brim.memory.transfer import Done, Settled, Waitable
+from brim.techniques.streaming.order import OrderPredictor
+
+# How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
+_STAGE_AHEAD = 64
+
+
+class Carried(Protocol):
+    """What the ring asks of a ``brim.memory.backing_store.Home``, or of whatever else has a home of its own."""
+
+    def stage(self) -> bool: ...
+
+    def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable: ...
+
+    def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable: ...
+
+
+@dataclass
+class _Slot:
+    index: int
+    buffer: Buffer
+    holds: int | None = None  # the block that is in it, or on its way into it
+    users: int = 0
+    ready: Waitable = field(default_factory=Done)
+    idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
+    saved: Waitable = field(default_factory=Done)  # what was changed in it has been taken out of it
+
+
+class Ring:
+    """Slots, what is in them, and what is being fetched. ``misses`` counts loads that compute had to wait for."""
+
+    def __init__(
+        self, memory: Memory, homes: Mapping[int, Carried], names: Mapping[int, str], buffers: Sequence[Buffer]
+    ) -> None:
+        self._memory, self._homes, self._names = memory, homes, names
+        self._slots = [_Slot(index, buffer) for index, buffer in enumerate(buffers)]
+        self._by_storage = {slot.buffer.tensor.untyped_storage()._cdata: slot for slot in self._slots}
+        self._ahead: list[_Slot] = []  # prefetched, in the order of expected use
+        self._order = OrderPredictor(sorted(homes))
+        self.misses = 0
+
+    def prefetch(self) -> None:
+        """Fill every free slot with the blocks that come next."""
+        known = {slot.holds for slot in self._slots if slot.users}
+        expected = list(self._order.upcoming(len(self._slots)))
+        self._ahead = [slot for slot in self._ahead if slot.holds in expected]  # the others will not come after all
+        for block in expected:
+            if block in known or any(slot.holds == block for slot in self._ahead):
+                continue
+            slot = self._free_slot(block)
+            if slot is None:
+                break
+            self._load(slot, block)
+            self._ahead.append(slot)
+        if self._memory.staging is not None:
+            self._stage()
+
+    def _stage(self) -> None:
+        """Start disk reads for the blocks beyond the ring."""
+        loaded = {slot.holds for slot in self._slots}
+        for block in self._order.upcoming(min(_STAGE_AHEAD, 2 * len(self._homes))):
+            if block not in loaded and not self._homes[block].stage():
+                return
+
+    def acquire(self, block: int) -> Buffer:
+        """The slot that holds ``block``, after whatever wait that takes. Pair with ``release``.
+
+        Raises UnsupportedError when every slot is in use.
+        """
+        self._order.observe(block)
+        misses = self.misses
+        slot = self._take(block)
+        slot.users += 1
+        try:
+            self.prefetch()
+            self._await(slot, block, prefetched=misses == self.misses)
+        except BaseException:
+            slot.users -= 1
+            slot.holds = None
+            self.forget()  # what was prefetched may have met the same error
+            self._order.restart()
+            if self._memory.staging is not None:
+                self._memory.staging.reclaim()
+            raise
+        return slot.buffer
+
+    def _await(self, slot: _Slot, block: int, *, prefetched: bool) -> None:
+        begin_s = self._memory.recorder.now_s()
+        try:
+            slot.ready.wait()
+        except BrimError:
+            if not prefetched:
+                raise
+            slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
+            self._load(slot, block)
+            slot.ready.wait()
+        self._memory.recorder.waited(self._memory.compute.tier, begin_s, self._names[block])
+
+    def release(self, block: int) -> None:
+        slot = self._in_use(block)
+        slot.users -= 1
+        if slot.users == 0:
+            slot.idle = self._memory.engine.mark()
+            self.prefetch()
+
+    def save(self, block: int) -> None:
+        """Send what is in the slot of ``block``, which is in use for the last time, to where the block rests."""
+        slot = self._in_use(block)
+        slot.saved = Settled(self._homes[block].save(slot.buffer, self._names[block], [self._memory.engine.mark()]))
+
+    def holder(self, tensor: torch.Tensor) -> int | None:
+        """The block in whose slot ``tensor`` lies while it is in use; None: it lies elsewhere."""
+        slot = self._by_storage.get(tensor.untyped_storage()._cdata)
+        return None if slot is None or not slot.users else slot.holds
+
+    def buffer(self, block: int) -> Buffer:
+        """The slot of ``block``, which is in use."""
+        return self._in_use(block).buffer
+
+    def _in_use(self, block: int) -> _Slot:
+        return next(slot for slot in self._slots if slot.holds == block and slot.users)
+
+    def forget(self, blocks: Collection[int] | None = None) -> None:
+        """Drop what is prefetched or kept, but not in use: the values changed, or an error broke the sequence.
+
+        Of all blocks unless told.
+        """
+        for slot in self._slots:
+            if not slot.users and (blocks is None or slot.holds in blocks):
+                slot.holds = None
+        self._ahead = [slot for slot in self._ahead if slot.holds is not None]
+
+    def let_go(self) -> None:
+        """What counts as in use was interrupted, and so perhaps was our own accounting: begin anew."""
+        if any(slot.users for slot in self._slots):
+            for slot in self._slots:
+                slot.users, slot.idle = 0, self._memory.engine.mark()
+            self.forget()
+            self._order.restart()
+
+    def _take(self, block: int) -> _Slot:
+        for slot in self._slots:
+            if slot.holds == block and slot.users:
+                return slot
+        for position, slot in enumerate(self._ahead):
+            if slot.holds == block:
+                self._ahead = self._ahead[position + 1 :]  # those before it did not come
+                return slot
+        for slot in self._slots:  # used a moment ago and still whole
+            if slot.holds == block and slot not in self._ahead:
+                return slot
+        self.misses += 1
+        chosen = self._free_slot(block) or (self._ahead.pop() if self._ahead else None)
+        if chosen is None:
+            used = ", ".join(self._names[slot.holds] for slot in self._slots if slot.holds is not None)
+            raise UnsupportedError(
+                f"{self._names[block]} was called while {used} were running.",
+                f"The ring has {len(self._slots)} slots, so no more blocks than that can be in use at once.",
+                "Give a budget that holds one of them.",
+            )
+        self._load(chosen, block)
+        return chosen
+
+    def _free_slot(self, block: int) -> _Slot | None:
+        free = [slot for slot in self._slots if not slot.users and slot not in self._ahead]
+        # The emptiest first; one that still holds the very block is best of all.
+        return min(free, key=lambda slot: (slot.holds != block, slot.holds is not None), default=None)
+
+    def _load(self, slot: _Slot, block: int) -> None:
+        if slot.holds == block:
+            return
+        after = [slot.idle, slot.saved, Settled(slot.ready)]
+        slot.holds = None  # until the load is under way: what fails before that has brought nothing
+        slot.ready = self._homes[block].load(slot.buffer, self._names[block], after)
+        slot.holds, slot.saved = block, Done()

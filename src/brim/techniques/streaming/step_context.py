@@ -1,0 +1,131 @@
+"""What an update of a few parameters in the middle of everything needs around it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from brim.errors import UnsupportedError
+from brim.techniques.optimizer_offload.states import StateBlock
+from brim.techniques.optimizer_offload.trial import raw_step
+
+
+@contextlib.contextmanager
+def narrowed(
+    optimizer: Optimizer, parameters: Sequence[torch.Tensor], stand_ins: Sequence[torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Within, ``optimizer`` has these parameters only, in the groups (the same dictionaries) that they are in.
+
+    ``stand_ins``: what it has in their places.
+    """
+    pairs = zip(parameters, parameters if stand_ins is None else stand_ins, strict=True)
+    wanted = {id(parameter): stand_in for parameter, stand_in in pairs}
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [wanted[id(p)] for p in group["params"] if id(p) in wanted]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        place_counters(optimizer)
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def place_counters(optimizer: Optimizer) -> None:
+    """Bring the step counters to where the optimizer's kernels look for them: fused and capturable ones beside the
+    parameter, which may be in RAM now and on a GPU later. It is the rule of ``Optimizer.load_state_dict``.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("capturable")):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in list(state.items()):
+                if type(value) is torch.Tensor and value.dim() == 0 and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)
+
+
+def stepping(
+    optimizer: Optimizer, scheduled: bool, instead: Callable[..., Any], is_over: Callable[[], bool]
+) -> Callable[..., Any]:
+    """What is to be bound to ``optimizer`` as its ``step``: PyTorch's hooks around ``instead``, once.
+
+    A function to be bound: learning rate schedulers wrap ``optimizer.step.__func__``, and look at a mark on it and at
+    ``_opt_called`` (torch/optim/lr_scheduler.py); ``scheduled``: one has. After ``is_over`` it is the plain step.
+    """
+    raw = raw_step(optimizer)
+
+    @functools.wraps(raw)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if scheduled:
+            self._opt_called = True  # type: ignore[attr-defined]
+        if is_over():
+            return raw(self, *args, **kwargs)
+        return instead(*args, **kwargs)
+
+    hooked_step: Any = type(optimizer).profile_hook_step(step)
+    if scheduled:
+        hooked_step._wrapped_by_lr_sched = True
+    return cast(Callable[..., Any], hooked_step)
+
+
+def root_task() -> int:
+    """The number that autograd will give to the next backward pass of the process; passes within it get others.
+
+    It counts them one by one (torch/csrc/autograd/graph_task.h), so a tiny one tells. If another thread comes in
+    between, no pass has the number, and no block is updated early.
+    """
+    task_ids: list[int] = []
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(lambda gradient: task_ids.append(torch._C._current_graph_task_id()))
+        torch.autograd.backward([leaf * 1], [torch.ones(())])
+    return task_ids[0] + 1
+
+
+class Recomputation:
+    """Refuses to run a module again in a backward pass in which its weights were updated already.
+
+    A weight's gradient is complete only when every operation that computed with it has been differentiated, and a
+    checkpointed part is run again before the first of its operations is. So this does not happen where gradients
+    flow; where a result depends on a weight without a gradient (``detach``, a mask) it could.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append(module)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def forbid(self, block: StateBlock) -> None:
+        """From now until ``allow``."""
+        owners = {id(m): m for p in block.parameters for m in self._owners.get(id(p), ())}
+        for module in owners.values():
+            self._hooks.append(module.register_forward_pre_hook(partial(_refuse, block.name)))
+
+    def allow(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _refuse(name: str, module: nn.Module, args: object) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise UnsupportedError(
+            f"{type(module).__name__} was to be run again during backward, after {name} was updated.",
+            "It would compute with new weights what was computed with the old ones.",
+            "Leave out final() for this model: step() alone is safe.",
+        )

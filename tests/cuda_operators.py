@@ -1,0 +1,153 @@
+"""Operators whose CUDA kernels take memory besides their results: each a step, once its inputs lie on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Build = Callable[[], Callable[[], Any]]
+
+
+def _of(function: Callable[..., Any], *inputs: Any, dtype: torch.dtype = torch.float32, grad: bool = True) -> Build:
+    """Shapes become random numbers; whole numbers are moved."""
+
+    def build() -> Callable[[], Any]:
+        made = [
+            one.cuda() if isinstance(one, torch.Tensor)
+            else torch.randn(one, device="cuda", dtype=dtype, requires_grad=grad) for one in inputs
+        ]  # fmt: skip
+
+        def step() -> None:
+            result = function(*made)
+            if grad:
+                result.sum().backward()
+
+        return step
+
+    return build
+
+
+def _attention(rows: int, columns: int, size: int, dtype: torch.dtype = torch.float32, mask: str = "") -> Build:
+    def build() -> Callable[[], Any]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        query, key, value = (
+            torch.randn(2, 4, tokens, size, device="cuda", dtype=dtype, requires_grad=True)
+            for tokens in (rows, columns, columns)
+        )
+        kept = torch.ones(2, 1, rows, columns, device="cuda", dtype=torch.bool) if mask == "bool" else None
+        if mask == "float":
+            kept = torch.zeros(2, 1, rows, columns, device="cuda", dtype=dtype, requires_grad=True)
+        gradient = torch.randn(2, rows, 4, size, device="cuda", dtype=dtype).transpose(1, 2)
+
+        def step() -> None:
+            with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+                F.scaled_dot_product_attention(query, key, value, attn_mask=kept).backward(gradient)
+
+        return step
+
+    return build
+
+
+def _layer(layer: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32) -> Build:
+    def build() -> Callable[[], Any]:
+        made = layer().cuda()
+        source = torch.randn(shape, device="cuda", dtype=dtype)
+        if source.dim() == 4:
+            source = source.to(memory_format=torch.channels_last)
+        source.requires_grad_()
+
+        def step() -> None:
+            result = made(source)
+            result = result[0] if isinstance(result, tuple) else result
+            result.backward(torch.ones_like(result))
+
+        return step
+
+    return build
+
+
+_ROWS, _COLUMNS = torch.arange(50) % 7, torch.arange(50) % 5
+_MANY = torch.arange(20_000) % 300
+
+CASES: dict[str, Build] = {
+    "attention": _attention(128, 128, 64),
+    "attention of wide heads": _attention(192, 256, 128),
+    "attention of very wide heads in bfloat16": _attention(192, 1000, 256, torch.bfloat16),
+    "attention in float16": _attention(192, 256, 80, torch.float16),
+    "attention with a mask": _attention(128, 128, 64, mask="bool"),
+    "attention with a trained bias": _attention(128, 120, 64, mask="float"),
+    "sum of booleans": _of(lambda x: (x > 0).sum(1), (100, 300), grad=False),
+    "sum of int32": _of(lambda x: x.int().sum(0), (100, 300), grad=False),
+    "index": _of(lambda x, rows: x[rows], (100, 16), _ROWS),
+    "two indices": _of(lambda x, rows, columns: x[rows, columns], (100, 16), _ROWS, _COLUMNS),
+    "indices apart": _of(lambda x, rows, columns: x[rows, :, columns], (100, 8, 16), _ROWS, _COLUMNS),
+    "index of many": _of(lambda x, rows: x[rows], (1000, 16), _MANY),
+    "index_put that adds": _of(
+        lambda x, rows: x.clone().index_put_((rows,), torch.zeros(50, 16, device="cuda"), accumulate=True),
+        (100, 16), _ROWS,
+    ),
+    "embedding read often": _of(lambda x, rows: F.embedding(rows, x), (300, 64), _MANY),
+    "embedding read rarely": _of(lambda x, rows: F.embedding(rows, x), (7000, 64), _MANY),
+    "embedding of more rows read often": _of(lambda x, rows: F.embedding(rows, x), (520, 64), _MANY),
+    "embedding of too many rows read often": _of(lambda x, rows: F.embedding(rows, x), (540, 64), _MANY),
+    "bfloat16 embedding read often": _of(
+        lambda x, rows: F.embedding(rows, x), (300, 33), _MANY, dtype=torch.bfloat16
+    ),
+    "bfloat16 embedding read rarely": _of(
+        lambda x, rows: F.embedding(rows, x), (40_000, 64), _MANY, dtype=torch.bfloat16
+    ),
+    "bfloat16 embedding of few tokens": _of(
+        lambda x, rows: F.embedding(rows, x), (40_000, 64), _ROWS, dtype=torch.bfloat16
+    ),
+    "embedding by frequency": _of(lambda x, rows: F.embedding(rows, x, scale_grad_by_freq=True), (7000, 64), _MANY),
+    "embedding of 32-bit indices": _of(
+        lambda x, rows: F.embedding(rows, x, scale_grad_by_freq=True), (7000, 64), _MANY.int()
+    ),
+    "any of one": _of(lambda x: x.any(), (1,), grad=False),
+    "count of what is not zero": _of(lambda x: x.count_nonzero(), (3000, 300), grad=False),
+    "count of rows' true": _of(lambda x: (x > 0).count_nonzero(1), (300, 300), grad=False),
+    "windows that overlap": _of(lambda x: x.unfold(1, 40, 10), (30, 500)),
+    "windows apart": _of(lambda x: x.unfold(1, 10, 30), (30, 500)),
+    "roll of two dimensions": _of(lambda x: x.roll((3, 4), (1, 2)), (30, 50, 60)),
+    "roll of what is transposed": _of(lambda x: x.transpose(0, 1).roll((3, 4, 5), (0, 1, 2)), (30, 50, 60)),
+    "log sigmoid": _of(F.logsigmoid, (30, 500)),
+    "isinf": _of(torch.isinf, (300, 500), dtype=torch.bfloat16, grad=False),
+    "inverse Fourier transform": _of(torch.fft.irfft2, (30, 64, 33), dtype=torch.complex64, grad=False),
+    "Fourier transform and back": _of(lambda x: torch.fft.irfft(torch.fft.rfft(x)), (30, 500)),
+    "Fourier transform of inner dimensions": _of(
+        lambda x: torch.fft.irfft2(torch.fft.rfft2(x, dim=(1, 2)), s=(16, 16), dim=(1, 2)), (8, 16, 16, 64)
+    ),
+    "Fourier transform of the second dimension": _of(lambda x: torch.fft.fft(x, dim=1), (8, 16, 16), grad=False),
+    "product of nothing": _of(lambda x: x @ torch.ones(0, 30, device="cuda"), (50, 0)),
+    "triangular system": _of(
+        lambda x, y: torch.linalg.solve_triangular(x, y, upper=True), (512, 512), (512, 7), grad=False
+    ),
+    "small triangular systems": _of(
+        lambda x, y: torch.linalg.solve_triangular(x, y, upper=True), (6, 20, 20), (6, 20, 7), grad=False
+    ),
+    "eigenvalues": _of(lambda x: torch.linalg.eigh(x)[0], (100, 100), grad=False),
+    "eigenvalues of several": _of(lambda x: torch.linalg.eigh(x)[0], (5, 20, 20), grad=False),
+    "singular values": _of(lambda x: torch.linalg.svd(x, full_matrices=False)[1], (3, 200, 100), grad=False),
+    "QR": _of(lambda x: torch.linalg.qr(x)[0], (600, 100), grad=False),
+    "QR of small matrices": _of(lambda x: torch.linalg.qr(x)[0], (6, 20, 20), grad=False),
+    "Cholesky's factors": _of(lambda x: torch.linalg.cholesky_ex(x)[0], (6, 20, 20), grad=False),
+    "sort of long rows": _of(lambda x: x.sort()[0], (4, 30_000)),
+    "sort of one row": _of(lambda x: x.sort()[0], (20_000,)),
+    "random permutation": _of(lambda x: torch.randperm(100_000, device="cuda"), (1,), grad=False),
+    "cumulative sum": _of(lambda x: x.cumsum(0), (30_000,)),
+    "multinomial": _of(lambda x: x.exp().multinomial(3), (30, 100), grad=False),
+    "matrix times vector": _of(lambda x, y: x @ y, (30, 100), (100,)),
+    "batched product": _of(lambda x, y: x @ y, (3, 10, 100), (3, 100, 5)),
+    "dropout": _of(lambda x: F.dropout(x, 0.1), (100, 300)),
+    "LSTM": _layer(lambda: nn.LSTM(64, 96, num_layers=2, dropout=0.1), 10, 16, 64),
+    "GRU, batch first": _layer(lambda: nn.GRU(64, 96, batch_first=True, bidirectional=True), 10, 16, 64),
+    "LSTM cell": _layer(lambda: nn.LSTMCell(64, 96), 16, 64),
+    "GRU cell": _layer(lambda: nn.GRUCell(64, 96, bias=False), 16, 64),
+    "batch norm, channels last": _layer(lambda: nn.BatchNorm2d(64), 8, 64, 16, 16),
+    "bfloat16 batch norm, channels last": _layer(lambda: nn.BatchNorm2d(64), 8, 64, 16, 16, dtype=torch.bfloat16),
+}  # fmt: skip

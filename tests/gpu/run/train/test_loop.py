@@ -1,0 +1,113 @@
+"""``brim train`` on a CUDA device: the promised precision, and the same losses however it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from brim.errors import BudgetError
+from brim.run.train import saving
+from brim.run.train.loop import Request, Training, train
+from tiny_model import save_llama
+from trainings import write_text
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("saved") / "llama", hidden=128, layers=2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
+
+
+def run(llama: Path, data: Path, output: Path, **options: Any) -> Training:
+    settings = {"batch": 2, "seq": 32, "steps": 3, "lr": 1e-3, "vram": "2GiB", "ram": "4GiB", "device": "cuda"}
+    return train(Request(model=llama, data=data, output=output, **{**settings, **options}))
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.dtype]]:
+    """The type of each product of a linear layer that is computed on the device."""
+    seen: list[torch.dtype] = []
+    plain = nn.Linear.forward
+
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        made = plain(self, x)
+        if type(made) is torch.Tensor and made.is_cuda:
+            seen.append(made.dtype)
+        return made
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    yield seen
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        (None, torch.bfloat16),
+        ("bf16-mixed", torch.bfloat16),
+        ("fp16-mixed", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("bf16-stochastic", torch.bfloat16),
+        ("bf16-master", torch.bfloat16),
+        ("tf32", torch.float32),
+        ("fp32", torch.float32),
+    ],
+)
+def test_products_have_the_precision_that_was_promised(precision, dtype, llama, text, tmp_path, products):
+    result = run(llama, text, tmp_path, precision=precision)
+    assert products and set(products) == {dtype}
+    assert result.losses[-1] < result.losses[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_optimizer": "ram"},
+        {"offload_optimizer": "disk"},
+        {"stream_weights": True},
+        {"offload_activations": 1},
+        {"checkpointing": "full"},
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_a_step_in_memory(options, llama, text, tmp_path):
+    plain = run(llama, text, tmp_path / "plain", precision="fp32")
+    found = run(llama, text, tmp_path / "other", precision="fp32", **options)
+    assert found.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_memory_that_runs_out_in_a_save_leaves_the_one_before(llama, text, tmp_path, monkeypatch):
+    whole = run(llama, text, tmp_path / "whole", precision="fp32", save_every=1)
+    begun: list[str] = []
+    plain = saving.finite
+
+    def finite(values: Any, names: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """In the middle of the second save memory runs out."""
+        begun.append("the model, then its optimizer")
+        fails = len(begun) == 3
+        for count, pair in enumerate(plain(values, names)):
+            if fails and count == 3:
+                torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+            yield pair
+
+    monkeypatch.setattr(saving, "finite", finite)
+    output = tmp_path / "out"
+    with pytest.raises(BudgetError, match=r"training(.|\n)*out of memory(.|\n)*--resume"):
+        run(llama, text, output, precision="fp32", save_every=1)
+    assert [path.name for path in output.glob("step-*")] == ["step-000001"]
+    monkeypatch.setattr(saving, "finite", plain)
+    found = run(llama, text, output, precision="fp32", save_every=1, resume=True)
+    assert found.losses == whole.losses[1:]

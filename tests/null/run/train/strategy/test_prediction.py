@@ -1,0 +1,96 @@
+"""How long a step is said to take: all its micro-batches, of which only some are rehearsed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from brim.core import Hardware, Link
+from brim.core.hardware import DISK, RAM
+from brim.run.fit.machine import emulated_hardware
+from brim.run.train.strategy import prediction as training_prediction
+from brim.run.train.strategy.choice import Choice
+from brim.run.train.strategy.prediction import Prediction, Rehearsal
+from brim.techniques.activation_offload import inplace as inplace_activations
+from brim.techniques.blocks import find_blocks
+from brim.techniques.streaming.weight_streaming import Weights
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "states in ram, during backward": {"states": "ram", "in_backward": True},
+    "gradients on disk": {"states": "disk", "gradients": "disk"},
+}
+
+
+def predicted(batch: int, choice: dict[str, Any], hardware: Hardware) -> Prediction:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+
+    def ids(count: int) -> dict[str, torch.Tensor]:
+        made = torch.zeros(count, 64, dtype=torch.long)
+        return {"input_ids": made, "labels": made.clone()}
+
+    rehearsal = Rehearsal(
+        name="tiny", model=model, partition=find_blocks(model), weights=Weights(), inputs=ids, batch=batch,
+        optimizer=lambda twin: torch.optim.AdamW(twin.parameters(), fused=True),
+        hardware=emulated_hardware(hardware), device="emulated", budget_bytes={RAM: 1 << 30},
+    )  # fmt: skip
+    return rehearsal.predict(Choice(micro_batch=1, **choice))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_micro_batch_takes_its_time_and_none_takes_memory_beside_the_others(
+    name: str, known_machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two, four, eight = (predicted(batch, CHOICES[name], known_machine) for batch in (2, 4, 8))
+    assert two.peak_bytes == four.peak_bytes == eight.peak_bytes
+    assert eight.step_s - four.step_s == pytest.approx(2 * (four.step_s - two.step_s))
+    assert eight.bound_s == eight.step_s
+    monkeypatch.setattr(training_prediction, "_REHEARSED_PASSES", 8)
+    whole = predicted(8, CHOICES[name], known_machine)
+    assert eight.step_s == pytest.approx(whole.step_s, rel=0.02)
+    assert eight.limited_by == whole.limited_by
+    for tier, count in whole.peak_bytes.items():
+        assert eight.peak_bytes[tier] == pytest.approx(count, rel=0.01), tier  # the inputs of all are there
+
+
+def test_every_micro_batch_moves_its_gradients(known_machine: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(known_machine, links=(Link(source=DISK, target=RAM, bytes_per_s=1e6), *known_machine.links[1:]))
+    eight = predicted(8, CHOICES["gradients on disk"], slow)
+    monkeypatch.setattr(training_prediction, "_REHEARSED_PASSES", 8)
+    whole = predicted(8, CHOICES["gradients on disk"], slow)
+    assert eight.limited_by == whole.limited_by != "compute"
+    assert eight.step_s == pytest.approx(whole.step_s, rel=0.02)
+
+
+def test_activations_in_place_are_tried_out_once_for_all_predictions(
+    known_machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)])
+    rehearsal = Rehearsal(
+        name="tiny", model=model, partition=find_blocks(model), weights=Weights(), batch=4,
+        inputs=lambda count: (torch.zeros(count, 64),), optimizer=lambda twin: torch.optim.SGD(twin.parameters()),
+        hardware=emulated_hardware(known_machine), device="emulated", budget_bytes={RAM: 1 << 30},
+    )  # fmt: skip
+    choice = Choice(micro_batch=4, in_place=True)
+    first = rehearsal.predict(choice)
+    assert list(rehearsal.in_place.values()) == [("0.1", "1.1", "2.1")]
+    assert rehearsal.rehearse(choice).trace != rehearsal.rehearse(replace(choice, in_place=False)).trace
+
+    def tried(*_: Any) -> None:
+        raise AssertionError("it is known")
+
+    monkeypatch.setattr(inplace_activations, "_found", tried)
+    assert rehearsal.predict(choice) == first
+    with pytest.raises(AssertionError, match="it is known"):  # other rows may be read in other ways
+        rehearsal.predict(replace(choice, micro_batch=2))

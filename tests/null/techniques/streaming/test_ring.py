@@ -1,0 +1,209 @@
+"""The ring gives every block, in whatever order it is asked for, and prefetches what it can foresee."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from brim.core import Timeline
+from brim.errors import TransferError, UnsupportedError
+from brim.memory.layout import BlockLayout
+from brim.memory.pool import Buffer
+from brim.memory.tiers import Memory, cpu_memory
+from brim.memory.transfer import Ticket, Waitable
+from brim.report.idle import attribute
+from brim.techniques.streaming.ring import Ring
+
+BYTES = 64
+
+
+class NumberedHome:
+    """A block that consists of its own number. Loads are done at once, or when ``finish`` says so."""
+
+    tier = "disk"
+    layout = BlockLayout(tensors=(), runs=(), bytes=BYTES)
+
+    def __init__(self, number: int, log: list[int], failing: set[int]) -> None:
+        self._number, self._log, self._failing = number, log, failing
+
+    def stage(self) -> bool:
+        return True
+
+    def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        for condition in after:
+            condition.wait()
+        self._log.append(self._number)
+        ticket = Ticket()
+        failed = self._number in self._failing
+        slot.tensor.fill_(255 if failed else self._number)
+        ticket.finish(TransferError("a read failed", "on purpose") if failed else None)
+        return ticket
+
+    def rest(self) -> list[torch.Tensor | None]:
+        return []
+
+    def value(self, index: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def values(self) -> list[torch.Tensor]:
+        return []
+
+    def written(self) -> list[bool]:
+        return []
+
+    def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+
+class Bench:
+    def __init__(self, blocks: int = 6, slots: int = 2) -> None:
+        self.memory: Memory = cpu_memory(Timeline("ring", measured=True), ram_bytes=1 << 20)
+        self.loads: list[int] = []
+        self.failing: set[int] = set()
+        homes = {i: NumberedHome(i, self.loads, self.failing) for i in range(blocks)}
+        buffers = [self.memory.compute.allocate(BYTES, f"slot {i}") for i in range(slots)]
+        self.ring = Ring(self.memory, homes, {i: f"block {i}" for i in homes}, buffers)
+
+    def use(self, *blocks: int) -> None:
+        for block in blocks:
+            buffer = self.ring.acquire(block)
+            assert buffer.tensor.tolist() == [block] * BYTES
+            self.ring.release(block)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    made = Bench()
+    made.ring.prefetch()
+    return made
+
+
+def test_the_first_blocks_are_there_before_anybody_asks(bench: Bench) -> None:
+    assert bench.loads == [0, 1]
+
+
+def test_in_order_each_block_is_loaded_once_a_step_and_never_waited_for(bench: Bench) -> None:
+    bench.use(*range(6), *range(6))
+    assert bench.loads == [*range(6), *range(6), 0, 1]  # the end prefetches the beginning
+    assert bench.ring.misses == 0
+
+
+def test_a_wrong_order_is_served_and_learned(bench: Bench) -> None:
+    order = [5, 3, 0, 4, 1, 2]
+    bench.use(*order, *order[:2])
+    before = bench.ring.misses
+    bench.use(*order[2:], *order, *order)
+    assert bench.ring.misses == before > 0
+
+
+def test_a_block_used_again_at_once_is_not_loaded_again(bench: Bench) -> None:
+    step = [0, 1, 1, 2, 3, 4, 5]
+    bench.use(*step, *step)  # seen once
+    before = len(bench.loads)
+    bench.use(*step, *step)
+    assert len(bench.loads) - before == 2 * 6
+
+
+def test_what_compute_waited_for_is_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = NumberedHome.load
+
+    def slow(home: NumberedHome, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        whole(home, slot, label, after)
+        ticket = Ticket()
+        threading.Timer(0.1 if label == "block 3" else 0.0, ticket.finish, [None]).start()
+        return ticket
+
+    monkeypatch.setattr(NumberedHome, "load", slow)
+    bench = Bench()
+    bench.use(*range(6))
+    found = attribute(bench.memory.recorder.timeline)
+    assert (found.waits[0].label, found.waits[0].cause) == ("block 3", "copy")
+    assert 0.05 < found.waits[0].seconds < found.wall_s
+
+
+def test_skipped_blocks_make_way(bench: Bench) -> None:
+    bench.use(0, 3, 4)
+    bench.use(0, 3, 4)
+    before = bench.ring.misses
+    bench.use(0, 3, 4, 0, 3, 4)
+    assert bench.ring.misses == before
+
+
+def test_a_block_in_use_twice_is_one(bench: Bench) -> None:
+    first = bench.ring.acquire(0)
+    assert bench.ring.acquire(0) is first
+    bench.ring.release(0)
+    bench.use(1, 2)
+    assert first.tensor.tolist() == [0] * BYTES  # still in use
+    bench.ring.release(0)
+
+
+def test_two_at_once_fill_a_ring_of_two_and_a_third_is_refused(bench: Bench) -> None:
+    held = [bench.ring.acquire(0), bench.ring.acquire(4)]
+    with pytest.raises(UnsupportedError, match="block 2 was called while block 0, block 4 were running"):
+        bench.ring.acquire(2)
+    assert [buffer.tensor[0].item() for buffer in held] == [0, 4]
+    bench.ring.release(4)
+    bench.use(2)
+    bench.ring.release(0)
+    bench.use(*range(6))
+
+
+def test_what_is_forgotten_is_loaded_again_but_not_what_is_in_use(bench: Bench) -> None:
+    buffer = bench.ring.acquire(0)
+    loaded = bench.loads.count(1)
+    bench.ring.forget()
+    assert buffer.tensor.tolist() == [0] * BYTES
+    bench.ring.release(0)
+    bench.use(1)
+    assert bench.loads.count(1) == loaded + 1
+
+
+def test_a_failed_load_is_told_to_who_needs_it_and_tried_again(bench: Bench) -> None:
+    bench.failing.add(2)
+    bench.use(0, 1)
+    for _ in range(3):
+        with pytest.raises(TransferError, match="on purpose"):
+            bench.ring.acquire(2)
+    bench.use(3, 4)
+    bench.failing.clear()
+    bench.use(2, 3, *range(6))
+
+
+def test_after_an_interrupt_everything_can_be_used(bench: Bench) -> None:
+    bench.ring.acquire(0)
+    bench.ring.acquire(1)  # and never released
+    bench.ring.let_go()
+    bench.use(*range(6), *range(6))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=50), st.integers(1, 5), st.booleans())
+def test_any_sequence_gets_the_right_blocks(sequence: list[int], slots: int, ahead: bool) -> None:
+    bench = Bench(slots=slots)
+    if ahead:
+        bench.ring.prefetch()
+    bench.use(*sequence)
+    assert bench.ring.misses <= len(sequence)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_nesting_within_the_slots_keeps_what_is_in_use(data: st.DataObject) -> None:
+    bench = Bench(slots=3)
+    held: list[tuple[int, Buffer]] = []
+    for _ in range(data.draw(st.integers(0, 40))):
+        if held and data.draw(st.booleans()):
+            block, _ = held.pop()
+            bench.ring.release(block)
+        else:
+            block = data.draw(st.integers(0, 5))
+            if len({b for b, _ in held} | {block}) <= 3:
+                held.append((block, bench.ring.acquire(block)))
+        for block, buffer in held:
+            assert buffer.tensor.tolist() == [block] * BYTES

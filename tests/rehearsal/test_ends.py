@@ -1,0 +1,144 @@
+"""How rehearsed programs end: by themselves, by a signal, with processes of their own; and what is said then."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from brim import cli
+from brim.rehearsal.rehearse import Rehearsal, Request, rehearse_program
+
+if TYPE_CHECKING:
+    from conftest import OnDevice
+
+HELD = 4 << 20
+PROGRAM = """
+import os, signal, sys, torch
+held = torch.ones(1 << 20, device="cuda")
+{end}
+"""
+FORKS = """
+import os, sys
+if os.fork() == 0:
+    import torch
+    torch.ones(1 << 20, device="cuda")
+    raise RuntimeError("the child")
+os.wait()
+"""
+SPAWNS = """
+import torch
+import torch.multiprocessing as mp
+
+def work(rank):
+    torch.ones(1 << 20, device=f"cuda:{rank}")
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+"""
+READS_IN_WORKERS = """
+import os, sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def main():
+    data = TensorDataset(torch.randn(64, 8))
+    for (rows,) in DataLoader(data, batch_size=32, num_workers=1, multiprocessing_context="fork"):
+        held = rows.cuda()
+    if os.fork() == 0:
+        sys.exit(5)
+    os.wait()
+
+main()
+"""
+
+
+def rehearsed(on_device: OnDevice, folder: Path, program: str, gpus: int = 1) -> Rehearsal:
+    target = folder / "program.py"
+    target.write_text(program)
+    request = Request(target=str(target), gpu="RTX 4090", gpus=gpus)
+    with (folder / "output.txt").open("w") as output:
+        (found,) = rehearse_program(request, on_device.environment, folder, output=output)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("end", "ended", "told"),
+    [
+        ("sys.exit(3)", "failed", "it ended with exit code 3"),
+        ("os._exit(0)", "finished", ""),
+        ("os._exit(7)", "failed", "it ended with exit code 7"),
+        ("raise KeyboardInterrupt", "failed", "KeyboardInterrupt"),
+    ],
+)
+def test_what_a_program_held_is_known_however_it_leaves(
+    on_device: OnDevice, tmp_path: Path, end: str, ended: str, told: str
+) -> None:
+    found = rehearsed(on_device, tmp_path, PROGRAM.format(end=end))
+    assert (found.ended, found.message) == (ended, told)
+    assert [one.allocated_bytes for one in found.devices] == [HELD] and found.snapshot is not None
+
+
+def test_of_a_program_that_was_killed_only_that_is_said(
+    on_device: OnDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(end="os.kill(os.getpid(), signal.SIGKILL)"))
+    options = ["--gpu", "L40S", "--python", str(on_device.environment.python)]
+    assert cli.main(["rehearse", *options, str(program)]) == 1
+    told = capfd.readouterr().out
+    assert "The program failed: its process was ended by SIGKILL" in told and "CUDA" not in told
+    assert cli.main(["rehearse", *options, "--json", str(program)]) == 1
+    (found,) = json.loads(capfd.readouterr().out)["processes"]
+    assert (found["ended"], found["fits"], found["devices"]) == ("failed", None, [])
+
+
+@pytest.mark.parametrize(("program", "others"), [(FORKS, 1), (SPAWNS, 2)], ids=["forks", "spawns"])
+def test_other_processes_on_the_gpu_are_not_taken_for_nothing(
+    on_device: OnDevice, tmp_path: Path, program: str, others: int
+) -> None:
+    """Each has a device of its own here: whether they fit on one is not known, and none writes this one's result."""
+    found = rehearsed(on_device, tmp_path, program, gpus=2)
+    assert (found.ended, found.fits, found.other_processes) == ("finished", None, others)
+    assert "used CUDA, and what they took is not known" in found.message
+    assert found.devices == () and found.snapshot is None
+
+
+def test_processes_that_leave_the_gpu_alone_change_nothing(on_device: OnDevice, tmp_path: Path) -> None:
+    found = rehearsed(on_device, tmp_path, READS_IN_WORKERS)
+    assert (found.ended, found.fits, found.other_processes) == ("finished", True, 0)
+    assert [one.device for one in found.devices] == [0]
+
+
+def test_a_recording_that_no_disk_takes_is_one_error(
+    on_device: OnDevice, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After what was found."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(end=""))
+    options = ["--gpu", "L40S", "--python", str(on_device.environment.python)]
+    assert cli.main(["rehearse", *options, "--snapshot", "/dev/full", str(program)]) == 2
+    captured = capfd.readouterr()
+    assert "It fits on L40S" in captured.out
+    assert captured.err.count("Error: ") == 1 and "No space left on device" in captured.err
+    for _ in range(2):
+        assert cli.main(["rehearse", *options, "--snapshot", str(tmp_path / "kept.pickle"), str(program)]) == 0
+
+
+def test_a_program_may_come_out_of_a_pipe(on_device: OnDevice, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "brim", "rehearse", "--gpu", "L40S", "--python", on_device.environment.python]
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe:
+        pipe.write("import torch\nprint(torch.ones(1, device='cuda').is_cuda)\n")
+    try:
+        done = subprocess.run(
+            [*command, f"/dev/fd/{reading}"], pass_fds=[reading], capture_output=True, text=True, cwd=tmp_path
+        )
+    finally:
+        os.close(reading)
+    assert done.returncode == 0, done.stderr
+    assert "True" in done.stderr.split() and "It fits on L40S: the program ran to its end." in done.stdout
