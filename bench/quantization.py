@@ -32,6 +32,7 @@ from rich.table import Table
 import _checkpoint as checkpoints
 import _harness as harness
 import brim
+from brim.model_cache import cache_input, cache_of
 from brim.run.fit.step_memory import Inputs
 from brim.run.model.opening import open_model, prepare
 from brim.run.model.quality import bundled_text, perplexity
@@ -236,7 +237,7 @@ def _work(request: dict[str, Any]) -> dict[str, Any]:
         harness.drop_page_cache(files)
         read_bytes, start_s = harness.disk_read_bytes(), time.perf_counter()
         for _ in range(request["count"]):
-            made = model(made.logits.argmax(-1), past_key_values=made.past_key_values, use_cache=True)
+            made = model(made.logits.argmax(-1), **cache_input(model, cache_of(made)), use_cache=True)
         token_s = (time.perf_counter() - start_s) / request["count"]
         usage = monitor.usage()
     plan = model.brim.plan

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.memory.tiers import Memory
+from brim.model_cache import cache_input, cache_of
 from brim.run.fit.machine import (
     Need,
     machine,
@@ -42,7 +43,11 @@ def run(model: Any, memory: Memory, placement: kv_cache.Placement) -> None:
     cache = kv_cache.apply(model, placement, memory)
     with torch.no_grad():
         for count in PIECES:
-            model(torch.zeros(placement.batch, count, dtype=torch.long), past_key_values=cache, use_cache=True)
+            model(
+                torch.zeros(placement.batch, count, dtype=torch.long),
+                **cache_input(model, cache),
+                use_cache=True,
+            )
     cache.remove()
     for lane in ("_disk", "_copy", "_back"):
         if hasattr(memory.engine, lane):
@@ -57,7 +62,7 @@ def test_what_is_predicted_is_what_happens(device: Any, share: float, resting: i
         pytest.skip("RAM is the compute tier")
     model = make("llama")
     with torch.no_grad():
-        shape = kv_cache.shape_of(model(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
+        shape = kv_cache.shape_of(cache_of(model(torch.zeros(1, 1, dtype=torch.long))))
     assert shape is not None
     hardware = machine(device)
     placement = kv_cache.Placement(shape=shape, batch=2, tokens=TOKENS, resting=resting)

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optim_hooks
 
+from brim.model_cache import cache_of
+
 
 class ModuleTracker:
     """The stack of running modules, by their numbers in order of appearance; -1 stands for code outside of any.
@@ -111,7 +113,7 @@ class ModuleTracker:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
-        cache = getattr(output, "past_key_values", None)
+        cache = None if isinstance(output, torch.Tensor) else cache_of(output)
         if cache is not None:
             self.on_cache(cache)
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from brim import catalog
 from brim.errors import ModelError, UsageError
+from brim.model_cache import cache_of
 from brim.predict import formulas
 
 
@@ -51,7 +52,7 @@ def test_the_cache_is_the_one_that_transformers_fills(name):
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     with torch.device("meta"):
         model = getattr(transformers, preset.architecture)(config).to(torch.bfloat16).eval()
-        cache = model(torch.zeros(3, 17, dtype=torch.long), use_cache=True).past_key_values
+        cache = cache_of(model(torch.zeros(3, 17, dtype=torch.long), use_cache=True))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     cut_config = dict(preset.config) | {k: v for k, v in cut.items() if k in preset.config}
     assert formulas.kv_cache_of_config(cut_config, tokens=17, batch=3).value == held

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
+from brim.model_cache import cache_input, cache_of
 from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
 from brim.predict.modules import ModuleTracker
@@ -162,9 +163,9 @@ def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
         call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
         with watch.uncounted():  # filling the cache at once is only a way to get there
             past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)
-            cache = past.past_key_values
+            state = cache_input(module, cache_of(past))
             del past
-        call(**_dummy(module, inputs.batch, 1), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        call(**_dummy(module, inputs.batch, 1), **state, use_cache=True, logits_to_keep=1)
 
     return watch_step(module, run)
 

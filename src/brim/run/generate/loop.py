@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from brim.accelerator import CUDA, available
 from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError
+from brim.model_cache import cache_input
 from brim.run.generate.inputs import Batch
 from brim.run.generate.plan import Loaded
 from brim.run.generate.sampling import GREEDY, Sampling, cut, withheld
@@ -156,7 +157,7 @@ def run_batch(
         options["stopping_criteria"] = StoppingCriteriaList([ending])
     held: AbstractContextManager[dict[str, Any]] = _cache(loaded, count, longest, new_tokens)
     if cache is not None:
-        held = nullcontext({"past_key_values": cache, "use_cache": True})
+        held = nullcontext(cache_input(module, cache) | {"use_cache": True})
     turn = loaded.handle.turns.lock  # the cache's buffers are one batch's
     with turn, held as state, torch.inference_mode():
         out = module.generate(
@@ -193,7 +194,7 @@ def _cache(loaded: Loaded, count: int, longest: int, new_tokens: int) -> Iterato
         yield {}
         return
     try:
-        yield {"past_key_values": cache, "use_cache": True}
+        yield cache_input(loaded.module, cache) | {"use_cache": True}
     finally:
         cache.remove()
 

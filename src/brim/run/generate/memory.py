@@ -15,11 +15,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from brim.core import Category, Timeline
 from brim.core.hardware import RAM
 from brim.memory.tiers import fake_memory
+from brim.model_cache import cache_argument, cache_input, cache_of, keeps_keys
 from brim.run.fit.step_memory import Observation, StepWatch, watch_step
 from brim.techniques.kv_offload import cache as kv_cache
 
 _NO_LIMIT_BYTES = 1 << 60
-_CACHES = ("past_key_values", "cache_params", "state")  # what models call their cache, as input and as output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +60,17 @@ class Sizes:
 def cache_shape(module: nn.Module) -> kv_cache.CacheShape | None:
     """The KV cache of a decoder; None where its cache stays as the model makes it."""
     model: Any = module
-    takes = inspect.signature(model.forward).parameters
-    plain = "past_key_values" in takes and model._supports_default_dynamic_cache()
+    name = cache_argument(model)
+    plain = name in ("cache", "past_key_values") and model._supports_default_dynamic_cache()
     cache = kv_cache.own_cache(module) if plain and not model.config.is_encoder_decoder else None
     filled: list[object] = [None]
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
         ids = torch.zeros(1, 1, dtype=torch.long)
         inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-        state = {"past_key_values": cache, "use_cache": True} if cache is not None else {}
+        state = {str(name): cache, "use_cache": True} if cache is not None else {}
         made = call(input_ids=ids, **inputs, **state)
-        filled[0] = made.past_key_values if cache is not None else None
+        filled[0] = cache_of(made) if cache is not None else None
 
     watch_step(module, run)
     return kv_cache.shape_of(filled[0])
@@ -83,24 +83,25 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
     """
     config: Any = module.config
     if config.is_encoder_decoder:
-        return watch_step(module, lambda call, watch: _encode_and_decode(call, watch, sizes))
+        return watch_step(module, lambda call, watch: _encode_and_decode(module, call, watch, sizes))
     takes = set(inspect.signature(module.forward).parameters)
-    name = next((name for name in _CACHES if name in takes), None)
+    name = cache_argument(module)
     passes = list(sizes.passes()) if name else [(sizes.cached, True)]  # without one, all is computed for each token
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
         state: dict[str, Any] = {}
         if shape is not None:
-            state = {"past_key_values": _pretended(module, shape, sizes, watch)}
-        begin = 0
+            state = {str(name): _pretended(module, shape, sizes, watch)}
+        begin, cache = 0, next(iter(state.values()), None)
         for tokens, counted in passes:
             # A recurrent state has taken the padding in: only the prompt has a mask.
-            masked = begin == 0 or name == "past_key_values"
+            masked = begin == 0 or keeps_keys(module, cache)
             with contextlib.nullcontext() if counted else watch.uncounted():
                 made = call(**_inputs(sizes, begin, tokens, takes, masked), **state, use_cache=True)
                 begin += tokens
                 if shape is None and name:
-                    state = {name: getattr(made, name)}
+                    cache = cache_of(made)
+                    state = {name: cache}
                 del made
 
     seen = watch_step(module, run)
@@ -131,7 +132,7 @@ def _inputs(sizes: Sizes, begin: int, tokens: int, takes: set[str], masked: bool
     return inputs
 
 
-def _encode_and_decode(call: Callable[..., Any], watch: StepWatch, sizes: Sizes) -> None:
+def _encode_and_decode(module: nn.Module, call: Callable[..., Any], watch: StepWatch, sizes: Sizes) -> None:
     """The encoder's pass with the first token, and the last token's on a cache of all before it."""
     ids = torch.zeros(sizes.batch, sizes.prompt, dtype=torch.long)
     mask = {"attention_mask": torch.ones_like(ids)} if sizes.padded else {}
@@ -143,13 +144,13 @@ def _encode_and_decode(call: Callable[..., Any], watch: StepWatch, sizes: Sizes)
         before = torch.zeros(sizes.batch, new - 1, dtype=torch.long)
         with watch.uncounted():
             made = call(encoder_outputs=encoded, **mask, decoder_input_ids=before, use_cache=True)
-            past = made.past_key_values
+            state = cache_input(module, cache_of(made))
             del made
         call(
             encoder_outputs=encoded,
             **mask,
             decoder_input_ids=before[:, :1],
-            past_key_values=past,
+            **state,
             use_cache=True,
         )
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+from brim.model_cache import cache_input, cache_of
 from brim.predict.flops import op_bytes, op_flops
 from brim.predict.lowering.fakes import FAKES
 from brim.run.fit.step_memory import Inputs, watch_step
@@ -105,8 +106,7 @@ def _arguments(model: Any, call: Callable[..., Any], example: Example) -> tuple[
     past: dict[str, Any] = {}
     if example.total > 1:
         ids = torch.zeros(example.batch, example.total - 1, dtype=torch.long)
-        name = "cache_params" if "cache_params" in takes else "past_key_values"  # of recurrent states
-        past[name] = _roomy(getattr(call(input_ids=ids, **last), name))
+        past = cache_input(model, _roomy(cache_of(call(input_ids=ids, **last))))
     return (), {"input_ids": one, **last, **past}
 
 

@@ -16,6 +16,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from brim.measure.probe import probe
+from brim.model_cache import cache_input, cache_of
 from brim.run.generate.loop import Clock
 from brim.run.timing.measurement_cache import Remembered
 
@@ -75,5 +76,5 @@ def _passed_s(model: Any, ids: torch.Tensor) -> float:
         made = model(ids, use_cache=True)
         token, began_s = ids[:, :1], time.perf_counter()
         for _ in range(_TOKENS - 1):
-            made = model(token, past_key_values=made.past_key_values, use_cache=True, logits_to_keep=1)
+            made = model(token, **cache_input(model, cache_of(made)), use_cache=True, logits_to_keep=1)
         return (time.perf_counter() - began_s) / (_TOKENS - 1)

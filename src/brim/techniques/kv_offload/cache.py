@@ -135,7 +135,7 @@ def restings(shape: CacheShape, tokens: int) -> tuple[int, ...]:
 
 
 def apply(model: nn.Module, placement: Placement, memory: Memory) -> PlannedCache:
-    """An empty cache for ``model``, to be given as ``past_key_values``. Raises BudgetError where pools lack room."""
+    """An empty cache to call ``model`` with. Raises BudgetError where pools lack room."""
     return PlannedCache(own_cache(model).layers, placement, memory)
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -211,6 +212,8 @@ def _shard(
     settings: dict[str, Any] = {"mesh": mesh}
     if spread:
         settings["ignored_params"] = {parameter for part in spread for parameter in part.parameters()}
+    for part in _of_other_dtypes(unit, settings.get("ignored_params", ())):
+        _shard(part, mesh, decision, spread, outermost=False)
     if decision.dtype is not None:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=decision.dtype, reduce_dtype=torch.float32)
     if decision.zero == 0:
@@ -219,6 +222,23 @@ def _shard(
     if decision.offload:
         settings["offload_policy"] = sharding_offload.policy(mesh.device_type)
     fully_shard(unit, reshard_after_forward=decision.zero == 3 and not outermost, **settings)
+
+
+def _of_other_dtypes(unit: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Module]:
+    """The modules in ``unit`` whose own parameters are of another dtype than most of it, as of routers in float32.
+    FSDP2 gathers one dtype at a time (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py)."""
+    held: dict[nn.Module, torch.dtype] = {}
+    counts: Counter[torch.dtype] = Counter()
+    waiting = [unit]
+    while waiting:
+        module = waiting.pop()
+        own = [one for one in module.parameters(recurse=False) if one.requires_grad and one not in ignored]
+        counts.update({one.dtype: one.numel() for one in own})
+        if own and module is not unit:
+            held[module] = own[0].dtype
+        waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
+    most = max(counts, key=counts.__getitem__, default=None)
+    return [module for module, dtype in held.items() if dtype != most]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from brim.core.hardware import RAM, VRAM
+from brim.model_cache import cache_input
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.cpu_compute.technique import compute_some_in_ram
 from brim.techniques.streaming.placement import computable
@@ -64,14 +65,14 @@ def test_logits_are_those_of_the_device_within_rounding(share):
 def test_a_cache_has_each_layers_part_where_the_layer_is_computed():
     model, ids = llama(), torch.arange(20)[None].cuda()
     cache = DynamicCache()
-    wanted = llama().cuda()(ids, past_key_values=cache).logits  # filled on the device
+    wanted = llama().cuda()(ids, **cache_input(model, cache)).logits  # filled on the device
     handle = fit(model, 0.5)
     whole = llama().cuda()
     twin = DynamicCache()
-    whole(ids, past_key_values=twin)
+    whole(ids, **cache_input(model, twin))
     for token in (5, 6, 7):
         step = torch.tensor([[token]]).cuda()
-        mine, theirs = model(step, past_key_values=cache).logits, whole(step, past_key_values=twin).logits
+        mine, theirs = model(step, **cache_input(model, cache)).logits, whole(step, **cache_input(model, twin)).logits
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     computed = {name for name, choice in handle.plan.choices("weight_streaming").items() if choice == COMPUTE_RAM}
     for index, layer in enumerate(cache.layers):

@@ -18,6 +18,7 @@ import brim
 import trained
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
+from brim.model_cache import cache_input
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.checkpointing.technique import (
     ALTERNATE,
@@ -220,7 +221,7 @@ def test_a_cache_keeps_what_it_had_and_is_not_appended_to_twice(kind: str) -> No
                 cache = transformers.DynamicCache()
                 for layer in range(3):
                     cache.update(prefix, prefix * 2, layer)
-                model(**trained.batch("llama", 0), past_key_values=cache, use_cache=True).loss.backward()
+                model(**trained.batch("llama", 0), **cache_input(model, cache), use_cache=True).loss.backward()
         assert [str(w.message) for w in told if "use_cache" in str(w.message)][1:] == []
         assert bool(told) == checkpointed
         losses.append([prefix.grad, *(p.grad for p in model.parameters())])
@@ -232,9 +233,9 @@ def test_a_cache_that_is_written_to_in_place_is_refused() -> None:
     checkpointing.apply(model, choices_of(model, FULL))
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad():
-        model(**trained.batch("llama", 0), past_key_values=cache, use_cache=True)  # fills and makes its tensors
+        model(**trained.batch("llama", 0), **cache_input(model, cache), use_cache=True)  # fills and makes its tensors
     with pytest.raises(UnsupportedError, match="in place"), pytest.warns(UserWarning, match="use_cache"):
-        model(**trained.batch("llama", 0), past_key_values=cache, use_cache=True)
+        model(**trained.batch("llama", 0), **cache_input(model, cache), use_cache=True)
 
 
 @pytest.mark.parametrize("family", trained.FAMILIES)

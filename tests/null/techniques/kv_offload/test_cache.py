@@ -14,6 +14,7 @@ from brim.core.trace import Category
 from brim.errors import BudgetError, TransferError, UnsupportedError, UsageError
 from brim.memory.tiers import Memory, cpu_memory, emulated_memory
 from brim.memory.transfer import Ticket
+from brim.model_cache import cache_input, cache_of
 from brim.techniques.kv_offload import cache as kv_cache
 from generating import make
 
@@ -24,7 +25,7 @@ TOKENS = PROMPT + NEW
 
 def shape_of(model: Any) -> kv_cache.CacheShape:
     with torch.no_grad():
-        found = kv_cache.shape_of(model(torch.zeros(1, 1, dtype=torch.long)).past_key_values)
+        found = kv_cache.shape_of(cache_of(model(torch.zeros(1, 1, dtype=torch.long))))
     assert found is not None
     return found
 
@@ -42,7 +43,7 @@ def steps(model: Any, cache: Any, pieces: list[int], batch: int = 2) -> list[tor
     found, begin = [], 0
     with torch.inference_mode():
         for count in [*pieces, *[1] * NEW]:
-            out = model(ids[:, begin : begin + count], past_key_values=cache, use_cache=True)
+            out = model(ids[:, begin : begin + count], **cache_input(model, cache), use_cache=True)
             found.append(out.logits)
             begin += count
     return found
@@ -130,7 +131,7 @@ def test_more_tokens_than_planned_and_other_than_greedy_generation_are_refused()
     model, memory = make("llama"), memory_of(RAM)
     cache = kv_cache.apply(model, kv_cache.Placement(shape=shape_of(model), batch=1, tokens=4), memory)
     with torch.inference_mode(), pytest.raises(UsageError, match="planned for 4"):
-        model(torch.zeros(1, 5, dtype=torch.long), past_key_values=cache)
+        model(torch.zeros(1, 5, dtype=torch.long), **cache_input(model, cache))
     for act in (
         lambda: cache.reorder_cache(torch.zeros(1, dtype=torch.long)),
         lambda: cache.crop(-1),

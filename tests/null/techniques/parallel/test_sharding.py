@@ -40,6 +40,20 @@ def test_shards_are_a_ranks_part_of_every_weight(zero):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_stays_in_float32_is_gathered_apart(zero):
+    """As transformers keeps routers of mixtures of experts, in a model of bfloat16."""
+    with sharding.alone(2):
+        model = llama().bfloat16()
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.float().register_forward_pre_hook(lambda module, given: given[0].float())
+            layer.mlp.gate_proj.register_forward_hook(lambda module, given, made: made.bfloat16())
+        sharding.apply(model, sharding.mesh_of(2, 1, "cpu"), sharding.Sharding(zero=zero))
+        model(torch.ones(1, 8, dtype=torch.long)).logits.sum().backward()
+        kinds = {(local(parameter.grad).dtype, parameter.dtype) for parameter in model.parameters()}
+    assert kinds == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensors_are_split_by_outputs_and_inputs(sequence_parallel):
     with sharding.alone(2):
