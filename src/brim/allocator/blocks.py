@@ -93,10 +93,6 @@ class PrivatePool:
         self.small = BlockPool(small=True, private=self)
 
 
-def _key(block: Block) -> int:
-    return block.size << SIZE_SHIFT | block.age << ADDRESS_BITS | block.address
-
-
 class BlockPool:
     """Free blocks of one size class, ordered by (stream, size, age, address) for best fit.
 
@@ -119,12 +115,12 @@ class BlockPool:
         keys = self.free.get(block.stream)
         if keys is None:
             keys = self.free[block.stream] = []
-        insort(keys, _key(block))
+        insort(keys, block.size << SIZE_SHIFT | block.age << ADDRESS_BITS | block.address)
         self.blocks[block.address] = block
 
     def remove(self, block: Block) -> None:
         keys = self.free[block.stream]
-        del keys[bisect_left(keys, _key(block))]
+        del keys[bisect_left(keys, block.size << SIZE_SHIFT | block.age << ADDRESS_BITS | block.address)]
         del self.blocks[block.address]
 
     def insert_hole(self, block: Block) -> None:

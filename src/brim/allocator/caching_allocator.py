@@ -136,7 +136,9 @@ class CachingAllocator:
             return
         blocks = size = 0
         for neighbour in (before, after):
-            taken = pool.merge(block, neighbour) if neighbour is not None else 0
+            if neighbour is None or neighbour.allocated:
+                continue
+            taken = pool.merge(block, neighbour)
             if taken:
                 blocks -= 1
                 size -= taken
