@@ -15,6 +15,7 @@ import resource
 import tempfile
 from pathlib import Path
 
+from brim.rehearsal import values_library
 from brim.rehearsal.environment import find
 from brim.rehearsal.rehearse import Request, rehearse_program
 from brim.units import format_bytes
@@ -61,6 +62,7 @@ def main() -> None:
     environment = find(given.python)
     if environment is None:
         raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
+    values_library.built(environment.site_packages)  # once for a PyTorch: no part of a rehearsal
     rows = []
     for name in given.only:
         with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w") as output:
