@@ -91,11 +91,12 @@ def rope(config: dict[str, Any], size: int, mode: str) -> Step:
     )
     grads = torch.randn_like(query), torch.randn_like(key)
     inverse = (10000.0 ** -(torch.arange(0, head, 2).float() / head)).to("cuda")
-    angles = (inverse[None, :, None] @ torch.arange(tokens, device="cuda")[None, None].float()).transpose(1, 2)
+    positions = torch.arange(tokens, device="cuda")
+    angles = (inverse[None, :, None] @ positions[None, None].float()).transpose(1, 2)
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def full() -> None:
+    def full(held: tuple[torch.Tensor, ...] = (inverse, positions)) -> None:
         out = apply_rotary_pos_emb(query, key, cos, sin)
         torch.autograd.grad(out, (query, key), grads, allow_unused=True, retain_graph=True)
 

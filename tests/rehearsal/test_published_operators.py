@@ -1,43 +1,54 @@
-"""Peaks of operators that others measured on GPUs, against PyTorch's own allocator on the rehearsal device."""
+"""Peaks of operators that others measured on GPUs, against PyTorch's own allocator on the rehearsal device.
+
+A row is met to the byte (to the precision with which it was written down), or there is a reason below.
+"""
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from accuracy import liger
+from accuracy import ground_truth, liger
 
 if TYPE_CHECKING:
     from conftest import OnDevice
 
 BENCH = Path(__file__).parents[2] / "bench"
-TABLE = (
-    Path(os.environ.get("BRIM_GROUND_TRUTH", Path(__file__).parents[3] / "shared" / "ground_truth")) / "liger_ops.csv"
-)
-CARDS = {"H100": "H100", "4090": "RTX 4090"}
-# Its routing is a loop over numbers that only computed values tell.
-BY_VALUES = ("fused_moe",)
+TABLE = "liger_ops.csv"
+CARDS = {"A100-SXM4-80GB": "A100-SXM4-80GB", "H100": "H100", "B200": "B200", "3090": "RTX 3090", "4090": "RTX 4090"}
+EXACT_MIB = 0.001
+
+# Not compared: ``liger.HELD_BEFORE``, whose processes held memory of what had run before, and what follows.
+BY_VALUES = ("fused_moe",)  # which experts a token goes to depends on the numbers that were drawn
+
+# A free block that is at most 1 MiB larger than what is asked for is not split: which blocks were free depends on
+# what the recorded process had done before (CUDACachingAllocator.cpp, should_split). So it is for each of the tensors
+# that are held at the peak: a logits' worth of 501 MiB is 502 in a segment of its own, and 501 out of a larger one.
+LEFT_WHOLE_MIB = {
+    "fused_linear_jsd": 11,  # at its peak hold eleven such tensors
+    "distill_cosine_loss": 1,
+    "fused_neighborhood_attention": 1,
+}
+# What cuDNN's convolutions ask for as workspace is not known.
+CONVOLUTIONS = ("multi_token_attention", "sparse_multi_token_attention")
 
 PROGRAM = """
-    import gc, json, sys, warnings
+    import gc, json, statistics, sys, time, warnings
     sys.path.insert(0, {bench!r})
     warnings.simplefilter("ignore")
     import torch, liger_rows
     result = []
     for row in json.loads({rows!r}):
-        try:
-            step = liger_rows.build(row)()
+        step, peaks = liger_rows.build(row)(), []
+        for _ in range(5):
             torch.cuda.reset_peak_memory_stats()
-            for _ in range(3):
-                step()
-            result.append(torch.cuda.max_memory_allocated())
-        except Exception as error:
-            result.append(repr(error)[:200])
+            step()
+            peaks.append(torch.cuda.max_memory_allocated())
+            time.sleep(0.01)  # the thread of the backward pass lets go of the last gradients a moment later
+        result.append(statistics.median(peaks))  # as it was recorded
         step = None
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()  # each row is of a process of its own
@@ -45,23 +56,34 @@ PROGRAM = """
 """
 
 
-@pytest.mark.skipif(not TABLE.exists(), reason=f"{TABLE} is not here")
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.skipif(not (ground_truth.folder() / TABLE).exists(), reason=f"{TABLE} is not here")
+@pytest.mark.parametrize(
+    "card",
+    [pytest.param(card, marks=pytest.mark.slow) if card.startswith("A100") else card for card in CARDS],  # minutes
+)
 def test_published_peaks_are_met(on_device: OnDevice, card: str) -> None:
-    with TABLE.open() as table:
-        published = list(csv.DictReader(table))
     rows = [
         row
-        for row in published
+        for row in ground_truth.rows(TABLE)
         if card in row["gpu_name"]
         and not liger.reason_not_built(row)
         and row["kernel_name"] not in (*liger.HELD_BEFORE, *BY_VALUES)
     ]
-    found = on_device.run(PROGRAM.format(bench=str(BENCH), rows=json.dumps(rows)), CARDS[card], timeout_s=280)
-    errors = []
+    program = PROGRAM.format(bench=str(BENCH), rows=json.dumps(rows))
+    found = on_device.run(program, CARDS[card], timeout_s=280, copy_limit_bytes=32 << 20)
+    missed: list[tuple[str, float]] = []
+    exact = 0
     for row, peak_bytes in zip(rows, found, strict=True):
-        what = " ".join(row[name] for name in ("kernel_name", "kernel_operation_mode", "x_value"))
-        assert isinstance(peak_bytes, int), f"{what}: {peak_bytes}"
-        errors.append((abs(peak_bytes / (1 << 20) - float(row["y_value_50"])), what))
-    exact = sum(error <= 0.001 for error, _ in errors)  # of a MiB
-    assert exact >= 0.75 * len(errors), sorted(errors)
+        name = row["kernel_name"]
+        over_mib = peak_bytes / (1 << 20) - float(row["y_value_50"])
+        exact += abs(over_mib) <= EXACT_MIB
+        if name in CONVOLUTIONS:
+            met = over_mib <= EXACT_MIB
+        else:
+            met = abs(over_mib) <= LEFT_WHOLE_MIB.get(name, EXACT_MIB)
+        if not met:
+            missed.append((" ".join([name, row["kernel_operation_mode"], row["x_value"]]), over_mib))
+    print(f"{card}: {exact} of {len(rows)} rows to the byte")
+    assert missed == []
+    plain = sum(row["kernel_name"] not in (*LEFT_WHOLE_MIB, *CONVOLUTIONS) for row in rows)
+    assert exact >= plain > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from brim.cli.options import BYTES, SNAPSHOT, OutputFile, html_option, json_opti
 from brim.cli.run import ProgramCommand
 from brim.core.replacing import replacing
 from brim.errors import UsageError
+from brim.processes import temporary_folder
 from brim.units import format_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def rehearse(
     from brim.allocator.config import AllocatorConfig
     from brim.cli.explain.snapshot import BEST
     from brim.rehearsal.environment import prepare
-    from brim.rehearsal.rehearse import Request
+    from brim.rehearsal.rehearse import FOLDERS, Request
 
     if module is None and not arguments:
         raise click.UsageError("Name a script, or a module with -m.")
@@ -123,10 +123,10 @@ def rehearse(
         **asked,
     )
     environment = prepare(python, confirm=lambda what: yes or _confirmed(what))
-    with tempfile.TemporaryDirectory(prefix="brim-rehearsal-") as scratch:
+    with temporary_folder(FOLDERS) as scratch:
         if values is not None:
-            return _vary(request, environment, Path(scratch), *values, as_json)
-        found = _run(request, environment, Path(scratch))
+            return _vary(request, environment, scratch, *values, as_json)
+        found = _run(request, environment, scratch)
         explained = [_explained(one, settings) for one in found]
         if as_json:
             print_json(_document(request, found, explained))

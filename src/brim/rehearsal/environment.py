@@ -20,6 +20,7 @@ from pathlib import Path
 
 from brim.errors import FormatError, TransferError, UnsupportedError, UsageError
 from brim.measure.user_cache import build_once, cache_folder, fingerprint
+from brim.processes import bound
 from brim.rehearsal.build import build, cuda_version
 from brim.rehearsal.elf import ElfFile
 from brim.rehearsal.settings import DeviceSettings
@@ -214,7 +215,7 @@ def _install(python: Path, requirement: str, into: Path) -> None:
         pip = [uv, "pip", "install", "--quiet", "--python", str(python)]
     scratch = into / ".scratch"  # on this disk, where room was asked for, and gone with it
     scratch.mkdir(exist_ok=True)
-    command = [*pip, "--no-deps", "--target", str(into), requirement]
+    command = bound([*pip, "--no-deps", "--target", str(into), requirement])
     done = subprocess.run(command, env={**os.environ, "TMPDIR": str(scratch)}, capture_output=True, text=True)
     shutil.rmtree(scratch, ignore_errors=True)
     if done.returncode == 0:

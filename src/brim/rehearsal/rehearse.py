@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from brim.errors import UsageError
+from brim.processes import temporary_folder
 from brim.rehearsal import force, others, values_library
 from brim.rehearsal.environment import Environment
 from brim.rehearsal.settings import DeviceSettings
@@ -23,6 +23,7 @@ from brim.rehearsal.watched import Run
 
 COPY_LIMIT_BYTES = 32 << 20  # larger copies to a device are left out: what they bring is not computed with
 GPUS_PER_NODE = 8  # of a job that torchrun would start
+FOLDERS = "brim-rehearsal-"  # how the names of temporary folders of rehearsals begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +161,7 @@ def _process(
         steps=request.steps,
         world_size=0 if rank is None else request.gpus,
         random_weights=request.random_weights,
+        parent=os.getpid(),
     )
     variables = variables | run.variables()
     if request.alloc_conf:
@@ -295,10 +297,10 @@ def rehearse(
             "There is no CUDA build of PyTorch.",
             "Fetch one by: brim rehearse --gpu L40S --yes -m torch.utils.collect_env",
         )
-    with tempfile.TemporaryDirectory(prefix="brim-rehearsal-") as scratch:
-        kept = Path(folder) if folder is not None else Path(scratch)
+    with temporary_folder(FOLDERS) as scratch:
+        kept = Path(folder) if folder is not None else scratch
         kept.mkdir(parents=True, exist_ok=True)
-        target = str(step) if not callable(step) else str(_program_of(step, Path(scratch), steps or 3))
+        target = str(step) if not callable(step) else str(_program_of(step, scratch, steps or 3))
         request = Request(
             target=target,
             arguments=arguments,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from brim.processes import end_with_parent
 from brim.rehearsal import others, random_weights
 from brim.rehearsal.force import InForce
 from brim.run.script.import_hook import when_imported
@@ -31,7 +32,7 @@ class Run:
     """What a process is to rehearse. ``steps``: end after so many optimizer steps; None: when memory grows no more.
 
     ``world_size``: ranks of the job that this is one of, 0 for none. ``random_weights``: models that are not there
-    are made from their configurations.
+    are made from their configurations. ``parent``: the process that waits for this one, which ends with it.
     """
 
     target: str
@@ -42,6 +43,7 @@ class Run:
     steps: int | None = None
     world_size: int = 0
     random_weights: bool = False
+    parent: int
 
     @classmethod
     def of_environment(cls) -> Run:
@@ -156,6 +158,7 @@ def peaks() -> list[dict[str, int]]:
 def main() -> None:
     """Run the program that the environment names, and write down what happened whichever way it ends."""
     run = Run.of_environment()
+    end_with_parent(run.parent)
     watch = Watch(run)
     when_imported(watch.begin)
     if run.random_weights:  # before transformers, which may be what imports PyTorch

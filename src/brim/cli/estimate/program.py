@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from brim.errors import ModelError, UnsupportedError, UsageError
+from brim.processes import temporary_folder
 
 if TYPE_CHECKING:
     from brim.core.timeline import Timeline
@@ -90,10 +90,10 @@ def rehearsed(
 
 def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timeline | None]:
     from brim.cli.explain.snapshot import explain_snapshot
-    from brim.rehearsal.rehearse import rehearse_program
+    from brim.rehearsal.rehearse import FOLDERS, rehearse_program
 
-    with tempfile.TemporaryDirectory(prefix="brim-rehearsal-") as folder:
-        (found,) = rehearse_program(request, environment, Path(folder), output=sys.stderr)
+    with temporary_folder(FOLDERS) as folder:
+        (found,) = rehearse_program(request, environment, folder, output=sys.stderr)
         if found.fits is None:
             raise ModelError(
                 f"{request.target} was rehearsed as python runs it.",

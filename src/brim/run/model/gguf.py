@@ -7,11 +7,8 @@ vocabulary alone takes more memory than some budgets have.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -27,6 +24,7 @@ from brim.errors import BrimError, ModelError, TransferError, UnsupportedError
 from brim.measure.user_cache import build_once, cache_folder, fingerprint
 from brim.memory.checkpoint_writing import Layout, write_safetensors
 from brim.memory.checksums import write_manifest
+from brim.processes import end_with_parent
 from brim.run.model.gguf_header import check_header
 from brim.version import __version__
 
@@ -74,15 +72,6 @@ def _refuse(error: BrimError) -> int:
     facts = {"kind": type(error).__name__, "asked": error.asked, "found": error.found, "todo": error.todo}
     print(json.dumps(facts))
     return _REFUSED
-
-
-def _end_with(parent: int) -> None:
-    """However the parent ends, even killed, this process does too (prctl(2), PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit(1)
 
 
 def _parse_once() -> None:
@@ -238,5 +227,5 @@ def _damaged(path: Path, found: str) -> ModelError:
 
 
 if __name__ == "__main__":
-    _end_with(int(sys.argv[3]))
+    end_with_parent(int(sys.argv[3]))
     sys.exit(_main(Path(sys.argv[1]), Path(sys.argv[2])))
