@@ -132,7 +132,8 @@ class PretendCuda(ValueMode):
     def _move(self, tensor: torch.Tensor, cuda: bool) -> torch.Tensor:
         if wraps(type(tensor)) and type(tensor).__name__ != "DTensor" and self.on_device(tensor) != cuda:
             return torch.Tensor.to(tensor, _CUDA if cuda else torch.device("cpu"))
-        if not isinstance(tensor, FakeTensor) or self.on_device(tensor) == cuda:
+        made_outside = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # of the trace, as a data set may be
+        if not (made_outside or isinstance(tensor, FakeTensor)) or self.on_device(tensor) == cuda:
             return tensor
         with self.recording.placed(cuda):
             return torch.Tensor.to(tensor, tensor.dtype, copy=True)
