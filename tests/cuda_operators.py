@@ -180,6 +180,10 @@ CASES: dict[str, Build] = {
     "bilinear": _of(F.bilinear, (7, 5), (7, 6), (4, 5, 6)),
     "distances of all pairs": _of(F.pdist, (30, 4)),
     "norms that are limited": _of(lambda x: x.renorm(2, 0, 1.0), (30, 40), dtype=torch.float16, grad=False),
+    "product of all": _of(torch.prod, (30, 40)),
+    "product of rows": _of(lambda x: x.prod(1), (30, 40)),
+    "running product": _of(lambda x: x.cumprod(0), (30, 40)),
+    "norms that are limited, and their gradient": _of(lambda x: x.renorm(2, 0, 1.0), (30, 40)),
     "trace": _of(torch.trace, (30, 30)),
     "x log y": _of(torch.xlogy, (300, 5), (300, 5)),
     "index_reduce": _of(

@@ -140,6 +140,8 @@ class RecordingMode(TorchDispatchMode):
         if (self._sparse is not None and sparse.given(args, kwargs)) or sparse.makes(func, args):
             return self._of_sparse(func, args, kwargs)
         func = inplace.as_plain(func, args)
+        if self.pretends and "dtype" in kwargs and args:
+            kwargs = inplace.accumulated(args, kwargs)
         self._notice_backward()
         if self.pretends and func in _COMPARED:
             with self:  # what CUDA compares with; the answer is the trace's own

@@ -66,6 +66,16 @@ def _fits(first: torch.Tensor, second: Any) -> bool:
 _ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "Svd", "Cumprod", "Prod")
 
 
+def accumulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``renorm_backward`` sums in the type that the device accumulates in: float32 on CUDA, twice as wide on the
+    CPU."""
+    wide = kwargs.get("dtype") is torch.float64 and args[0].dtype in _NARROWER
+    return kwargs | {"dtype": torch.float32} if wide and _in_node("Renorm") else kwargs
+
+
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def _formula_adds() -> bool:
     return _in_node(*_ADDING)
 
