@@ -136,6 +136,69 @@ CASES: dict[str, Build] = {
     "QR": _of(lambda x: torch.linalg.qr(x)[0], (600, 100), grad=False),
     "QR of small matrices": _of(lambda x: torch.linalg.qr(x)[0], (6, 20, 20), grad=False),
     "Cholesky's factors": _of(lambda x: torch.linalg.cholesky_ex(x)[0], (6, 20, 20), grad=False),
+    "LU factors of one": _of(lambda x: torch.linalg.lu_factor_ex(x)[0], (20, 20), grad=False),
+    "LU factors that are not square": _of(lambda x: torch.linalg.lu(x)[1], (4, 20, 12), grad=False),
+    "LU factors of many": _of(lambda x: torch.linalg.lu_factor_ex(x)[0], (6, 100, 100), grad=False),
+    "LU factors of large ones": _of(lambda x: torch.linalg.lu_factor_ex(x)[0], (2, 130, 130), grad=False),
+    "unpacked LU factors": _of(lambda x, y: torch.lu_unpack(x, y)[1], (3, 9, 9), torch.ones(3, 9).int(), grad=False),
+    **{
+        f"solution for {sides} sides of {count} systems of {size}": _of(
+            torch.linalg.solve, (count, size, size), (count, size, sides), grad=False
+        )
+        for count, size, sides in ((3, 8, 2), (1, 30, 2), (3, 30, 2), (3, 30, 9), (2, 64, 70), (9, 200, 3))
+    },
+    "solution for a vector, and its gradient": _of(torch.linalg.solve, (20, 20), (20,)),
+    "transposed LU solution": _of(
+        lambda x, y, z: torch.linalg.lu_solve(x, y, z, adjoint=True),
+        (3, 130, 130), torch.ones(3, 130).int(), (3, 130, 4), grad=False,
+    ),
+    "inverse of one": _of(torch.linalg.inv, (20, 20)),
+    "inverse of several": _of(torch.linalg.inv, (3, 200, 200)),
+    "determinant": _of(torch.linalg.det, (3, 12, 12), grad=False),
+    "logarithm of a determinant": _of(lambda x: torch.linalg.slogdet(x)[1], (3, 12, 12), grad=False),
+    "inverse by Cholesky's factor": _of(torch.cholesky_inverse, (12, 12), grad=False),
+    "solution by Cholesky's factors": _of(torch.cholesky_solve, (3, 12, 2), (3, 12, 12), grad=False),
+    "solution by LDL factors": _of(
+        lambda x, y: torch.linalg.ldl_solve(x, torch.ones(12, dtype=torch.int32, device="cuda"), y),
+        (12, 12), (12, 2), grad=False,
+    ),
+    "reflections": _of(lambda x: torch.geqrf(x)[0], (20, 20), grad=False),
+    "product by reflections": _of(torch.ormqr, (20, 20), (20,), (20, 4), grad=False),
+    "product of vectors without elements": _of(torch.dot, (0,), (0,), grad=False),
+    "Fourier transform and back of apart batches": _of(
+        lambda x: torch.fft.irfft(x, dim=1), (4, 6, 5), dtype=torch.complex64, grad=False
+    ),
+    "bag of means": _of(
+        lambda x: F.embedding_bag(_ROWS.cuda(), x, torch.arange(0, 50, 5, device="cuda"), mode="mean"), (100, 16)
+    ),
+    "bag of many": _of(
+        lambda x: F.embedding_bag(_MANY.cuda(), x, torch.arange(0, 20_000, 5, device="cuda"), mode="sum"), (300, 16)
+    ),
+    "bag of largest": _of(
+        lambda x: F.embedding_bag(_ROWS.cuda(), x, torch.arange(0, 50, 5, device="cuda"), mode="max"), (100, 16)
+    ),
+    "bilinear": _of(F.bilinear, (7, 5), (7, 6), (4, 5, 6)),
+    "distances of all pairs": _of(F.pdist, (30, 4)),
+    "norms that are limited": _of(lambda x: x.renorm(2, 0, 1.0), (30, 40), dtype=torch.float16, grad=False),
+    "product of all": _of(torch.prod, (30, 40)),
+    "product of rows": _of(lambda x: x.prod(1), (30, 40)),
+    "running product": _of(lambda x: x.cumprod(0), (30, 40)),
+    "norms that are limited, and their gradient": _of(lambda x: x.renorm(2, 0, 1.0), (30, 40)),
+    "trace": _of(torch.trace, (30, 30)),
+    "x log y": _of(torch.xlogy, (300, 5), (300, 5)),
+    "index_reduce": _of(
+        lambda x, rows, y: x.index_reduce(0, rows, y, "amax"), (100, 16), _ROWS, (50, 16)
+    ),
+    "chunks of several": _of(lambda *x: torch._chunk_cat(x, 0, 4), (1000, 7), (3000, 40), (7,), grad=False),
+    "chunks of transposed ones": _of(lambda x, y: torch._chunk_cat([x.mT, y], 0, 2), (50, 60), (3, 40), grad=False),
+    "sign of complex numbers' parts": _of(torch.sgn, (30, 30)),
+    "whether all are close": _of(lambda x, y: (torch.allclose(x, y), x)[1], (30, 30), (30, 30), grad=False),
+    "whether all are equal": _of(lambda x, y: (torch.equal(x, y), x)[1], (30, 30), (30, 30), grad=False),
+    "which are among a few": _of(lambda x, y: torch.isin(x, y), (30, 30), (5,), grad=False),
+    "margins of classes": _of(lambda x, rows: F.multi_margin_loss(x, rows), (50, 7), _COLUMNS),
+    "margins of several labels": _of(
+        lambda x: F.multilabel_margin_loss(x, torch.zeros(50, 7, dtype=torch.int64, device="cuda")), (50, 7)
+    ),
     "sort of long rows": _of(lambda x: x.sort()[0], (4, 30_000)),
     "sort of one row": _of(lambda x: x.sort()[0], (20_000,)),
     "random permutation": _of(lambda x: torch.randperm(100_000, device="cuda"), (1,), grad=False),

@@ -33,6 +33,7 @@ from brim.predict import failures, inplace, sparse
 from brim.predict.assumptions import Values
 from brim.predict.flops import Work, is_view, op_name, op_work
 from brim.predict.host_residency import Resting
+from brim.predict.lowering.cuda_composites import COMPOSITES
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
@@ -42,7 +43,20 @@ from brim.predict.shapes import Answer, result_of
 _add = torch.ops.aten.add.Tensor
 _device_of = torch.ops.prim.device.default
 # Below autograd these are made of others, on every device.
-_IN_PARTS = {torch.ops.aten._euclidean_dist.default, torch.ops.aten.binary_cross_entropy_with_logits.default}
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_IN_PARTS = {
+    torch.ops.aten._euclidean_dist.default: _EXPLICIT,
+    torch.ops.aten.binary_cross_entropy_with_logits.default: _EXPLICIT,
+    torch.ops.aten._unsafe_masked_index.default: _EXPLICIT,
+    torch.ops.aten._unsafe_masked_index_put_accumulate.default: _EXPLICIT,
+    torch.ops.aten.cholesky_solve.default: _EXPLICIT,
+    torch.ops.aten._trilinear.default: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
+}
+# Questions that CUDA answers by other operations (cuda/Equal.cpp, TensorCompare.cpp).
+_COMPARED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.equal.default: lambda first, second: first.shape == second.shape and first.eq(second).all(),
+    torch.ops.aten.allclose.default: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+}
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
@@ -114,7 +128,10 @@ class RecordingMode(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func in _IN_PARTS and not any(isinstance(mode, type(self)) for mode in _get_current_dispatch_mode_stack()):
             with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+                return func._op_dk(_IN_PARTS[func], *args, **kwargs)
+        if self.pretends and func in COMPOSITES:
+            with self:
+                return COMPOSITES[func](*args, **kwargs)
         if self.pretends and kwargs and _names_cuda(kwargs.get("device")):
             # Python functions of PyTorch call one another with the mode for functions off.
             self.recorder.uses_device = True
@@ -123,7 +140,12 @@ class RecordingMode(TorchDispatchMode):
         if (self._sparse is not None and sparse.given(args, kwargs)) or sparse.makes(func, args):
             return self._of_sparse(func, args, kwargs)
         func = inplace.as_plain(func, args)
+        if self.pretends and "dtype" in kwargs and args:
+            kwargs = inplace.accumulated(args, kwargs)
         self._notice_backward()
+        if self.pretends and func in _COMPARED:
+            with self:  # what CUDA compares with; the answer is the trace's own
+                _COMPARED[func](*args, **kwargs)
         known = self.values.read(func, args, kwargs)
         if known is not None:
             return known.item

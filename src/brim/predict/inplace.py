@@ -28,6 +28,7 @@ _ON_FRESH_TENSOR = {
     _aten.scatter_add.default: _aten.scatter_add_.default,
     _aten.index_add.default: _aten.index_add_.default,
     _aten.index_fill.int_Scalar: _aten.index_fill_.int_Scalar,
+    _aten.index_fill.int_Tensor: _aten.index_fill_.int_Tensor,
     _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,
     _aten.masked_scatter.default: _aten.masked_scatter_.default,
     _aten.logical_and.default: _aten.logical_and_.default,
@@ -45,10 +46,12 @@ def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.O
     elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(func, args[0]):
         if func in _LOGICAL and not _fits(args[0], args[1]):
             return func
-        return func if _in_node("ScatterReduce") else _ON_FRESH_TENSOR[func]  # it scatters into a copy
+        return func if _in_node(*_INTO_COPIES) else _ON_FRESH_TENSOR[func]
     return func
 
 
+# Nodes whose formulas make a copy whatever the tensor: they fill, scatter and add into it.
+_INTO_COPIES = ("ScatterReduce", "IndexReduce", "Xlogy", "SpecialXlog1Py")
 _LOGICAL = (_aten.logical_and.default, _aten.logical_or.default)
 
 
@@ -61,6 +64,16 @@ def _fits(first: torch.Tensor, second: Any) -> bool:
 
 # Nodes whose own formula adds two tensors; every other sum made in C++ is of gradients that meet at one input.
 _ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "Svd", "Cumprod", "Prod")
+
+
+def accumulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``renorm_backward`` sums in the type that the device accumulates in: float32 on CUDA, twice as wide on the
+    CPU."""
+    wide = kwargs.get("dtype") is torch.float64 and args[0].dtype in _NARROWER
+    return kwargs | {"dtype": torch.float32} if wide and _in_node("Renorm") else kwargs
+
+
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _formula_adds() -> bool:

@@ -23,7 +23,7 @@ from torch.optim import optimizer
 
 from brim.predict import failures, sparse
 from brim.predict.dispatch import RecordingMode, wraps
-from brim.predict.lowering import cuda_attention, cuda_norms, cuda_recurrent
+from brim.predict.lowering import cuda_attention, cuda_formulas, cuda_norms, cuda_recurrent
 from brim.predict.patches import ValueMode
 from brim.predict.torch_cuda import Generator, in_place, torch_cuda
 
@@ -57,6 +57,7 @@ class PretendCuda(ValueMode):
             _device.__get__: self._device,
             _is_cpu.__get__: lambda tensor: not self.on_device(tensor),
             torch.nn.functional.scaled_dot_product_attention: self.attention,
+            **cuda_formulas.BY_VALUES,
             torch.dropout: self._dropout,
             torch.rms_norm: self.rms_norm,
             torch.nn.functional.rms_norm: self.rms_norm,
@@ -132,7 +133,8 @@ class PretendCuda(ValueMode):
     def _move(self, tensor: torch.Tensor, cuda: bool) -> torch.Tensor:
         if wraps(type(tensor)) and type(tensor).__name__ != "DTensor" and self.on_device(tensor) != cuda:
             return torch.Tensor.to(tensor, _CUDA if cuda else torch.device("cpu"))
-        if not isinstance(tensor, FakeTensor) or self.on_device(tensor) == cuda:
+        made_outside = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # of the trace, as a data set may be
+        if not (made_outside or isinstance(tensor, FakeTensor)) or self.on_device(tensor) == cuda:
             return tensor
         with self.recording.placed(cuda):
             return torch.Tensor.to(tensor, tensor.dtype, copy=True)

@@ -298,3 +298,16 @@ def test_flex_attention_takes_what_its_kernel_takes(compiled):
     assert during[:2] == [2 * 4 * 256 * 64 * 4, 2 * 4 * 256 * 4]
     assert max(during) < 2 * 4 * 256 * 256 * 4
     assert "flex_attention: as its compiled kernel" in made.not_modelled
+
+
+@pytest.mark.parametrize("move", [lambda it: it.cuda(), lambda it: it.to("cuda")], ids=["cuda", "to"])
+def test_what_was_made_before_the_trace_is_copied_to_the_device(move):
+    layer, batch = torch.nn.Linear(64, 32), torch.randn(16, 64)
+
+    def build():
+        moved = move(layer)
+        return lambda: moved(move(batch)).sum().backward()
+
+    made = trace(build, steps=1, target="cuda")
+    assert sizes(made)[:2] == [64 * 32 * 4, 32 * 4]  # the layer's weights
+    assert 16 * 64 * 4 in sizes(made)

@@ -20,6 +20,7 @@ _UNSORTED_ROWS = 3072  # of an embedding, whose gradients are added up without s
 _ROWS_PER_PART = 10
 _OFTEN = 4  # parts of a row on average, and
 _FEW_ROWS = 4  # for each multiprocessor, as PyTorch's CUDA build asks its allocator
+_LARGEST = 2  # of a bag, as embedding_bag numbers how it is reduced
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -172,12 +173,21 @@ def _positions(kernel: Kernel, source: torch.Tensor, multiprocessors: int, write
 def _embedding_backward(kernel: Kernel, multiprocessors: int) -> None:
     """Above 3,072 indices are sorted, and gradients of one row are summed in parts of ten."""
     gradient, indices, rows = kernel.args[0], kernel.args[1], kernel.args[2]
-    count, width = indices.numel(), gradient.size(-1)
     dense = None if gradient.is_contiguous() else kernel.temp(nbytes(gradient))
-    if count <= _UNSORTED_ROWS and not kernel.arg("scale_grad_by_freq"):
+    if indices.numel() <= _UNSORTED_ROWS and not kernel.arg("scale_grad_by_freq"):
         kernel.emit()
         return
-    bytes = indices.element_size()
+    few = rows < _FEW_ROWS * multiprocessors
+    _sorted_embedding_backward(kernel, gradient, indices, rows, added_directly=few)
+    if dense is not None:
+        kernel.free(dense)
+
+
+def _sorted_embedding_backward(
+    kernel: Kernel, gradient: torch.Tensor, indices: torch.Tensor, rows: int, *, added_directly: bool
+) -> None:
+    """``added_directly``: whether parts of rows that are read often go to their rows, not to memory."""
+    count, width, bytes = indices.numel(), gradient.size(-1), indices.element_size()
     sorted_indices, places, order = (kernel.temp(count * bytes) for _ in range(3))
     kernel.free(kernel.temp(cuda_cub.sort_bytes(count, bytes, bytes, cuda_cub.bits_of(rows))))
     kernel.free(order)
@@ -195,7 +205,7 @@ def _embedding_backward(kernel: Kernel, multiprocessors: int) -> None:
     kernel.free(kernel.temp(cuda_cub.scan_bytes(segments, bytes)))
     total, most = kernel.temp(8), count // _ROWS_PER_PART + segments
     # Where a row is read often, parts are added to it directly, by where each belongs; in float32.
-    often = most > _OFTEN * rows and rows < _FEW_ROWS * multiprocessors
+    often = added_directly and most > _OFTEN * rows
     held = [kernel.temp(most * bytes), kernel.temp(most * (bytes if often else width * 4))]
     if often and gradient.element_size() < 4:
         held.append(kernel.temp(rows * width * 4))
@@ -203,8 +213,31 @@ def _embedding_backward(kernel: Kernel, multiprocessors: int) -> None:
         kernel.free(handle)
     if times is not None:
         kernel.free(times)
-    if dense is not None:
-        kernel.free(dense)
+
+
+def _embedding_bag(kernel: Kernel) -> None:
+    """cuda/EmbeddingBag.cu; which row was the largest is kept where that is asked for."""
+    indices, offsets = kernel.arg("indices"), kernel.arg("offsets")
+    _, bags, sizes, largest = kernel.result
+    kernel.drop(largest if kernel.arg("mode") != _LARGEST else None)
+    for tensor, bytes in ((sizes, nbytes(offsets)), (bags, nbytes(indices))):
+        kernel.emit(_number(kernel, tensor), bytes)
+    kernel.emit()
+
+
+def _number(kernel: Kernel, tensor: torch.Tensor) -> int:
+    return next((index for index, output in enumerate(kernel.outputs) if output is tensor), len(kernel.outputs))
+
+
+def _embedding_bag_backward(kernel: Kernel) -> None:
+    """cuda/EmbeddingBag.cu: but for the largest, indices are sorted however few there are."""
+    gradient, indices = kernel.arg("grad"), kernel.arg("indices")
+    dense = kernel.temp(0 if gradient.is_contiguous() else nbytes(gradient))
+    if kernel.arg("mode") == _LARGEST or not indices.numel():
+        kernel.emit()
+    else:
+        _sorted_embedding_backward(kernel, gradient, indices, kernel.arg("num_weights"), added_directly=False)
+    kernel.free(dense)
 
 
 def rules(multiprocessors: int) -> dict[torch._ops.OpOverload, Rule]:
@@ -214,5 +247,9 @@ def rules(multiprocessors: int) -> dict[torch._ops.OpOverload, Rule]:
         _aten.index_put.default: _index_put_of(multiprocessors),
         _aten._index_put_impl_.default: _index_put_of(multiprocessors),
         _aten.nonzero.default: _nonzero_of(multiprocessors),
+        _aten._embedding_bag.default: _embedding_bag,
+        _aten._embedding_bag_forward_only.default: _embedding_bag,
+        _aten._embedding_bag_backward.default: _embedding_bag_backward,
+        _aten._embedding_bag_dense_backward.default: _embedding_bag_backward,
         _aten.embedding_dense_backward.default: lambda kernel: _embedding_backward(kernel, multiprocessors),
     }

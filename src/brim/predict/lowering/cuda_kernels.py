@@ -5,6 +5,7 @@ Each rule names the file under aten/src/ATen that it follows. Convolutions have 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
 
@@ -20,13 +21,13 @@ from brim.predict.lowering import (
     cuda_sorting,
 )
 from brim.predict.lowering.cpu_kernels import ctc_backward
+from brim.predict.lowering.cuda_linear_algebra import LinearAlgebra
 from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, is_channels_last, nbytes
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
-_FEW_SYSTEMS, _LARGE_SYSTEM = 8, 64
-_FEW_ROWS = 256
-_TRIANGULAR = (_aten.linalg_solve_triangular.default, _aten.triangular_solve.default)
+_CHUNK_BLOCK_BYTES = 128 * 16  # that a block of threads copies
+_ALWAYS = (_aten.dot.default, _aten.vdot.default)  # they ask for cuBLAS whatever there is to multiply
 _GEMM = (
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm_.default, _aten.addmm.out, _aten.bmm.default,
     _aten.bmm.out, _aten.baddbmm.default, _aten.baddbmm_.default, _aten.mv.default, _aten.addmv.default,
@@ -50,50 +51,14 @@ class Workspaces:
         """Operands that cuBLAS cannot read as they lie are copied (Blas.cpp, ``prepare_matrix_for_cublas``)."""
         kernel.emit()
         operands = [tensor for tensor in kernel.args if isinstance(tensor, torch.Tensor)]
-        if not all(tensor.numel() for tensor in operands):  # nothing is computed
+        if kernel.func not in _ALWAYS and not all(tensor.numel() for tensor in operands):  # nothing is computed
             return
         for tensor in operands:
             if not _readable(tensor):
                 kernel.temp(nbytes(tensor))
-        self._keep(kernel)
+        self.keep(kernel)
 
-    def triangular(self, kernel: Kernel) -> None:
-        """cuda/linalg/BatchLinearAlgebra.cpp solves few large systems one by one, others by pointers to each."""
-        kernel.emit()
-        named = "A" if kernel.func is _aten.triangular_solve.default else "self"
-        matrices = kernel.arg(named)
-        size = matrices.size(-1)
-        if not matrices.numel():
-            return
-        count = matrices.numel() // size**2
-        if count > _FEW_SYSTEMS or size < _LARGE_SYSTEM:
-            for _ in range(2):
-                kernel.temp(count * 8)
-        self._keep(kernel)
-
-    def orthogonal(self, kernel: Kernel) -> None:
-        """BatchLinearAlgebra.cpp, cuda/linalg/BatchLinearAlgebra.cpp: factors of the reflections; many small matrices
-        are factored by pointers to each, others one by one."""
-        kernel.emit()
-        matrices = kernel.arg("A")
-        if not matrices.numel():
-            return
-        rows, columns = matrices.shape[-2:]
-        count = matrices.numel() // (rows * columns)
-        kernel.temp(count * min(rows, columns) * matrices.element_size())
-        if kernel.arg("mode") == "r" and rows > columns:  # the result has no room for the reflections
-            kernel.temp(nbytes(matrices))
-        if rows <= _FEW_ROWS and count >= max(2, rows // 16):
-            pointers = [kernel.temp(count * 8) for _ in range(2)]
-            self._keep(kernel)
-            for handle in pointers:
-                kernel.free(handle)
-        else:
-            kernel.free(kernel.temp(4))
-        if kernel.arg("mode") != "r":
-            kernel.temp(4)
-
-    def _keep(self, kernel: Kernel) -> None:
+    def keep(self, kernel: Kernel) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if (kernel.on_device, in_backward) not in self._taken:
             self._taken.add((kernel.on_device, in_backward))
@@ -301,23 +266,24 @@ def _roll(kernel: Kernel) -> None:
 
 
 def _complex_to_real(kernel: Kernel) -> None:
-    """cuda/SpectralOps.cpp: cuFFT writes over what it reads."""
+    """cuda/SpectralOps.cpp: cuFFT writes over what it reads, a copy by rows."""
     kernel.emit()
-    kernel.temp(nbytes(kernel.arg("self")))
-    _fourier_batches(kernel)
+    source = kernel.arg("self")
+    kernel.temp(nbytes(source))
+    _fourier_batches(kernel, torch._prims_common.make_contiguous_strides_for(source.shape))
 
 
 def _fourier(kernel: Kernel) -> None:
     kernel.emit()
-    _fourier_batches(kernel)
+    _fourier_batches(kernel, kernel.arg("self").stride())
 
 
-def _fourier_batches(kernel: Kernel) -> None:
+def _fourier_batches(kernel: Kernel, stride: Sequence[int]) -> None:
     """cuda/SpectralOps.cpp, ``_exec_fft``: what is not transformed is made one dimension, by a copy where it does not
     lie so."""
     source = kernel.arg("self")
     transformed = {dim % source.dim() for dim in kernel.arg("dim")}
-    batches = [(source.stride(dim), source.size(dim)) for dim in range(source.dim()) if dim not in transformed]
+    batches = [(stride[dim], source.size(dim)) for dim in range(source.dim()) if dim not in transformed]
     batches = sorted((one for one in batches if one[1] > 1), reverse=True)
     if any(outer != size * inner for (outer, _), (inner, size) in pairwise(batches)):
         kernel.free(kernel.temp(nbytes(source)))
@@ -332,35 +298,6 @@ def _unfold_backward(kernel: Kernel) -> None:
         kernel.temp(min(kernel.arg("input_sizes")[dim], reached) * 8)
 
 
-def _check_errors(kernel: Kernel) -> None:
-    """BatchLinearAlgebra.cpp asks whether any matrix could not be factored."""
-    for _ in range(2 if kernel.args[0].numel() == 1 else 1):
-        kernel.temp(1)
-
-
-def _factored(kernel: Kernel) -> None:
-    """cuda/linalg/BatchLinearAlgebra.cpp: whether each matrix could be factored, asked at the end. Those whose
-    singular values are asked for are written over, so they are copied."""
-    kernel.emit()
-    matrices = kernel.arg("A")
-    if not matrices.numel():
-        return
-    count = matrices.numel() // (matrices.size(-1) * matrices.size(-2))
-    kernel.temp(count * 4)
-    if kernel.func is _aten._linalg_svd.default:
-        kernel.free(kernel.temp(nbytes(matrices)))
-    for _ in range(2 if count == 1 else 1):
-        kernel.temp(1)
-
-
-def _cholesky(kernel: Kernel) -> None:
-    """cuda/linalg/BatchLinearAlgebra.cpp: several are factored by pointers to each."""
-    kernel.emit()
-    count = kernel.result[1].numel()
-    if count > 1 and kernel.result[0].numel():
-        kernel.temp(count * 8)
-
-
 def _layer_norm_backward(kernel: Kernel) -> None:
     """cuda/layer_norm_kernel.cu reads a gradient and an input that are contiguous."""
     for name in ("grad_out", "input"):
@@ -369,7 +306,51 @@ def _layer_norm_backward(kernel: Kernel) -> None:
     kernel.emit()
 
 
+def _renorm(kernel: Kernel) -> None:
+    """cuda/Renorm.cu: norms, in float32 for half precision, and then what each part is multiplied by."""
+    kernel.emit()
+    source, dim = kernel.arg("self"), kernel.arg("dim")
+    parts = source.size(dim)
+    half = source.dtype in _HALF
+    norms = kernel.temp(parts * (4 if half else source.abs().element_size()))
+    kernel.free(kernel.temp(parts * source.element_size() if half or source.is_complex() else 0))
+    kernel.free(norms)
+
+
+def _distances_backward(kernel: Kernel) -> None:
+    """cuda/DistanceKernel.cu: each point's part of every other one's gradient, before they are summed."""
+    kernel.emit()
+    result = kernel.result
+    kernel.temp((result.size(0) - 1) * nbytes(result))
+
+
+def _zero_tensor(kernel: Kernel) -> None:
+    """cuda/EmptyTensor.cpp: zeros that are known to be zeros have no memory."""
+    kernel.drop(kernel.result)
+
+
+def _chunk_cat(kernel: Kernel) -> None:
+    """cuda/TensorShape.cu: of each tensor four numbers, where its bytes and its blocks begin, with their ends, and to
+    which each block of threads belongs. Tensors that lie otherwise are padded first (TensorShape.cpp)."""
+    tensors, chunks, dim = kernel.arg("tensors"), kernel.arg("num_chunks"), kernel.arg("dim")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        for tensor in tensors:
+            padded = ceil(tensor.size(dim) / chunks) * chunks
+            if padded != tensor.size(dim) or not tensor.is_contiguous():
+                kernel.temp(nbytes(tensor) // max(tensor.size(dim), 1) * padded)
+        kernel.emit()
+        return
+    kernel.emit()
+    rows = [nbytes(tensor) // max(tensor.size(dim), 1) * ceil(tensor.size(dim) / chunks) for tensor in tensors]
+    blocks = sum(ceil(bytes / _CHUNK_BLOCK_BYTES) for bytes in rows)
+    kernel.temp(8 * (4 * len(tensors) + 2 * (len(tensors) + 1) + blocks))
+
+
 RULES: dict[torch._ops.OpOverload, Rule] = {
+    _aten.renorm.default: _renorm,
+    _aten._pdist_backward.default: _distances_backward,
+    _aten._efficientzerotensor.default: _zero_tensor,
+    _aten._chunk_cat.default: _chunk_cat,
     **cuda_convolution.RULES,
     **cuda_norms.RULES,
     **cuda_sorting.RULES,
@@ -391,6 +372,7 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
     _aten._ctc_loss_backward.Tensor: ctc_backward,
+    _aten._ctc_loss_backward.default: ctc_backward,
     _aten.logsumexp.default: _logsumexp,
     _aten.log_sigmoid_forward.default: _log_sigmoid,
     _aten.isinf.default: _isinf,
@@ -399,10 +381,6 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten._fft_r2c.default: _fourier,
     _aten._fft_c2c.default: _fourier,
     _aten.unfold_backward.default: _unfold_backward,
-    _aten._linalg_check_errors.default: _check_errors,
-    _aten.linalg_cholesky_ex.default: _cholesky,
-    _aten._linalg_eigh.default: _factored,
-    _aten._linalg_svd.default: _factored,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
     _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
@@ -418,6 +396,5 @@ def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
     indexing = cuda_indexing.rules(multiprocessors)
     recurrent = cuda_recurrent.rules()
     attention = cuda_efficient_attention.rules(capability)
-    products = dict.fromkeys(_GEMM, workspaces.rule) | dict.fromkeys(_TRIANGULAR, workspaces.triangular)
-    products[_aten.linalg_qr.default] = workspaces.orthogonal
+    products = dict.fromkeys(_GEMM, workspaces.rule) | LinearAlgebra(workspaces.keep).rules()
     return {**RULES, **attention, **indexing, **recurrent, **reductions, **products}

@@ -91,8 +91,16 @@ def _ctc_loss(
     return torch.empty(batch, dtype=log_probs.dtype), alpha
 
 
-def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
-    return torch.empty_like(log_probs)
+def _like_second(grad: torch.Tensor, source: torch.Tensor, *args: object, **named: object) -> torch.Tensor:
+    """The gradient of what comes after the result's."""
+    return torch.empty(source.shape, dtype=source.dtype)
+
+
+def _geqrf(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """BatchLinearAlgebra.cpp: factors and reflections in one, by columns, and what each reflection is scaled by."""
+    *batch, rows, columns = matrices.shape
+    factors = torch.empty(*batch, columns, rows, dtype=matrices.dtype).mT
+    return factors, torch.empty(*batch, min(rows, columns), dtype=matrices.dtype)
 
 
 def _fake_quantized(tensor: torch.Tensor, *args: object, **named: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +131,12 @@ FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._thnn_fused_gru_cell.default: cuda_recurrent.fake_gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: cuda_recurrent.fake_gru_cell_backward,
     _aten._ctc_loss.Tensor: _ctc_loss,
-    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    _aten._ctc_loss_backward.default: _like_second,
+    _aten._ctc_loss_backward.Tensor: _like_second,
+    _aten.multi_margin_loss_backward.default: _like_second,
+    _aten.multilabel_margin_loss_backward.default: _like_second,
+    _aten.fractional_max_pool3d_backward.default: _like_second,
+    _aten.geqrf.default: _geqrf,
     _aten.fake_quantize_per_channel_affine_cachemask.default: _fake_quantized,
     _aten._sample_dirichlet.default: _drawn,
     _aten._standard_gamma.default: _drawn,

@@ -1,0 +1,100 @@
+"""Backward passes that look at values, as PyTorch's C++ does of plain tensors.
+
+Of a tensor subclass, which a traced tensor is to it, C++ does not ask whether a factor is zero and takes a way that
+is right for both, and much longer. The formulas here are those of torch/csrc/autograd/FunctionsManual.cpp for factors
+of which none is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _Product(torch.autograd.Function):
+    """``prod_backward``; ``dim`` None: of all elements."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        result = torch.prod(source) if dim is None else torch.prod(source, dim, keepdim)
+        ctx.save_for_backward(source, result)
+        ctx.dim = None if keepdim else dim
+        ctx.whole = dim is None
+        ctx.summed = dim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        source, result = ctx.saved_tensors
+        if ctx.whole:
+            zeros = (source == 0).nonzero()
+        else:
+            if ctx.dim is not None:
+                gradient, result = gradient.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
+            mask = source == 0
+            zeros = mask.sum(ctx.summed, True)
+            zeros.sum()
+        return gradient * (result / source).conj(), None, None
+
+
+class _RunningProduct(torch.autograd.Function):
+    """``cumprod_backward``."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, dim: int) -> torch.Tensor:
+        result = torch.cumprod(source, dim)
+        ctx.save_for_backward(source, result)
+        ctx.dim = dim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        source, result = ctx.saved_tensors
+        weighted = result.conj() * gradient
+        zeros = source == 0
+        zeros.any()
+        return _reversed_sums(weighted, ctx.dim).div(source.conj()), None
+
+
+def _reversed_sums(source: torch.Tensor, dim: int) -> torch.Tensor:
+    flipped = source.flip(dim)
+    sums = flipped.cumsum(dim)  # C++ lets both go at the end of its statement
+    return sums.flip(dim)
+
+
+def _looks_at_values(source: torch.Tensor) -> bool:
+    """Whether a backward pass of its own follows that C++ would take otherwise; transforms have their own ways."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    floating = source.is_floating_point() or source.is_complex()
+    return floating and source.dim() > 0 and source.requires_grad and torch.is_grad_enabled() and not inside
+
+
+def _prod(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    dim = args[0] if args else kwargs.get("dim")
+    keepdim = args[1] if len(args) > 1 else kwargs.get("keepdim", False)
+    plain = set(kwargs) <= {"dim", "keepdim"} and len(args) <= 2 and isinstance(dim, int | None)
+    if not plain or isinstance(dim, bool) or not _looks_at_values(source):
+        return torch.prod(source, *args, **kwargs)
+    return _Product.apply(source, dim, bool(keepdim))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _cumprod(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    dim = args[0] if args else kwargs.get("dim")
+    plain = set(kwargs) <= {"dim"} and len(args) <= 1
+    if (
+        not plain
+        or not isinstance(dim, int)
+        or not _looks_at_values(source)
+        or source.numel() <= 1
+        or source.shape[dim] == 1
+    ):
+        return torch.cumprod(source, *args, **kwargs)
+    return _RunningProduct.apply(source, dim)  # type: ignore[no-any-return,no-untyped-call]
+
+
+BY_VALUES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.prod: _prod, torch.Tensor.prod: _prod, torch.cumprod: _cumprod, torch.Tensor.cumprod: _cumprod,
+}  # fmt: skip
+"""PyTorch's functions whose backward passes look at values, and what stands in their place."""
