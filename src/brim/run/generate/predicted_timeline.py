@@ -28,9 +28,8 @@ from brim.techniques.streaming.weight_streaming import (
 )
 
 MOST_EVENTS = 200_000  # of the passes; more of them look the same
-_SIMULATED = (
-    4  # passes of tokens: the first two fill the pipeline, the third is repeated, the last works beside its end
-)
+_SIMULATED, _MOST_SIMULATED = 4, 64  # passes of tokens, until one lasts as long as the one before it
+_STEADY = 1e-9
 
 
 def beside(handle: WeightStreaming, strategy: GenerationStrategy) -> Timeline:
@@ -147,12 +146,10 @@ def _stalls(strategy: GenerationStrategy, tokens: int) -> Iterator[_Stall]:
 
 
 def _write_passes(strategy: GenerationStrategy, made: Timeline, passes: int, begin_s: float) -> None:
-    """The prompt's passes and the first tokens' as they were simulated, then the third token's again and again."""
+    """The prompt's passes and the first tokens' as they were simulated, then the steady one again and again."""
     prompts = min(passes, -(-strategy.sizes.prompt // strategy.sizes.chunk))
-    jobs = [strategy.prompt_job] * prompts + [strategy.job] * min(passes - prompts, _SIMULATED)
-    choices, slots = strategy.plan.choices(NAME), strategy.plan.settings[RING_SLOTS]
-    done = simulate_passes(jobs, strategy.hardware, choices, slots)
-    repeated = prompts + _SIMULATED - 2  # as ``pass_s`` reads the steady pass
+    done = _simulated(strategy, passes, prompts)
+    repeated = len(done.lasts) - 2
     axis = _Axis(begin_s, done.ends_s, repeated)
     stalls = [list(_stalls(strategy, strategy.sizes.batch * tokens)) for tokens in (1, strategy.sizes.chunk)]
     limit = len(made) + MOST_EVENTS
@@ -167,6 +164,22 @@ def _write_passes(strategy: GenerationStrategy, made: Timeline, passes: int, beg
             _write_stall(made, stall, at_s, strategy.hardware)
             at_s += stall.seconds
         _computed(made, strategy.hardware.compute, axis.start_s, axis.end_s, FORWARD, WHOLE)
+
+
+def _simulated(strategy: GenerationStrategy, passes: int, prompts: int) -> Passes:
+    """All of the passes, or as many as it takes until they are steady: a long pass of the prompt fills the ring."""
+    choices, slots = strategy.plan.choices(NAME), strategy.plan.settings[RING_SLOTS]
+    most = min(passes - prompts + 1, _MOST_SIMULATED)  # loads for one more go on beside the end of the last
+    tokens = min(_SIMULATED, most)
+    while True:
+        jobs = [strategy.prompt_job] * prompts + [strategy.job] * tokens
+        done = simulate_passes(jobs, strategy.hardware, choices, slots)
+        if tokens == most:
+            return done
+        before_s, last_s = (done.ends_s[at] - done.ends_s[at - 1] for at in (-3, -2))
+        if abs(last_s - before_s) <= _STEADY * last_s:
+            return done
+        tokens = min(2 * tokens, most)
 
 
 class _Axis:
