@@ -20,6 +20,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError
 from brim.planner.step_profile import FULL, KEEP, BlockProfile, Frame, Way
 from brim.planner.streaming import plan_of
+from brim.run.generate.choose import search_generation
 from brim.run.plan import plan_file
 from brim.run.plan.opening import open_subject
 from brim.run.plan.request import (
@@ -210,20 +211,20 @@ def _generations(cell: Cell, folder: Path) -> Iterator[Point]:
     shapes = ((1.0, 2), (0.75, 2), (0.5, 2), (0.5, 4), (0.25, 2), (0.25, 3), (0.0, 2))
     for share, slots in shapes[:: len(shapes) - 1] if cell.few else shapes:
         machine = _largest(cell, folder)
-        subject = opened.on(machine)
-        choice, need = subject.choose(machine.budget_bytes)
-        job = subject.job(subject.cuts[0], need)
+        case = opened.on(machine).case
+        chosen = search_generation(case)
+        job = case.job(next(iter(chosen.cuts)), chosen.need)
         blocks = [block.name for block in job.blocks]
         home = FROM_DISK if machine.hardware.compute == RAM else FROM_RAM
         kept = _spread(blocks, share)
         choices = {name: RESIDENT if name in kept else home for name in blocks}
         placed = plan_of(job, machine.hardware, machine.budget_bytes, choices, slots)
-        others = [one for one in choice.plan.decisions if one.technique != STREAMING]
+        others = [one for one in chosen.plan.decisions if one.technique != STREAMING]
         made = replace(
-            choice.plan,
+            chosen.plan,
             decisions=(*placed.decisions, *others),
             promise=placed.promise,
-            settings={**choice.plan.settings, **placed.settings},
+            settings={**chosen.plan.settings, **placed.settings},
         )
         kind = SIMPLE if share in (0.0, 1.0) else FORCED
         yield Point(label=f"{share:.0%} resident, {slots} slots", kind=kind, plan=_in(machine, made), machine=machine)
@@ -252,7 +253,7 @@ def _trainings(cell: Cell, folder: Path) -> Iterator[Point]:
             continue
         if found is None:  # more than this machine has
             continue
-        made = found.choice.plan(
+        made = found.chosen.plan(
             model=folder.name,
             hardware=machine.hardware.name,
             budget_bytes=machine.budget_bytes,

@@ -28,11 +28,11 @@ from rich.table import Table
 
 import _gpu_model as models
 import _harness as harness
+from _hybrid import compute_some_in_ram, split
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import Partition
-from brim.techniques.cpu_compute.technique import compute_some_in_ram, split
 from brim.techniques.streaming.placement import loads_for
 from brim.techniques.streaming.weight_streaming import (
     COMPUTE_RAM,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from _hybrid import compute_some_in_ram
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.run.fit.machine import (
@@ -22,7 +23,6 @@ from brim.run.fit.step_memory import watch_example
 from brim.run.generate.load import by_parameter, materialize, verifier
 from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
-from brim.techniques.cpu_compute.technique import compute_some_in_ram
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, Weights, WeightStreaming
 from families import assert_same_generation, generated, inputs, make, size_of
 from recorded import lanes, peaks, settled

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from _hybrid import compute_some_in_ram
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError
@@ -18,7 +19,6 @@ from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.run.generate.load import by_parameter, materialize
 from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
-from brim.techniques.cpu_compute.technique import compute_some_in_ram
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights
 from failing import Allocations, Calls

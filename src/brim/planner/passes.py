@@ -15,6 +15,7 @@ from brim.core.hardware import DISK, RAM
 from brim.planner.schedule import COMPUTE, Contention, Schedule, Task, simulate, way
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 
+BESIDE_BLOCKS = "outside of blocks"  # a pass's first task
 CPU = "cpu"  # the lane of what the processor computes beside a GPU
 STAGING = 2  # slots in RAM between disk and VRAM: one being read into, one being copied from
 _PASSES = 4  # the first two fill the pipeline, the third is looked at, the last is read for beside it
@@ -116,39 +117,74 @@ def chain_s(block: BlockCost, choice: str) -> float:
     return block.compute_s + (block.overhead_s if choice != RESIDENT and block.uses else 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Passes one after the other, and the schedule of all that they do.
+
+    ``firsts`` and ``lasts``: the first task of each, and the last one of its chain of computation.
+    """
+
+    schedule: Schedule
+    firsts: Sequence[int]
+    lasts: Sequence[int]
+    chain: Mapping[int, int]  # a task of the chain -> the one before it
+
+    @property
+    def ends_s(self) -> list[float]:
+        return [self.schedule.end_s[last] for last in self.lasts]
+
+    def of_pass(self, number: int) -> range:
+        """The tasks that were asked for in a pass; loads for the next one are not among them."""
+        ends = [*self.firsts[1:], len(self.schedule.tasks)]
+        return range(self.firsts[number], ends[number])
+
+    def waited_s(self, index: int) -> float:
+        """How long computation stood still before a task of it."""
+        before = self.chain[index]
+        return self.schedule.begin_s[index] - (self.schedule.end_s[before] if before >= 0 else 0.0)
+
+
+def simulate_passes(
+    jobs: Sequence[Job], hardware: Hardware, choices: Mapping[str, str], slots: int, beside: Contention | None = None
+) -> Passes:
+    """A pass for each of ``jobs``, which have the same blocks. ``choices``: block -> where it is.
+
+    The last block of a pass is followed by loads for the first of the next. Nothing is in the ring when the first
+    begins.
+    """
+    maker, firsts, lasts = _Maker(hardware, choices, slots), [], []
+    for job in jobs:
+        firsts.append(len(maker.tasks))
+        maker.one(job)
+        lasts.append(maker.last)
+    beside = jobs[0].beside if beside is None and jobs else beside
+    schedule = simulate(maker.tasks, contention(hardware) if beside is None else beside)
+    return Passes(schedule=schedule, firsts=firsts, lasts=lasts, chain=maker.chain)
+
+
 def pass_s(
     job: Job, hardware: Hardware, choices: Mapping[str, str], slots: int, beside: Contention | None = None
 ) -> tuple[float, Schedule]:
-    """Seconds of a pass in the steady state, and the schedule of the passes that they were taken from.
-
-    ``choices``: block -> where it is. The last block of a pass is followed by loads for the first of the next.
-    """
-    maker = _Maker(job, hardware, choices, slots)
-    ends = []
-    for _ in range(_PASSES):
-        maker.one()
-        ends.append(maker.last)
-    beside = job.beside if beside is None else beside
-    schedule = simulate(maker.tasks, contention(hardware) if beside is None else beside)
-    done = [schedule.end_s[end] for end in ends]
-    return done[-2] - done[-3], schedule
+    """Seconds of a pass in the steady state, and the schedule of the passes that they were taken from."""
+    done = simulate_passes([job] * _PASSES, hardware, choices, slots, beside)
+    return done.ends_s[-2] - done.ends_s[-3], done.schedule
 
 
 class _Maker:
     """Writes tasks in the order in which the runtime asks for them."""
 
-    def __init__(self, job: Job, hardware: Hardware, choices: Mapping[str, str], slots: int) -> None:
+    def __init__(self, hardware: Hardware, choices: Mapping[str, str], slots: int) -> None:
         self.tasks: list[Task] = []
         self.last = -1  # of the chain of computation
-        self._job, self._hardware, self._choices = job, hardware, choices
+        self.chain: dict[int, int] = {}
+        self._hardware, self._choices = hardware, choices
         # What each free slot of the ring holds still, and who let it go.
         self._free: deque[tuple[str, list[int]]] = deque([("", [])] * slots)
         self._staging: deque[list[int]] = deque([[]] * STAGING)
 
-    def one(self) -> None:
-        compute_s = self._job.fixed_compute_s
-        self._compute("outside of blocks", COMPUTE, compute_s, [])
-        for block in self._job.blocks:
+    def one(self, job: Job) -> None:
+        self._compute(BESIDE_BLOCKS, COMPUTE, job.fixed_compute_s, [])
+        for block in job.blocks:
             if not block.uses:
                 continue
             choice = self._choices[block.name]
@@ -164,7 +200,8 @@ class _Maker:
 
     def _compute(self, name: str, lane: str, seconds: float, ready: Sequence[int]) -> None:
         after = [*ready, *([self.last] if self.last >= 0 else [])]
-        self.last = self._task(name, lane, seconds, after)
+        before, self.last = self.last, self._task(name, lane, seconds, after)
+        self.chain[self.last] = before
 
     def _load(self, block: BlockCost, choice: str) -> list[int]:
         ways = ways_of(choice, self._hardware.compute)
@@ -187,5 +224,16 @@ class _Maker:
         return self._task(block.name, way(source, target), seconds, after, block.bytes)
 
 
-__all__ = ["CPU", "STAGING", "BlockCost", "Job", "chain_s", "contention", "move_s", "pass_s", "ways_of"]
-__all__ += ["FROM_DISK", "FROM_RAM"]
+__all__ = [
+    "BESIDE_BLOCKS",
+    "CPU",
+    "STAGING",
+    "BlockCost",
+    "Job",
+    "Passes",
+    "chain_s",
+    "contention",
+    "move_s",
+    "pass_s",
+]
+__all__ += ["FROM_DISK", "FROM_RAM", "simulate_passes", "ways_of"]

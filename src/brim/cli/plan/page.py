@@ -75,7 +75,7 @@ def _picture(one: Proposal, answer: Answer) -> Timeline:
     from brim.core import EventKind, Timeline
 
     assert one.timeline is not None
-    compute = answer.machine.hardware.compute
+    compute = (one.hardware or answer.machine.hardware).compute
     if any(event.kind is EventKind.ALLOC and event.tier == compute for event in one.timeline):
         return one.timeline
     made = Timeline(one.timeline.name, measured=False, facts=dict(one.timeline.facts))

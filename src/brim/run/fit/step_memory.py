@@ -1,11 +1,13 @@
-"""What a forward pass does, seen on fake tensors: the peak of its activations, and who reads which parameter."""
+"""What a forward pass does, seen on fake tensors: the peak of its activations, who reads which parameter, what each
+module computes and moves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,13 +23,34 @@ from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Recorder
 from brim.techniques.blocks import Partition
 
+PROMPT, TOKEN = "prompt", "token"  # passes of a generation
+
+
+class ModuleWork(NamedTuple):
+    """What a module's own operations do in a pass, without those of the modules inside it.
+
+    ``bytes`` are read and written; ``kernels`` counts operations but views; ``dtype`` is that of most arithmetic.
+    """
+
+    flops: int
+    bytes: int
+    kernels: int
+    dtype: str
+
+
+PassWork = Mapping[str, ModuleWork]  # by the module's path
+
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What a step was seen to do. ``uses``: parameter -> the sets of modules that were active when it was read."""
+    """What a step was seen to do. ``uses``: parameter -> the sets of modules that were active when it was read.
+
+    ``passes``: the work of the passes that have a name.
+    """
 
     step_bytes: int
     uses: Mapping[str, frozenset[frozenset[str]]]
+    passes: Mapping[str, PassWork] = field(default_factory=dict)
 
     def allows(self, partition: Partition) -> bool:
         """Whether every block is read only while one of its triggers is being called.
@@ -52,6 +75,7 @@ class StepWatch(RecordingMode):
         super().__init__(Recorder(), ModuleTracker(), Values(), lambda func: None)
         self.uses: dict[str, set[frozenset[str]]] = {}
         self._pauses: list[range] = []
+        self._passes: dict[str, range] = {}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._names = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
         for tensor in given.values():
@@ -75,6 +99,32 @@ class StepWatch(RecordingMode):
         first = self.recorder.tick()
         yield
         self._pauses.append(range(first, self.recorder.tick()))
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """While open, the pass ``name`` is made; of several with one name the first counts."""
+        first = len(self.recorder.runs)
+        yield
+        self._passes.setdefault(name, range(first, len(self.recorder.runs)))
+
+    def passes(self) -> dict[str, PassWork]:
+        return {name: self._work(indices) for name, indices in self._passes.items()}
+
+    def _work(self, indices: range) -> PassWork:
+        modules = {-1: "", **{index: self._paths.get(id(part), "") for index, part in self.modules.modules()}}
+        found: dict[str, list[int]] = {}
+        most: dict[str, tuple[int, str]] = {}
+        for run in self.recorder.runs[indices.start : indices.stop]:
+            path, moved = modules.get(run.module, ""), run.read_bytes + run.written_bytes
+            total = found.setdefault(path, [0, 0, 0])
+            total[0] += run.flops
+            total[1] += moved
+            total[2] += bool(run.flops or run.written_bytes)
+            most[path] = max(most.get(path, (-1, "")), (run.flops, run.dtype))
+        return {
+            path: ModuleWork(flops=flops, bytes=moved, kernels=kernels, dtype=most[path][1])
+            for path, (flops, moved, kernels) in found.items()
+        }
 
     def peak_bytes(self) -> int:
         """The most that was held at once of what operations made."""
@@ -117,17 +167,19 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
                 f"{next(iter(str(error).splitlines()), type(error).__name__)}",
                 "Give them with activations=..., for instance activations='512MiB'.",
             ) from error
-    return Observation(step_bytes=watch.peak_bytes(), uses={n: frozenset(u) for n, u in watch.uses.items()})
+    uses = {name: frozenset(held) for name, held in watch.uses.items()}
+    return Observation(step_bytes=watch.peak_bytes(), uses=uses, passes=watch.passes())
 
 
 def watch_example(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -> Observation:
     """One forward pass on an input like ``example``; the input itself is not counted."""
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
-        if isinstance(example, Mapping):
-            call(**example)
-        else:
-            call(*example)
+        with watch.named(PROMPT):
+            if isinstance(example, Mapping):
+                call(**example)
+            else:
+                call(*example)
 
     return watch_step(model, run)
 
@@ -160,12 +212,14 @@ def watch_inference(module: nn.Module, inputs: Inputs) -> Observation:
         return watch_example(module, _dummy(module, inputs.batch, inputs.prompt))
 
     def run(call: Callable[..., Any], watch: StepWatch) -> None:
-        call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
+        with watch.named(PROMPT):
+            call(**_dummy(module, inputs.batch, inputs.prompt), use_cache=True, logits_to_keep=1)
         with watch.uncounted():  # filling the cache at once is only a way to get there
             past = call(**_dummy(module, inputs.batch, max(inputs.total - 1, 1)), use_cache=True, logits_to_keep=1)
             state = cache_input(module, cache_of(past))
             del past
-        call(**_dummy(module, inputs.batch, 1), **state, use_cache=True, logits_to_keep=1)
+        with watch.named(TOKEN):
+            call(**_dummy(module, inputs.batch, 1), **state, use_cache=True, logits_to_keep=1)
 
     return watch_step(module, run)
 

@@ -12,7 +12,6 @@ import torch
 from brim.errors import UnsupportedError, UsageError
 from brim.run.generate.inputs import Batch, encode, encode_chat, instructed
 from brim.run.generate.loop import (
-    Clock,
     Ending,
     Printer,
     run_batch,
@@ -20,6 +19,7 @@ from brim.run.generate.loop import (
 )
 from brim.run.generate.request import OpenedRun, Request, opened_for_chat
 from brim.run.generate.sampling import cut
+from brim.run.generate.token_clock import Clock
 
 
 @dataclass(frozen=True, kw_only=True)

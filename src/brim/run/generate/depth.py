@@ -1,20 +1,18 @@
-"""A deep model's passes, seen on a few of its layers: those that are alike are called alike.
+"""A deep model's passes, seen on a few of its layers: those that are alike do alike.
 
 Two models that differ by one layer are looked at; what the second adds, every layer that was left out adds too. Where
-a pass holds more in the deeper one, nothing is concluded, and all layers are looked at.
+a pass holds more in the deeper one, or does more outside of its layers, nothing is concluded, and all are looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
-from brim.run.fit.step_memory import Observation
+from brim.run.fit.step_memory import ModuleWork, Observation, PassWork
 from brim.run.generate.memory import Sizes, cache_shape, watch_generation
-from brim.run.timing.block_calls import Call, Calls, Example, calls_of
 from brim.run.train.strategy.depth import Stack
 from brim.techniques.kv_offload.cache import CacheShape
 
@@ -47,10 +45,30 @@ class Shallow:
         seen = watch_generation(self.few, sizes, _first(shape, self.count))
         if not self._flat:
             other = watch_generation(self.more, sizes, _first(shape, self.count + 1))
-            self._flat.append(other.step_bytes == seen.step_bytes)
+            self._flat.append(other.step_bytes == seen.step_bytes and self._alike(seen, other))
             if not self._flat[0]:
                 return None
-        return replace(seen, uses=dict(self._uses(seen.uses)))
+        passes = {name: dict(self._deep(work)) for name, work in seen.passes.items()}
+        return replace(seen, uses=dict(self._uses(seen.uses)), passes=passes)
+
+    def _alike(self, seen: Observation, other: Observation) -> bool:
+        """Whether one layer more does what the one before it does, and nothing else does more for it."""
+        for name, work in seen.passes.items():
+            more = {path: done for path, done in other.passes[name].items() if done.kernels}
+            last = self.count - 1
+            expected = dict(work) | {
+                self._renamed(path, last + 1): done for path, done in work.items() if self.stack.place(path) == last
+            }
+            if more != {path: done for path, done in expected.items() if done.kernels}:
+                return False
+        return True
+
+    def _deep(self, work: PassWork) -> Iterator[tuple[str, ModuleWork]]:
+        """``work`` of all layers."""
+        for path, done in work.items():
+            yield path, done
+            if self.stack.place(path) == self.count - 1:
+                yield from ((self._renamed(path, layer), done) for layer in range(self.count, self.stack.layers))
 
     def _uses(self, uses: Mapping[str, frozenset[frozenset[str]]]) -> dict[str, frozenset[frozenset[str]]]:
         last, found = self.count - 1, dict(uses)
@@ -70,24 +88,6 @@ class Shallow:
         assert made is not None, "it is in that layer"
         return made
 
-    def calls(self, paths: Collection[str], example: Example) -> Calls:
-        """As ``calls_of`` of the deep model, but for the arguments of the whole, whose cache has fewer layers."""
-        seen, other = (
-            calls_of(model, self._inside(paths, layers), example)
-            for model, layers in ((self.few, self.count), (self.more, self.count + 1))
-        )
-        mine = [index for index, (path, _) in enumerate(seen.made) if self.stack.place(path) == self.count - 1]
-        end = mine[-1] + 1 if mine else len(seen.made)
-        made = list(seen.made[:end])
-        for layer in range(self.count, self.stack.layers):
-            made += [(self._renamed(seen.made[index][0], layer), seen.made[index][1]) for index in mine]
-        left = self.stack.layers - self.count
-        return Calls(made=[*made, *seen.made[end:]], kinds=seen.kinds, whole=_grown(seen.whole, other.whole, left))
-
-    def _inside(self, paths: Collection[str], layers: int) -> set[str]:
-        places = {path: self.stack.place(path) for path in paths}
-        return {path for path, layer in places.items() if layer is None or layer < layers}
-
 
 def _of_all(small: CacheShape, layers: int) -> CacheShape:
     """That of a model whose further layers are like the last one of ``small``."""
@@ -96,10 +96,3 @@ def _of_all(small: CacheShape, layers: int) -> CacheShape:
 
 def _first(shape: CacheShape | None, layers: int) -> CacheShape | None:
     return None if shape is None else replace(shape, layers=shape.layers[:layers])
-
-
-def _grown(one: Call, other: Call, layers: int) -> Call:
-    def on(name: str) -> Any:
-        return getattr(other, name) + (layers - 1) * (getattr(other, name) - getattr(one, name))
-
-    return replace(one, **{name: on(name) for name in ("flops", "bytes", "written_bytes", "kernels")})

@@ -17,16 +17,10 @@ from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import Checksum
-from brim.run.fit.machine import (
-    Device,
-    Need,
-    budgets,
-    machine,
-    make_plan,
-    on,
-    put_in_force,
-)
+from brim.run.fit.machine import Device, budgets, machine, on, put_in_force
 from brim.run.fit.step_memory import Inputs, watch_inference
+from brim.run.generate.choose import GenerationCase, Wanted, search_generation
+from brim.run.generate.pass_seconds import PassSeconds
 from brim.run.model.file_tensor import FileTensor
 from brim.run.model.opening import OpenedModel, open_model
 from brim.run.model.quantized import open_quantized
@@ -94,32 +88,45 @@ def load_opened(
 ) -> nn.Module:
     """The weights of an opened model, placed; ``start_bytes`` is the resident set that the budget counts from."""
     module = opened.module
-    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
     materialize(module, opened)
     sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
     warm_up(module, hardware, max(size.prompt for size in sizes))
     watch_inference(module, Inputs(prompt=1, total=1))  # what that itself leaves behind is measured too
     spent_bytes = spent(start_bytes)
     for size in sizes:
-        step = watch_inference(module, size)
-        need = Need(
-            step_bytes=step.step_bytes,
-            observation=step,
-            tokens=size.batch,
-            # What transformers computes has no file to be streamed from.
-            stay=frozenset(name for name, _ in module.named_parameters() if name not in weights.sources),
-            spent_bytes=spent_bytes,
-        )
         try:
-            partition, plan = make_plan(module, hardware, budget, need, weights, task="generate")
+            strategy = search_generation(loading_case(opened, hardware, budget, size, spent_bytes))
             break
         except BudgetError:
             if size is sizes[-1]:
                 raise
-    settings = {**plan.settings, "batch": size.batch, "prompt_tokens": size.prompt, "total_tokens": size.total}
-    plan = replace(plan, model=opened.name, settings=settings)
-    put_in_force(module, partition, plan, hardware, weights, device)
+    weights = Weights(sources=by_parameter(opened), verify=verifier(opened))
+    put_in_force(module, strategy.partition, strategy.plan, hardware, weights, device)
     return module
+
+
+def loading_case(
+    opened: OpenedModel,
+    hardware: Hardware,
+    budget: Mapping[str, int],
+    inputs: Inputs,
+    spent_bytes: Mapping[str, int],
+) -> GenerationCase:
+    """What ``brim.load`` asks: as ``brim generate``, of a model that whoever calls it gives a cache of its own."""
+    return GenerationCase(
+        name=opened.name,
+        module=opened.module,
+        weights=Weights(sources=by_parameter(opened), verify=verifier(opened)),
+        hardware=hardware,
+        budget_bytes=budget,
+        wanted=Wanted(
+            lengths=(inputs.prompt,) * inputs.batch, new_tokens=inputs.total - inputs.prompt, batch=inputs.batch
+        ),
+        shape=None,
+        watch=lambda sizes: watch_inference(opened.module, inputs),
+        spent_bytes=lambda: spent_bytes,
+        seconds=PassSeconds(module=opened.module, hardware=hardware),
+    )
 
 
 def by_parameter(opened: OpenedModel) -> dict[str, TensorSource]:

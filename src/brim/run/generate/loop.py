@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from brim.model_cache import cache_input
 from brim.run.generate.inputs import Batch
 from brim.run.generate.plan import Loaded
 from brim.run.generate.sampling import GREEDY, Sampling, cut, withheld
+from brim.run.generate.token_clock import Clock
 
 # Sums of a batch are taken in another order than those of one sequence. What padding that is attended to does to
 # scores is as large as their spread itself; rounding is far from it.
@@ -26,37 +25,6 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _HALF_TOLERANCE = 0.1
 CHECKED_TOKENS = 2  # the prompt's pass, and the first that goes on from the cache
 _WHOLE_PROMPT = ("repetition_penalty", "no_repeat_ngram_size", "encoder_repetition_penalty")
-
-
-@dataclass
-class Clock:
-    """transformers' streamer interface: notes when tokens came. ``on_tokens`` hears them, shape (sequences,)."""
-
-    on_tokens: Callable[[torch.Tensor], None] = lambda tokens: None
-    times_s: list[float] = field(default_factory=list)
-    _prompt: bool = True
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt:  # the first call brings the prompt
-            self._prompt = False
-            return
-        self.times_s.append(time.perf_counter())
-        self.on_tokens(value.reshape(-1))
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-    def s_per_step(self) -> float | None:
-        """Seconds per token after the first, which waits for the whole prompt; None for a single token."""
-        if len(self.times_s) < 2:
-            return None
-        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
-
-    def steady_s_per_step(self) -> float | None:
-        """The same for the later half of them, which wait for nothing but what all wait for. Their mean: a drive that
-        others use too is fast in one second and slow in the next."""
-        count = len(self.times_s) // 2  # of steps, rounded up
-        return (self.times_s[-1] - self.times_s[-1 - count]) / count if count else None
 
 
 class Printer:
@@ -148,7 +116,7 @@ def run_batch(
     count, longest = batch.ids.shape
     memory = loaded.handle.memory
     device = CUDA if memory.compute.tier == VRAM and available(CUDA) is not None else "cpu"
-    chunk = loaded.choice.sizes.chunk
+    chunk = loaded.strategy.sizes.chunk
     options: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk < longest else {}
     if count > 1:
         options["pad_token_id"] = pad_token(module)
@@ -225,7 +193,7 @@ def must_compare(loaded: Loaded, batch: Batch) -> bool:
 
     Attention sees each sequence by itself, but where there is padding; of other states nothing is known.
     """
-    shape = loaded.choice.shape
+    shape = loaded.strategy.shape
     return len(batch.ids) > 1 and (batch.padded or shape is None or not shape.only_attention)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from brim.core import Category, Timeline
 from brim.core.hardware import RAM
 from brim.memory.tiers import fake_memory
 from brim.model_cache import cache_argument, cache_input, cache_of, keeps_keys
-from brim.run.fit.step_memory import Observation, StepWatch, watch_step
+from brim.run.fit.step_memory import PROMPT, TOKEN, Observation, StepWatch, watch_step
 from brim.techniques.kv_offload import cache as kv_cache
 
 _NO_LIMIT_BYTES = 1 << 60
@@ -96,7 +95,8 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
         for tokens, counted in passes:
             # A recurrent state has taken the padding in: only the prompt has a mask.
             masked = begin == 0 or keeps_keys(module, cache)
-            with contextlib.nullcontext() if counted else watch.uncounted():
+            name_of_pass = PROMPT if begin + tokens <= sizes.prompt else TOKEN
+            with watch.named(name_of_pass) if counted else watch.uncounted():
                 made = call(**_inputs(sizes, begin, tokens, takes, masked), **state, use_cache=True)
                 begin += tokens
                 if shape is None and name:
@@ -136,7 +136,8 @@ def _encode_and_decode(module: nn.Module, call: Callable[..., Any], watch: StepW
     """The encoder's pass with the first token, and the last token's on a cache of all before it."""
     ids = torch.zeros(sizes.batch, sizes.prompt, dtype=torch.long)
     mask = {"attention_mask": torch.ones_like(ids)} if sizes.padded else {}
-    made = call(input_ids=ids, **mask, decoder_input_ids=ids[:, :1], use_cache=True)
+    with watch.named(PROMPT):
+        made = call(input_ids=ids, **mask, decoder_input_ids=ids[:, :1], use_cache=True)
     encoded = BaseModelOutput(last_hidden_state=made.encoder_last_hidden_state)
     del made
     new = sizes.total - sizes.prompt
@@ -146,13 +147,9 @@ def _encode_and_decode(module: nn.Module, call: Callable[..., Any], watch: StepW
             made = call(encoder_outputs=encoded, **mask, decoder_input_ids=before, use_cache=True)
             state = cache_input(module, cache_of(made))
             del made
-        call(
-            encoder_outputs=encoded,
-            **mask,
-            decoder_input_ids=before[:, :1],
-            **state,
-            use_cache=True,
-        )
+        last = {"decoder_input_ids": before[:, :1], **state}
+        with watch.named(TOKEN):
+            call(encoder_outputs=encoded, **mask, **last, use_cache=True)
 
 
 def scores_bytes(module: nn.Module, sizes: Sizes) -> int:

@@ -22,13 +22,13 @@ from torch import nn
 from brim.measure.user_cache import cache_folder, fingerprint, keep, kept
 from brim.predict import dispatch, recorder
 from brim.run.fit import step_memory
-from brim.run.fit.step_memory import Observation
+from brim.run.fit.step_memory import ModuleWork, Observation
 from brim.run.generate import memory
 from brim.run.generate.memory import Sizes, cache_shape, watch_generation
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.version import __version__
 
-_METHOD = 1  # raised when what is watched, or how it is kept, changes
+_METHOD = 2  # raised when what is watched, or how it is kept, changes
 _KEPT = 32  # sizes of one model: the oldest go
 _WATCHING = (dispatch, kv_cache, memory, recorder, step_memory)  # what says how much a pass holds
 
@@ -41,7 +41,7 @@ class RememberedPasses:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._path = cache_folder() / f"passes-{_of_model(module)}.json"
+        self._path = cache_folder() / f"passes-{fingerprint_of(module)}.json"
         self._known = self._read()
 
     def shape(self) -> kv_cache.CacheShape | None:
@@ -60,13 +60,12 @@ class RememberedPasses:
             tables = [*self._known.get("uses", ())]
             if uses not in tables:  # passes of all sizes mostly read the same
                 tables.append(uses)
-            seen = {**seen, name: {"step_bytes": made.step_bytes, "uses": tables.index(uses)}}
+            passes = {which: {path: [*done] for path, done in work.items()} for which, work in made.passes.items()}
+            seen = {**seen, name: {"step_bytes": made.step_bytes, "uses": tables.index(uses), "passes": passes}}
             last = dict([*seen.items()][-_KEPT:])
             self._keep({"uses": tables, "seen": last})
             return made
-        return Observation(
-            step_bytes=seen[name]["step_bytes"], uses=_uses_of(self._known["uses"][seen[name]["uses"]])
-        )
+        return _observed(seen[name], _uses_of(self._known["uses"][seen[name]["uses"]]))
 
     def _keep(self, found: Mapping[str, Any]) -> None:
         self._known = {**self._known, **found}
@@ -87,11 +86,19 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
         _shape_of(found["shape"])
     tables = [_uses_of(table) for table in found.get("uses", ())]
     for each in found.get("seen", {}).values():
-        Observation(step_bytes=int(each["step_bytes"]), uses=tables[each["uses"]])
+        _observed(each, tables[each["uses"]])
     return found
 
 
-def _of_model(module: nn.Module) -> str:
+def _observed(kept: Mapping[str, Any], uses: Mapping[str, frozenset[frozenset[str]]]) -> Observation:
+    def work(flops: int, moved: int, kernels: int, dtype: str) -> ModuleWork:
+        return ModuleWork(flops=int(flops), bytes=int(moved), kernels=int(kernels), dtype=str(dtype))
+
+    passes = {name: {path: work(*done) for path, done in parts.items()} for name, parts in kept["passes"].items()}
+    return Observation(step_bytes=int(kept["step_bytes"]), uses=uses, passes=passes)
+
+
+def fingerprint_of(module: nn.Module) -> str:
     """A name that changes with whatever the passes of ``module`` depend on."""
     config: Any = module.config
     kinds = {type(part) for part in module.modules()}
@@ -150,4 +157,4 @@ def _uses_of(found: Mapping[str, Any]) -> dict[str, frozenset[frozenset[str]]]:
     }
 
 
-__all__ = ["RememberedPasses"]
+__all__ = ["RememberedPasses", "fingerprint_of"]

@@ -19,10 +19,10 @@ from brim.measure.monitor import Monitor, Usage
 from brim.memory import heap
 from brim.run.fit.machine import Device, budgets, machine, on
 from brim.run.generate import predicted_timeline
+from brim.run.generate.choose import Wanted
 from brim.run.generate.inputs import Batch, batches, check, encode
 from brim.run.generate.loop import (
     CHECKED_TOKENS,
-    Clock,
     Ending,
     Printer,
     begin_of,
@@ -32,8 +32,9 @@ from brim.run.generate.loop import (
     run_batch,
     seeded,
 )
-from brim.run.generate.plan import Loaded, Wanted, load_for_generation
+from brim.run.generate.plan import Loaded, load_for_generation
 from brim.run.generate.sampling import GREEDY, Sampling, check_stops, cut
+from brim.run.generate.token_clock import Clock
 from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_files
 from brim.run.model.quantized import PRECISIONS, open_as
 from brim.run.timing.drives import reading_from
@@ -223,7 +224,7 @@ def generate_many(
                 on_answer(Answer(index=index, prompt=prompts[index], text=text, token_ids=ids))
                 tokens += len(ids) - run.encodes
     longest = max(clocks, key=lambda clock: len(clock.times_s))
-    batch_size = run.loaded.choice.sizes.batch
+    batch_size = run.loaded.strategy.sizes.batch
     return Throughput(
         batch=batch_size, tokens=tokens, seconds=seconds, seed=run.sampling.seed, **run.figures(longest)
     )
@@ -274,7 +275,7 @@ class OpenedRun:
         )
 
     def batches(self) -> Iterator[Batch]:
-        size, pad = self.loaded.choice.sizes.batch, pad_token(self.opened.module)
+        size, pad = self.loaded.strategy.sizes.batch, pad_token(self.opened.module)
         return batches(self._rows, size, pad=pad, pad_left=not self.encodes)
 
     def made(self, batch: Batch, clock: Clock, processors: Sequence[Any] = ()) -> list[list[int]]:
@@ -312,7 +313,7 @@ class OpenedRun:
             "steady_s_per_token": clock.steady_s_per_step(),
             "eta": promise.bound_s / step_s if step_s else None,
             "timeline": handle.timeline(),
-            "predicted": predicted_timeline.beside(handle, self._hardware),
+            "predicted": predicted_timeline.beside(handle, self.loaded.strategy),
         }
 
 

@@ -18,9 +18,9 @@ from brim.planner.passes import CPU, pass_s
 from brim.planner.placing import least_s
 from brim.planner.schedule import COMPUTE, Schedule, way
 from brim.planner.streaming import CHOICES, plan_of
-from brim.run.fit.machine import predict
-from brim.run.generate.plan import Choice
-from brim.run.plan.choosing import Cut, Need, best_plan
+from brim.run.generate.choose import GenerationStrategy, older_tokens_s, search_generation
+from brim.run.generate.predicted_timeline import foreseen
+from brim.run.plan.choosing import best_plan
 from brim.run.plan.least import in_the_least
 from brim.run.plan.opening import Subjects
 from brim.run.plan.request import (
@@ -37,10 +37,9 @@ from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS
-from brim.units import format_bytes
 
 _HALF = ("bf16", "fp16")
-_PROOFS = 4  # how often a budget is tightened
+_SHOWN_PASSES = 8  # of a timeline: the prompt's and some tokens'
 _PRECISION, HOST_COMPUTE = "precision", "host_compute"
 # The simple ways that an answer is measured against, by the placements that each allows.
 BASELINES: Mapping[str, Collection[str]] = {
@@ -52,20 +51,24 @@ BASELINES: Mapping[str, Collection[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plan that was proved, and all that it was made from."""
+    """A way that was proved, for ``subject``; its plan names the precision too."""
 
     subject: Subject
-    choice: Choice
-    plan: Plan
-    cut: Cut
-    need: Need
-    job: Job
-    schedule: Schedule
+    strategy: GenerationStrategy
+
+    @property
+    def plan(self) -> Plan:
+        plan = self.strategy.plan
+        precision = Decision(technique=_PRECISION, block="", choice=self.subject.precision)
+        return replace(plan, decisions=(precision, *plan.decisions))
 
     @property
     def limited_by(self) -> str:
         """``link``, ``disk``, ``RAM`` or ``compute``: what was busy for longest."""
-        return limit(self.schedule, self.job, self.subject.machine)
+        strategy = self.strategy
+        choices, slots = strategy.plan.choices(STREAMING), strategy.plan.settings[RING_SLOTS]
+        _, schedule = pass_s(strategy.job, strategy.hardware, choices, slots)
+        return limit(schedule, strategy.job, self.subject.machine)
 
 
 def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | None = None) -> list[Proposal]:
@@ -129,60 +132,7 @@ def _processor_alone(subject: Subject) -> Iterator[Subject]:
 
 def search(subject: Subject) -> Found:
     """The fastest proved plan on the subject's machine. Raises BudgetError where nothing fits."""
-    budget = dict(subject.machine.budget_bytes)
-    for _ in range(_PROOFS):
-        choice, need = subject.choose(budget)
-        found = _found(subject, choice, need)
-        takes = _taken(found)
-        over = {tier: count - subject.machine.budget_bytes[tier] for tier, count in takes.items()}
-        if max(over.values()) <= 0:
-            return _promising(found, takes)
-        budget = {tier: count - max(0, over.get(tier, 0)) for tier, count in budget.items()}
-    limits = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in budget.items())
-    raise BudgetError(
-        f"{subject.name} was to run with {limits}.",
-        f"Its plans take {', '.join(f'{format_bytes(n)} of {tier.upper()}' for tier, n in takes.items())}.",
-        "Give that much.",
-        smallest_bytes={tier: count for tier, count in takes.items() if over[tier] > 0},
-    )
-
-
-def _promising(found: Found, takes: Mapping[str, int]) -> Found:
-    """With a promise that is not below what was seen."""
-    promise = found.plan.promise
-    peak = {tier: max(count, takes.get(tier, 0)) for tier, count in promise.peak_bytes.items()}
-    return replace(found, plan=replace(found.plan, promise=replace(promise, peak_bytes=peak)))
-
-
-def _found(subject: Subject, choice: Choice, need: Need) -> Found:
-    hardware, plan, cut = subject.machine.hardware, choice.plan, subject.cut(choice)
-    job = subject.job(cut, need)
-    _, schedule = pass_s(job, hardware, plan.choices(STREAMING), plan.settings[RING_SLOTS])
-    plan = replace(plan, decisions=(_in_precision(subject), *plan.decisions))
-    return Found(subject=subject, choice=choice, plan=plan, cut=cut, need=need, job=job, schedule=schedule)
-
-
-def _in_precision(subject: Subject) -> Decision:
-    return Decision(technique=_PRECISION, block="", choice=subject.precision)
-
-
-def _taken(found: Found) -> dict[str, int]:
-    """What a run takes per tier: the plan is applied to the model, on fake memory."""
-    subject, plan = found.subject, found.plan
-    hardware = subject.machine.hardware
-    endless = replace(plan, budget_bytes=dict.fromkeys(plan.budget_bytes, 1 << 60))
-    handle = predict(subject.module, found.cut.partition, endless, hardware, subject.weights)
-    try:
-        pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
-        held = {pool.tier: pool.peak_bytes for pool in pools}
-    finally:
-        handle.remove()
-    beside = {hardware.compute: found.job.step_bytes}
-    if COMPUTE_RAM in plan.choices(STREAMING).values():
-        beside[RAM] = found.job.cpu_step_bytes + sum(
-            block.cpu_bytes for block in found.job.blocks if plan.choices(STREAMING)[block.name] == COMPUTE_RAM
-        )
-    return {tier: n + beside.get(tier, 0) + found.job.overhead_bytes(tier) for tier, n in held.items()}
+    return Found(subject=subject, strategy=search_generation(subject.case))
 
 
 def gap(found: Found) -> float:
@@ -190,24 +140,24 @@ def gap(found: Found) -> float:
 
     Over every partition, each a linear program that is solved to its end; seconds are those of the simulated pass.
     """
-    subject, job = found.subject, found.job
-    hardware, budget = subject.machine.hardware, subject.machine.budget_bytes
-    choices, slots = found.plan.choices(STREAMING), found.plan.settings[RING_SLOTS]
-    reached_s = plan_of(job, hardware, budget, choices, slots).promise.step_s
-    alike = [cut for cut in subject.cuts if cut.way is found.cut.way]
-    bounds_s = [least_s(subject.job(cut, found.need), hardware, budget, CHOICES) for cut in alike]
+    strategy, case = found.strategy, found.subject.case
+    hardware, budget, plan = case.hardware, case.budget_bytes, strategy.plan
+    choices, slots = plan.choices(STREAMING), plan.settings[RING_SLOTS]
+    reached_s = plan_of(strategy.job, hardware, budget, choices, slots).promise.step_s
+    alike = [cut for cut in strategy.cuts if cut.way is strategy.cut.way]
+    bounds_s = [least_s(case.job(cut, strategy.need), hardware, budget, CHOICES) for cut in alike]
     return max(0.0, 1 - min(bounds_s, default=reached_s) / reached_s) if reached_s else 0.0
 
 
 def baselines(found: Found) -> dict[str, float]:
     """Seconds of the simple ways that fit, by name."""
-    subject = found.subject
-    hardware, tokens = subject.machine.hardware, found.need.tokens
-    jobs = [(cut, subject.job(cut, found.need)) for cut in subject.cuts]
+    strategy, case = found.strategy, found.subject.case
+    tokens = strategy.need.tokens
+    jobs = [(cut, case.job(cut, strategy.need)) for cut in strategy.cuts]
     seconds = {}
     for name, allowed in BASELINES.items():
         try:
-            _, plan = best_plan(jobs, hardware, subject.machine.budget_bytes, tokens=tokens, allowed=allowed)
+            _, plan = best_plan(jobs, case.hardware, case.budget_bytes, tokens=tokens, allowed=allowed)
         except BudgetError:
             continue
         seconds[name] = plan.promise.step_s
@@ -233,7 +183,6 @@ def limit(schedule: Schedule, job: Job, machine: Machine) -> str:
 
 def _proposal(request: Request, machine: Machine, found: Found) -> Proposal:
     plan = found.plan
-    name = f"{plan.model} {plan.task}"
     return Proposal(
         plan=plan,
         step_s=plan.promise.step_s,
@@ -243,16 +192,16 @@ def _proposal(request: Request, machine: Machine, found: Found) -> Proposal:
         gap=gap(found),
         precision=None if found.subject.precision == found.subject.own_precision else found.subject.precision,
         hardware=None if found.subject.machine.hardware == machine.hardware else found.subject.machine.hardware,
-        timeline=found.schedule.timeline(name, found.subject.machine.hardware.compute),
+        timeline=foreseen(found.strategy, _SHOWN_PASSES),
     )
 
 
 def effects(found: Found) -> Iterator[Effect]:
     """What each technique saves and costs, against the same model all in the compute tier."""
     compute, choices = found.subject.machine.hardware.compute, found.plan.choices(STREAMING)
-    resident_s = found.job.fixed_compute_s + sum(b.compute_s for b in found.job.blocks)
+    resident_s = found.strategy.job.fixed_compute_s + sum(b.compute_s for b in found.strategy.job.blocks)
     more_s = max(0.0, found.plan.promise.step_s - resident_s)
-    used = [b for b in found.job.blocks if b.uses]
+    used = [b for b in found.strategy.job.blocks if b.uses]
     away = [b for b in used if choices[b.name] != RESIDENT]
     for choice, technique, what in (
         (FROM_RAM, STREAMING, "from RAM"),
@@ -289,19 +238,16 @@ def _precision_effects(found: Found) -> Iterator[Effect]:
 
 
 def _cache_effects(found: Found) -> Iterator[Effect]:
-    shape, choice = found.choice.shape, found.choice
-    if shape is None or not choice.resting:
+    placed, hardware = found.strategy.placement, found.strategy.hardware
+    if placed is None or not placed.resting:
         return
-    sizes, compute = choice.sizes, found.subject.machine.hardware.compute
-    whole = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached).held_bytes(compute)
-    placed = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached, resting=choice.resting)
-    takes = placed.held_bytes(compute)
-    rate = found.subject.machine.hardware.link(RAM, compute).bytes_per_s
+    compute = hardware.compute
+    whole, takes = replace(placed, resting=0).held_bytes(compute), placed.held_bytes(compute)
     yield Effect(
         technique=kv_cache.NAME,
-        what=f"{choice.resting} of {sizes.cached} tokens in RAM",
+        what=f"{placed.resting} of {placed.tokens} tokens in RAM",
         saves_bytes={compute: whole[compute] - takes[compute], RAM: -takes[RAM]},
-        costs_s=placed.moved_bytes / rate,
+        costs_s=older_tokens_s(placed, hardware),
     )
 
 

@@ -28,7 +28,6 @@ from brim.run.generate.load import (
     spent,
     warm_up,
 )
-from brim.run.generate.memory import cache_shape
 from brim.run.model.opening import open_model, open_tokenizer, prepare
 from brim.run.plan.plan_file import described_source
 from brim.run.plan.request import Machine, Request
@@ -129,7 +128,7 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
     except ModelError:  # ``brim generate`` will say so; ``brim.load`` needs none
         tokenizer = None
     warm_up(subject.module, subject.machine.hardware, subject.inputs.prompt * subject.inputs.batch)
-    subject.seen.shape.append(cache_shape(subject.module))
+    assert subject.shape is None or subject.shape.layers  # what looking leaves behind is measured too
     found = spent(start_bytes)
     del tokenizer
     tokens = subject.inputs.prompt * subject.inputs.batch

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.table import Table
 
 from brim.core.hardware import RAM
 from brim.planner.passes import BlockCost, move_s, ways_of
+from brim.run.generate.choose import search_generation
 from brim.run.plan.opening import open_subject
 from brim.run.plan.precision_rows import Form, Row
 from brim.run.plan.request import Machine, Request
@@ -46,9 +48,10 @@ def rows_of(subjects: Sequence[Subject]) -> list[Row]:
 def _costs(subject: Subject) -> dict[str, list[BlockCost]]:
     """Blocks of the coarsest partition by their kind, named by the path with its numbers left out."""
     endless = dict.fromkeys(subject.machine.budget_bytes, 1 << 60)
-    _, need = subject.choose(endless)
+    case = replace(subject.case, budget_bytes=endless)
+    strategy = search_generation(case)
     found: dict[str, list[BlockCost]] = {}
-    for block in subject.job(subject.cuts[0], need).blocks:
+    for block in case.job(next(iter(strategy.cuts)), strategy.need).blocks:
         if block.uses:
             found.setdefault(_NUMBER.sub(".*", block.name), []).append(block)
     return found

@@ -25,7 +25,8 @@ from brim.errors import BudgetError, UsageError
 from brim.planner import Job
 from brim.planner.passes import pass_s
 from brim.planner.streaming import CHOICES
-from brim.run.plan.choosing import Cut, Need, best_plan
+from brim.run.generate.choose import GenerationCase, GenerationSearch
+from brim.run.plan.choosing import Cut, best_plan
 from brim.run.plan.opening import open_subject
 from brim.run.plan.regimes_picture import picture
 from brim.run.plan.request import Machine, Request
@@ -209,11 +210,9 @@ class _Study:
     _jobs: dict[tuple[str, bool], list[tuple[Cut, Job]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        machine = self.subject.machine
-        endless = dict.fromkeys(machine.budget_bytes, 1 << 60)
-        choice, self._need = self.subject.choose(endless)
-        self.compute = machine.hardware.compute
-        self.needs_bytes = choice.plan.promise.peak_bytes[self.compute]
+        self.compute = self.subject.machine.hardware.compute
+        found = GenerationSearch(_endless(self.subject)).run()
+        self.needs_bytes = found.plan.promise.peak_bytes[self.compute]
 
     def point(self, ratio: float, *, prompt: bool = True) -> Point:
         room_bytes = int((self.needs_bytes - self._beside_bytes) / ratio)
@@ -245,11 +244,10 @@ class _Study:
 
     def _of(self, subject: Subject, prompt: bool) -> list[tuple[Cut, Job]]:
         key = (subject.machine.hardware.name, prompt)
-        if not subject.cuts:
-            subject.choose(dict.fromkeys(subject.machine.budget_bytes, 1 << 60))
         if key not in self._jobs:
-            need: Need = subject.paced(self._need, prompt=prompt)
-            self._jobs[key] = [(cut, subject.job(cut, need)) for cut in subject.cuts]
+            search = GenerationSearch(_endless(subject))
+            need = search.need(search.case.sizes(subject.inputs.batch, subject.inputs.prompt), 0, prompt=prompt)
+            self._jobs[key] = [(cut, search.case.job(cut, need)) for cut in search.cuts(need)]
         return self._jobs[key]
 
     def _planned(
@@ -264,7 +262,7 @@ class _Study:
             return None, None
         if not prompt:
             return plan.promise.step_s, None
-        job = next(job for other, job in self._of(subject, True) if other is cut)
+        job = next(job for other, job in self._of(subject, True) if other == cut)
         return plan.promise.step_s, pass_s(job, hardware, plan.choices(NAME), plan.settings[RING_SLOTS])[0]
 
     def _paged(self, ratio: float, prompt: bool) -> tuple[float | None, float | None]:
@@ -282,6 +280,11 @@ class _Study:
         if sum(block.bytes for block in job.blocks) > self.subject.machine.budget_bytes[RAM]:
             return None  # a driver pages to RAM only
         return compute_s + moved / (hardware.link(RAM, VRAM).bytes_per_s * _FAULTED_SHARE)
+
+
+def _endless(subject: Subject) -> GenerationCase:
+    """With memory without end: seconds, not bytes, are asked about."""
+    return replace(subject.case, budget_bytes=dict.fromkeys(subject.machine.budget_bytes, 1 << 60))
 
 
 def _never_slower(points: Sequence[Point], others: Sequence[Point] = ()) -> list[Point]:

@@ -23,9 +23,10 @@ from brim.estimation.ranks.balance import balanced
 from brim.estimation.ranks.split import Split, check_sizes, sizes_of
 from brim.run.generate.inputs import check, encode
 from brim.run.generate.load import by_parameter, materialize, verifier
-from brim.run.generate.loop import Clock, Ending, Printer, seeded
+from brim.run.generate.loop import Ending, Printer, seeded
 from brim.run.generate.request import Request
 from brim.run.generate.sampling import cut
+from brim.run.generate.token_clock import Clock
 from brim.run.model.opening import OpenedModel, open_tokenizer, prepare, verify_files
 from brim.run.model.quantized import DTYPES, open_as
 from brim.run.ranks.group import Ranks

@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brim import accelerator
 from brim.core import Hardware
-from brim.core.hardware import RAM, VRAM
+from brim.core.hardware import VRAM
 from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
 from brim.memory.pool import HostSource
-from brim.predict.cost import EAGER, flops_per_s
+from brim.predict.cost import flops_per_s
 from brim.run.fit.step_memory import Inputs
-from brim.run.plan.expert_reading import reading
 from brim.run.timing.block_calls import (
     Call,
     Calls,
@@ -41,6 +40,7 @@ from brim.run.timing.block_calls import (
 from brim.run.timing.block_seconds import OUTSIDE
 from brim.run.timing.block_seconds import BlockSeconds as BlockSeconds
 from brim.run.timing.measurement_cache import Remembered
+from brim.run.timing.rated_seconds import triggers
 from brim.techniques.blocks import Partition, tensor_bytes
 
 _METHOD = 1  # raised when what is measured, or how, changes
@@ -74,37 +74,10 @@ def block_seconds(
     return timing.measured(inputs, calls_of(model, owners, inputs) if calls is None else calls.of(owners))
 
 
-def traced_seconds(
-    model: nn.Module, partition: Partition, calls: Calls, hardware: Hardware, *, tokens: int
-) -> Mapping[str, BlockSeconds]:
-    """The same by the rates of a machine that may be another one: a roofline, and the time to start kernels.
-
-    ``tokens`` are those of the pass: they say how many experts it reads.
-    """
-    owners, parameters = triggers(partition), dict(model.named_parameters())
-    calls, read = calls.of(owners), reading(model, tokens)
-    unread = {name: (1 - one.share) * tensor_bytes(parameters[name]) for name, one in read.items()}
-    seconds = {block.name: 0.0 for block in partition.blocks}
-    for path, kind in calls.made:
-        inside = sum(count for name, count in unread.items() if name.startswith(f"{path}."))
-        seconds[owners[path]] += _rated_s(calls.kinds[kind], hardware, inside)
-    whole_s = _rated_s(calls.whole, hardware, sum(unread.values()))
-    seconds[OUTSIDE] = max(0.0, whole_s - sum(seconds.values()))
-    return {name: BlockSeconds(forward_s=value) for name, value in seconds.items()}
-
-
-def _rated_s(call: Call, hardware: Hardware, unread_bytes: float = 0.0) -> float:
-    device_s = _roofline_s(call, hardware, unread_bytes)
-    if hardware.compute == RAM:  # a processor does itself what it issues
-        return device_s + call.kernels * EAGER.dispatch_s
-    return max(device_s + call.kernels * EAGER.kernel_s, call.kernels * EAGER.dispatch_s)
-
-
-def _roofline_s(call: Call, hardware: Hardware, unread_bytes: float = 0.0) -> float:
+def _roofline_s(call: Call, hardware: Hardware) -> float:
     dtypes = [str(t.dtype).removeprefix("torch.") for t in _tensors((call.output, call.args, call.kwargs))]
     rate = flops_per_s(hardware, next((name for name in dtypes if name in _ARITHMETIC), "float32"))
-    moved_bytes = max(0.0, call.bytes - unread_bytes)
-    return max(call.flops / rate, moved_bytes / hardware.tier(hardware.compute).bytes_per_s)
+    return max(call.flops / rate, call.bytes / hardware.tier(hardware.compute).bytes_per_s)
 
 
 class _Timing:
@@ -279,14 +252,6 @@ class _Stub(nn.Module):
         output = self._outputs[self._turn % len(self._outputs)]
         self._turn += 1
         return output
-
-
-def triggers(partition: Partition) -> dict[str, str]:
-    """Trigger -> the largest of the blocks that its call needs: its seconds are counted once."""
-    found: dict[str, str] = {}
-    for block in sorted(partition.blocks, key=lambda block: block.bytes):
-        found |= dict.fromkeys(block.triggers, block.name)
-    return found
 
 
 def _whole_kind(calls: Calls) -> str:

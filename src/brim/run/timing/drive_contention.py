@@ -23,10 +23,11 @@ _MANY_ROWS = 256  # a product of more is limited by arithmetic as much
 _LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
 
 
-def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention | None:
+def beside_drive(hardware: Hardware, rows: int, *, writes: bool, measures: bool = True) -> Contention | None:
     """The shares of their speeds that computing and the drive keep beside each other.
 
-    None for another machine, and where the drive cannot be measured now, as a disk that is full cannot be written.
+    None for another machine, and where the drive cannot be measured now, as a disk that is full cannot be written, or
+    is not to be (``measures``) and never was.
     ``rows`` are those of a product: one in a token's pass, many in a training. With ``writes``, those of updates too,
     which wait for memory as a product of one row does. The first time it takes some seconds for each.
     """
@@ -34,28 +35,32 @@ def beside_drive(hardware: Hardware, rows: int, *, writes: bool) -> Contention |
         return None
     memory = Remembered("beside-drive", (_METHOD, hardware.name, torch.__version__, torch.get_num_threads()))
     try:
-        return _shares(memory, 1 if rows < _MANY_ROWS // 16 else _MANY_ROWS, writes=writes)
+        return _shares(memory, 1 if rows < _MANY_ROWS // 16 else _MANY_ROWS, writes=writes, measures=measures)
     except (TransferError, UsageError):
         return None
 
 
-def _shares(memory: Remembered, count: int, *, writes: bool) -> Contention:
-    found: dict[tuple[str, str], float] = {}
+def _shares(memory: Remembered, count: int, *, writes: bool, measures: bool) -> Contention | None:
+    looks: dict[str, Callable[[Path], tuple[float, float]]] = {}
+    lanes: dict[tuple[str, str], str] = {}
     for what in (READ, *((WRITE,) if writes else ())):
-        shares = _known(memory, f"{what} {count}", partial(beside, what, count))
-        found[COMPUTE, _LANES[what]], found[_LANES[what], COMPUTE] = shares
-        if writes:
-            shares = _known(memory, f"{what} 1", partial(beside, what, 1))
-            found[UPDATE, _LANES[what]], found[_LANES[what], UPDATE] = shares
+        for lane, rows in ((COMPUTE, count), *(((UPDATE, 1),) if writes else ())):
+            lanes[lane, _LANES[what]] = f"{what} {rows}"
+            looks[f"{what} {rows}"] = partial(beside, what, rows)
     if writes:
-        shares = _known(memory, "both ways", both_ways)
-        found[_LANES[READ], _LANES[WRITE]], found[_LANES[WRITE], _LANES[READ]] = shares
+        lanes[_LANES[READ], _LANES[WRITE]] = "both ways"
+        looks["both ways"] = both_ways
+    known = {name: memory.get(name, within_s=_GOOD_FOR_S) for name in looks}
+    if not measures and None in known.values():
+        return None
+    shares = {name: _measured(memory, name, looks[name]) if found is None else found for name, found in known.items()}
+    found = {}
+    for (one, other), name in lanes.items():
+        found[one, other], found[other, one] = shares[name]
     return found
 
 
-def _known(memory: Remembered, name: str, measure: Callable[[Path], tuple[float, float]]) -> tuple[float, float]:
-    known = memory.get(name, within_s=_GOOD_FOR_S)
-    if known is None:
-        known = list(measure(drive_folder()))
-        memory.keep({name: known})
-    return known[0], known[1]
+def _measured(memory: Remembered, name: str, measure: Callable[[Path], tuple[float, float]]) -> list[float]:
+    found = [*measure(drive_folder())]
+    memory.keep({name: found})
+    return found

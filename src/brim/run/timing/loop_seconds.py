@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from brim.measure.probe import probe
 from brim.model_cache import cache_input, cache_of
-from brim.run.generate.loop import Clock
+from brim.run.generate.token_clock import Clock
 from brim.run.timing.measurement_cache import Remembered
 
 _METHOD = 1  # raised when what is measured, or how, changes

@@ -13,9 +13,6 @@ from brim.run.generate.memory import Sizes, cache_shape, watch_generation
 from brim.run.plan.opening import open_subject
 from brim.run.plan.request import Request, machine_of
 from brim.run.plan.subject import Subject
-from brim.run.timing.block_calls import calls_of
-from brim.run.timing.block_timing import traced_seconds, triggers
-from brim.techniques.blocks import find_blocks
 
 DEEP: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 18, "num_attention_heads": 4,
@@ -49,32 +46,11 @@ def shallow(subject: Subject) -> Shallow:
     return subject.shallow
 
 
-def test_the_cache_and_the_activations(subject: Subject, shallow: Shallow) -> None:
+def test_the_cache_the_activations_and_the_work(subject: Subject, shallow: Shallow) -> None:
     shape = cache_shape(subject.module)
     assert shallow.shape() == shape
     for sizes in SIZES:
         assert shallow.watch(sizes, shape) == watch_generation(subject.module, sizes, shape)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("prompt", [False, True])
-def test_the_calls_and_their_seconds(subject: Subject, shallow: Shallow, prompt: bool) -> None:
-    partitions = [find_blocks(subject.module), find_blocks(subject.module, largest_bytes=20_000)]
-    paths = {path for partition in partitions for path in triggers(partition)}
-    example = subject._example(prompt)
-    few, every = shallow.calls(paths, example), calls_of(subject.module, paths, example)
-    assert few.made == every.made
-    assert few.kinds.keys() == every.kinds.keys()
-    for name in ("flops", "bytes", "written_bytes", "kernels"):
-        assert getattr(few.whole, name) == getattr(every.whole, name), name
-    for partition in partitions:
-        told, true = (
-            traced_seconds(subject.module, partition, calls, subject.machine.hardware, tokens=1)
-            for calls in (few, every)
-        )
-        assert told.keys() == true.keys()
-        for name, seconds in true.items():
-            assert told[name].forward_s == pytest.approx(seconds.forward_s, rel=1e-9, abs=1e-12)
 
 
 def test_layers_that_differ_are_all_looked_at(tmp_path: Path) -> None:

@@ -9,15 +9,17 @@ import torch
 
 from brim.core import EventKind, Timeline
 from brim.core.hardware import RAM, VRAM
-from brim.run.fit.machine import Need, machine, make_plan, put_in_force
-from brim.run.generate.predicted_timeline import Foreseen
+from brim.run.fit.machine import machine, put_in_force
+from brim.run.generate.choose import GenerationStrategy
+from brim.run.generate.predicted_timeline import foreseen
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 from families import inputs, make, size_of
+from strategies import strategy_of
 
 
 @pytest.fixture(params=["cpu", "emulated"])
-def cached(request: pytest.FixtureRequest) -> Iterator[tuple[WeightStreaming, str]]:
+def cached(request: pytest.FixtureRequest) -> Iterator[tuple[WeightStreaming, GenerationStrategy]]:
     """A mixture of experts in force with a cache of a few of them per layer."""
     device = request.param
     model = make("qwen3-moe", num_experts=32)
@@ -25,9 +27,9 @@ def cached(request: pytest.FixtureRequest) -> Iterator[tuple[WeightStreaming, st
     if device == "emulated":
         budget = {VRAM: budget[RAM], RAM: 2 * size_of(model)}
     hardware = machine(device)
-    partition, plan = make_plan(model, hardware, budget, Need(step_bytes=0), Weights(), task="generate")
-    handle = put_in_force(model, partition, plan, hardware, Weights(), device)
-    yield handle, device
+    strategy = strategy_of(model, hardware, budget)
+    handle = put_in_force(model, strategy.partition, strategy.plan, hardware, Weights(), device)
+    yield handle, strategy
     handle.remove()
 
 
@@ -35,23 +37,21 @@ def total(timeline: Timeline, kind: EventKind) -> int:
     return sum(event.bytes for event in timeline if event.kind is kind)
 
 
-def test_the_slots_of_experts_are_foreseen(cached: tuple[WeightStreaming, str]) -> None:
-    handle, device = cached
+def test_the_slots_of_experts_are_foreseen(cached: tuple[WeightStreaming, GenerationStrategy]) -> None:
+    handle, strategy = cached
     assert handle.plan.choices(NAME), "the planner caches experts here"
     with torch.no_grad():
         handle.model(**inputs("qwen3-moe"))
-    hardware = machine(device)  # type: ignore[arg-type]
-    predicted = Foreseen.of(handle, hardware).timeline(3)
-    assert predicted.peak_bytes(hardware.compute) == handle.memory.compute.peak_bytes
+    predicted = foreseen(strategy, 3)
+    assert predicted.peak_bytes(strategy.hardware.compute) == handle.memory.compute.peak_bytes
     slots = [event for event in predicted if event.label.endswith(", slots")]
     assert {event.label.removesuffix(", slots") for event in slots} == set(handle.plan.choices(NAME))
     assert any(event.label.endswith(", experts") and event.kind is EventKind.COPY for event in predicted)
 
 
-def test_a_pass_waits_for_experts_as_long_as_the_plan_says(cached: tuple[WeightStreaming, str]) -> None:
-    handle, device = cached
-    hardware = machine(device)  # type: ignore[arg-type]
-    few, many = (Foreseen.of(handle, hardware).timeline(count) for count in (2, 3))
-    ends = [max(event.time_s + event.duration_s for event in one) for one in (few, many)]
-    assert ends[1] - ends[0] == pytest.approx(handle.plan.promise.step_s, rel=0.05)
+def test_a_pass_lasts_as_long_as_the_plan_says(cached: tuple[WeightStreaming, GenerationStrategy]) -> None:
+    handle, strategy = cached
+    few, many = (foreseen(strategy, count) for count in (7, 8))
+    ends = [max(e.time_s + e.duration_s for e in one if e.kind is EventKind.COMPUTE) for one in (few, many)]
+    assert ends[1] - ends[0] == pytest.approx(handle.plan.promise.step_s, rel=1e-9)
     assert total(many, EventKind.COPY) > total(few, EventKind.COPY)

@@ -11,7 +11,6 @@ import torch
 
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError, UnsupportedError, UsageError
-from brim.run.generate.loop import Clock
 from brim.run.generate.memory import Sizes
 from brim.run.generate.request import (
     Answer,
@@ -21,6 +20,7 @@ from brim.run.generate.request import (
     generate,
     generate_many,
 )
+from brim.run.generate.token_clock import Clock
 from brim.techniques.kv_offload import cache as kv_cache
 from generating import FAMILIES, alone, save
 

@@ -16,10 +16,11 @@ from torch import nn
 import families
 from brim.core import Hardware, Tier
 from brim.core.hardware import VRAM
-from brim.run.fit.step_memory import Inputs
+from brim.run.fit.step_memory import TOKEN, Inputs, watch_inference
 from brim.run.timing import block_timing
 from brim.run.timing.block_calls import calls_of
-from brim.run.timing.block_timing import OUTSIDE, block_seconds, traced_seconds, triggers
+from brim.run.timing.block_timing import OUTSIDE, block_seconds
+from brim.run.timing.rated_seconds import rated_seconds, triggers
 from brim.techniques.blocks import find_blocks
 
 
@@ -160,7 +161,7 @@ def test_finer_blocks_take_as_long_in_all_as_the_layer_they_are_cut_from(cache: 
     coarse = find_blocks(model)
     fine = find_blocks(model, largest_bytes=max(block.bytes for block in coarse.blocks) // 2)
     assert len(fine.blocks) > len(coarse.blocks)
-    calls = calls_of(model, {*triggers(coarse), *triggers(fine)}, Inputs(prompt=8, total=64))
+    work = watch_inference(model, Inputs(prompt=8, total=64)).passes[TOKEN]
     gpu = Hardware(
         name="a GPU",
         compute=VRAM,
@@ -168,7 +169,7 @@ def test_finer_blocks_take_as_long_in_all_as_the_layer_they_are_cut_from(cache: 
         flops_per_s={"float32": 20e12},
     )
     sums = [
-        sum(s.forward_s for s in traced_seconds(model, partition, calls, gpu, tokens=1).values())
+        sum(s.forward_s for s in rated_seconds(model, partition, work, gpu, tokens=1).values())
         for partition in (coarse, fine)
     ]
     assert sums[0] == pytest.approx(sums[1], rel=0.02)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from _hybrid import compute_some_in_ram, split
 from brim.core import EventKind
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError, UnsupportedError, UsageError
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import find_blocks
-from brim.techniques.cpu_compute.technique import HOP_BYTES, compute_some_in_ram, split
+from brim.techniques.cpu_compute.technique import HOP_BYTES
 from brim.techniques.streaming.placement import computable
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_RAM, Weights, WeightStreaming
 

@@ -1,0 +1,152 @@
+"""How long a generation's passes take, block by block: as measured on this machine, or by the rates of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from brim.core import Hardware
+from brim.measure.probe import probe
+from brim.planner.schedule import Contention
+from brim.run.fit.step_memory import PROMPT, TOKEN, Inputs, PassWork
+from brim.run.generate.memory import Sizes
+from brim.run.generate.remembered_passes import fingerprint_of
+from brim.run.plan.choosing import Cut, Need
+from brim.run.timing.block_seconds import OUTSIDE, BlockSeconds
+from brim.run.timing.measurement_cache import Remembered
+from brim.run.timing.rated_seconds import rated_seconds, triggers
+from brim.techniques.blocks import Partition
+
+_METHOD = 1  # raised when what is kept, or how, changes
+_HOP_S = 40e-6  # a token's activations to the host and back: two copies that are waited for
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSeconds:
+    """Seconds of blocks on ``hardware``, for every partition of ``module``.
+
+    Where ``hardware`` is this machine, they are those that were measured, if these passes ever were; ``measures``: if
+    not, they are now, which takes seconds and the RAM of a few blocks. Else they are by rates. ``host``: the
+    processor beside a GPU, where that may compute blocks.
+    """
+
+    module: nn.Module
+    hardware: Hardware
+    measures: bool = False
+    host: Hardware | None = None
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether ``hardware`` is this machine, so that blocks can be timed on it."""
+        here = probe()
+        return (here.name, here.compute) == (self.hardware.name, self.hardware.compute)
+
+    def paced(
+        self, plain: Need, sizes: Sizes, cuts: Iterable[Cut], *, cache_bytes: int = 0, prompt: bool = False
+    ) -> Need:
+        """``plain`` with the seconds of a token's pass, or of the prompt's.
+
+        ``cuts`` are all that will be asked about. ``cache_bytes``: the largest part of the KV cache that a block
+        computed by the processor may bring to RAM.
+        """
+        seen = plain.observation
+        assert seen is not None, "a pass was watched"
+        first = prompt or TOKEN not in seen.passes  # a single token comes out of the prompt's pass
+        tokens, work = sizes.batch * (sizes.chunk if first else 1), seen.passes[PROMPT if first else TOKEN]
+        measured = self._measured(sizes, cuts)
+
+        def seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
+            known = None if first else measured(partition)
+            if known is not None:
+                return known
+            return rated_seconds(self.module, partition, work, self.hardware, tokens=tokens)
+
+        paced = replace(plain, tokens=tokens, seconds=seconds, beside=self._beside(tokens))
+        return paced if self.host is None else self._with_host(paced, work, self.host, cache_bytes)
+
+    def _with_host(self, need: Need, work: PassWork, host: Hardware, cache_bytes: int) -> Need:
+        def cpu_seconds(partition: Partition) -> Mapping[str, BlockSeconds]:
+            made = rated_seconds(self.module, partition, work, host, tokens=need.tokens)
+            return {name: replace(found, forward_s=found.forward_s + _HOP_S) for name, found in made.items()}
+
+        assert need.observation is not None
+        # Temporaries are as large there as in the compute tier, and so at most is what hops over.
+        step_bytes = 2 * need.observation.step_bytes
+        return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
+
+    def _beside(self, tokens: int) -> Contention | None:
+        from brim.run.timing.drive_contention import beside_drive  # most machines are others, or not measured here
+
+        return beside_drive(self.hardware, tokens, writes=False, measures=self.measures) if self.is_here else None
+
+    # -- what was measured here
+
+    def _measured(
+        self, sizes: Sizes, cuts: Iterable[Cut]
+    ) -> Callable[[Partition], Mapping[str, BlockSeconds] | None]:
+        """Seconds of a token's pass by partition: those of all ``cuts``, or None for each."""
+        if not self.is_here:
+            return lambda partition: None
+        name = f"{sizes.batch} {sizes.prompt} {sizes.total}"
+
+        def known(partition: Partition) -> Mapping[str, BlockSeconds] | None:
+            numbers = self._memory.get(f"{name} {_digest(partition)}")
+            names = [*(block.name for block in partition.blocks), OUTSIDE]
+            return None if numbers is None else _seconds(dict(zip(names, numbers, strict=True)))
+
+        if self.measures:
+            partitions = {_digest(cut.partition): cut.partition for cut in cuts}
+            if any(known(partition) is None for partition in partitions.values()):
+                found = self._measure(sizes, [*partitions.values()])
+                self._memory.keep(
+                    {f"{name} {digest}": numbers for digest, numbers in zip(partitions, found, strict=True)}
+                )
+        # They are kept all at once.
+        return known if known(next(iter(cuts)).partition) is not None else lambda partition: None
+
+    @cached_property
+    def _memory(self) -> Remembered:
+        facts = (_METHOD, self.hardware.name, torch.__version__, torch.get_num_threads(), fingerprint_of(self.module))
+        return Remembered("pass-seconds", facts)
+
+    def _measure(self, sizes: Sizes, partitions: Sequence[Partition]) -> list[list[float]]:
+        """Seconds of each partition's blocks, in order, and of what is beside them, the loop around passes included.
+
+        A pass takes as long however it is cut. What is seen of small parts by themselves (their threads are awake,
+        their code is in the cache) is brought to what the large ones take together.
+        """
+        from brim.run.timing.block_calls import calls_of  # of those who generate, few measure
+        from brim.run.timing.block_timing import block_seconds
+        from brim.run.timing.loop_seconds import loop_seconds
+
+        example = Inputs(batch=sizes.batch, prompt=sizes.prompt, total=sizes.total)
+        paths = {trigger for partition in partitions for trigger in triggers(partition)}
+        calls = calls_of(self.module, paths, example)
+        config: Any = self.module.config
+        words = int(getattr(config.get_text_config(decoder=True), "vocab_size", 0) or 0)
+        loop_s = loop_seconds(words, sizes.batch) if words else 0.0
+        found: list[list[float]] = []
+        for partition in partitions:
+            timed = block_seconds(self.module, partition, example, training=False, calls=calls)
+            numbers = [timed[name].forward_s for name in [*(block.name for block in partition.blocks), OUTSIDE]]
+            whole_s = sum(found[0]) - loop_s if found else sum(numbers)
+            pace = whole_s / sum(numbers) if sum(numbers) else 1.0
+            numbers = [pace * number for number in numbers]
+            numbers[-1] += loop_s
+            found.append(numbers)
+        return found
+
+
+def _digest(partition: Partition) -> str:
+    facts = [(block.name, block.tensors, block.triggers) for block in partition.blocks]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _seconds(numbers: Mapping[str, float]) -> dict[str, BlockSeconds]:
+    return {name: BlockSeconds(forward_s=number) for name, number in numbers.items()}

@@ -1,0 +1,166 @@
+"""Whoever asks how to generate with a model within a budget is told the same: ``brim plan``, ``brim generate`` and
+``brim.load`` choose the same way and promise the same bytes and seconds, which pages and JSON show.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from brim.cli import main
+from brim.core import EventKind, Plan, Timeline
+from brim.core.hardware import RAM, VRAM
+from brim.run.fit.step_memory import Inputs
+from brim.run.generate.choose import GenerationStrategy, search_generation
+from brim.run.generate.inputs import encode
+from brim.run.generate.load import loading_case, materialize
+from brim.run.generate.plan import generation_case
+from brim.run.generate.predicted_timeline import foreseen
+from brim.run.generate.request import Request as Generating
+from brim.run.generate.request import generate
+from brim.run.model.opening import OpenedModel, open_model, open_tokenizer
+from brim.run.plan.generation import plan_generation
+from brim.run.plan.opening import open_subject
+from brim.run.plan.request import Machine, Request
+from brim.run.plan.search import plan
+from brim.run.timing.spans import WHOLE
+from brim.techniques.kv_offload import cache as kv_cache
+from brim.techniques.streaming.weight_streaming import NAME as STREAMING
+from brim.units import GIB, MIB
+from generating import save, save_words_llama
+from recorded_cases import CPU, GPU
+
+SEQ, NEW = 24, 8
+MACHINES = {"a GPU": GPU, "a processor": CPU}
+MODELS = ("llama of 8 layers", "gpt2", "qwen3-moe", "t5")
+# Of what the model takes where all of it is in the compute tier, beside the program itself.
+SHARES = {"llama of 8 layers": (2.0, 0.8, 0.5), "gpt2": (2.0,), "qwen3-moe": (2.0,), "t5": (2.0,)}
+CASES = [(model, where, share) for model in MODELS for where in MACHINES for share in SHARES[model]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    made = {"llama of 8 layers": save_words_llama(tmp_path_factory.mktemp("llama"), layers=8)}
+    for name in ("gpt2", "qwen3-moe", "t5"):
+        made[name] = save(tmp_path_factory.mktemp(name), name)
+    return made
+
+
+def opened(folder: Path) -> OpenedModel:
+    made = open_model(folder)
+    materialize(made.module, made)
+    return made
+
+
+def told(plan: Plan) -> tuple[Any, Mapping[str, int], float]:
+    """What is chosen and promised."""
+    decisions = [one for one in plan.decisions if one.technique != "precision"]
+    return (decisions, dict(plan.settings)), dict(plan.promise.peak_bytes), plan.promise.step_s
+
+
+def weights(strategy: GenerationStrategy) -> tuple[Mapping[str, str], float]:
+    """Where blocks are, and for how many seconds."""
+    return strategy.plan.choices(STREAMING), strategy.plan.promise.step_s
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "where", "share"), CASES)
+def test_plan_generate_and_load_choose_the_same_and_promise_the_same(
+    model: str, where: str, share: float, models: Mapping[str, Path]
+) -> None:
+    hardware, folder = MACHINES[where], models[model]
+    asked = Request(model=folder, seq=SEQ, new_tokens=NEW, top=1)
+    ample = Machine(hardware=hardware, budget_bytes={VRAM: 16 * GIB, RAM: 16 * GIB}, assumed=("all of it",))
+    subject = open_subject(asked, ample)
+    whole, beside = search_generation(subject.case).plan.promise.peak_bytes, subject.spent_bytes
+    room = int((whole[hardware.compute] - beside[hardware.compute]) * share)
+    budget = {VRAM: 16 * GIB, RAM: 16 * GIB, hardware.compute: beside[hardware.compute] + room}
+
+    planned = search_generation(replace(_without_help(subject.on(replace(ample, budget_bytes=budget)).case)))
+    model_here = opened(folder)
+    case = generation_case(model_here, hardware, budget, subject.case.wanted, lambda: beside)
+    generated = search_generation(case)
+    assert told(generated.plan) == told(planned.plan)
+    assert generated.prompt_job == planned.prompt_job
+
+    # Whoever calls a loaded model gives it a cache of its own, which takes other bytes: with as many more, the same.
+    inputs = Inputs(prompt=SEQ, total=SEQ + NEW)
+    more = loading_case(model_here, hardware, budget, inputs, beside)
+    sizes = generated.sizes
+    held = generated.need.step_bytes - more.watch(sizes).step_bytes
+    budget = {**budget, hardware.compute: budget[hardware.compute] - held}
+    loaded = search_generation(loading_case(model_here, hardware, budget, inputs, beside))
+    assert loaded.plan.choices(STREAMING) == generated.plan.choices(STREAMING)
+    assert loaded.plan.promise.peak_bytes == {
+        tier: count - (held if tier == hardware.compute else 0)
+        for tier, count in generated.plan.promise.peak_bytes.items()
+    }
+
+
+def _without_help(case: Any) -> Any:
+    """Without a processor that computes beside a GPU, which only a plan asks for."""
+    return replace(case, seconds=replace(case.seconds, host=None))
+
+
+def steady_s(timeline: Timeline) -> float:
+    """From the end of the last pass but one to that of the last."""
+    ends = sorted(e.time_s + e.duration_s for e in timeline if e.kind is EventKind.COMPUTE and e.stream == WHOLE)
+    return ends[-1] - ends[-2]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("vram", "batch"), [(GIB, 1), (90 * MIB, 1), (60 * MIB, 1), (80 * MIB, 4)])
+def test_the_picture_of_a_plan_shows_the_seconds_that_it_promises(
+    vram: int, batch: int, models: Mapping[str, Path]
+) -> None:
+    asked = Request(model=models["llama of 8 layers"], seq=256, new_tokens=256, batch=batch, precision="fp32")
+    on = Machine(hardware=GPU, budget_bytes={VRAM: 64 * MIB + vram, RAM: GIB}, assumed=("all of it",))
+    for one in plan_generation(asked, on):
+        assert one.timeline is not None
+        assert steady_s(one.timeline) == pytest.approx(one.step_s, rel=1e-9)
+        assert one.step_s == one.to_json()["step_s"] == one.plan.promise.step_s
+
+
+@pytest.mark.thorough
+def test_a_plan_with_older_tokens_in_ram_is_drawn_with_the_wait_for_them(models: Mapping[str, Path]) -> None:
+    asked = Request(model=models["llama of 8 layers"], seq=1900, new_tokens=100, batch=16, precision="fp32")
+    on = Machine(hardware=GPU, budget_bytes={VRAM: 440 * MIB, RAM: 2 * GIB}, assumed=("all of it",))
+    subject = open_subject(asked, on)
+    found = search_generation(_without_help(subject.case))
+    assert found.plan.settings[kv_cache.RESTING_TOKENS] > 0
+    assert steady_s(foreseen(found, 12)) == pytest.approx(found.plan.promise.step_s, rel=1e-9)
+
+
+@pytest.mark.thorough
+def test_what_was_planned_for_this_machine_is_what_a_run_on_it_promises_and_shows(
+    models: Mapping[str, Path], cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, prompt = models["llama of 8 layers"], "a few words"
+    length = int(encode(open_tokenizer(open_model(folder)), prompt, None, None).shape[-1])
+    answer = plan(Request(model=folder, ram=2 * GIB, seq=length, new_tokens=NEW, top=1))
+    (best,) = answer.proposals
+    run = generate(Generating(model=folder, prompt=prompt, ram=2 * GIB, device="cpu", max_new_tokens=NEW))
+    decided, _, seconds = told(run.plan)
+    assert (decided, seconds) == (told(best.plan)[0], best.step_s)
+    assert steady_s(run.predicted) == pytest.approx(seconds, rel=1e-9)
+    page = tmp_path / "page.html"
+    words = [
+        "generate",
+        str(folder),
+        "--prompt",
+        prompt,
+        "--ram",
+        "2GiB",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        str(NEW),
+    ]
+    assert main([*words, "--json", "--html", str(page)]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["promise"]["step_s"] == seconds
+    assert repr(seconds) in page.read_text()
