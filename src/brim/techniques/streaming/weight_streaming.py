@@ -75,10 +75,16 @@ def apply(
 
 
 class WeightStreaming:
-    """The handle of a fitted module. ``blocks``: all parameters, by the name of what comes and goes together.
+    """The handle of a module that was fitted for inference. Several threads may call the module: their calls take
+    turns.
 
-    ``partition`` and ``weights`` are what it was applied with. Several threads may call the module: their calls take
-    ``turns``.
+    Attributes:
+        model: The module, in place.
+        plan: What was decided and promised.
+        blocks: All parameters, by the name of what is moved together.
+        partition: How the module was cut into blocks.
+        weights: Where the values of its parameters are read from.
+        turns: The lock by which threads take turns.
     """
 
     partition: Partition
@@ -109,16 +115,18 @@ class WeightStreaming:
 
     @property
     def misses(self) -> int:
-        """Loads that compute had to wait for from their start: the order was not foreseen."""
+        """How often a block was called that was not loading yet: the order of calls was not foreseen, and compute
+        waited.
+        """
         ring = self._streamed_blocks.ring
         return ring.misses if ring is not None else 0
 
     def timeline(self) -> Timeline:
         """What memory did since the module was fitted.
 
-        Its facts have, per tier, ``budget_bytes``, ``promised_bytes`` (the program's share and activations included)
-        and ``held_bytes`` (the pool's peak); per way ``copied_bytes``; and ``misses``. With cached experts also
-        ``expert_hits`` and ``expert_loads``.
+        Its ``facts`` have, per tier, ``budget_bytes.ram`` (what was given), ``promised_bytes.ram`` (the program's
+        share and activations included) and ``held_bytes.ram`` (the pool's peak); ``copied_bytes.disk.ram`` per way;
+        ``misses``; with cached experts also ``expert_hits`` and ``expert_loads``.
         """
         timeline, recorder = self.memory.recorder.timeline, self.memory.recorder
         timeline.facts |= {f"budget_bytes.{tier}": count for tier, count in self.plan.budget_bytes.items()}
@@ -131,15 +139,19 @@ class WeightStreaming:
         return timeline
 
     def close(self) -> None:
-        """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
+        """Stop moving, end every thread, close the files. The module cannot be called any more; ``remove`` still
+        works.
+        """
         self.memory.engine.close()
         self.memory.files.close()
 
     def remove(self) -> None:
         """Give the module back with all its parameters in memory, as it was before. A second call does nothing.
 
-        Raises nothing for want of budget: the parameters come back whether they fit or not. Raises TransferError
-        when the disk does not give them: then nothing has changed, and it can be called again.
+        The parameters come back whether they fit the budget or not.
+
+        Raises:
+            TransferError: The disk does not give them. Nothing has changed then, and it can be called again.
         """
         if self._streamed_blocks.removed:
             return
