@@ -1,6 +1,11 @@
 """Figures in the pages are those of the rows under measurements/, which the commands beside them wrote."""
 
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,17 @@ def compared() -> dict[str, Any]:
 
 def spread(value: dict[str, float], form: str) -> str:
     return f"{value['median']:{form}} ({value['least']:{form}}-{value['most']:{form}})"
+
+
+@pytest.mark.thorough  # nine seconds: a step of a model of a billion parameters is traced
+def test_the_front_page_shows_what_estimate_prints():
+    block = re.search(r"^```\n\$ brim (.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert block is not None
+    command, *shown = block[1].splitlines()
+    line = [sys.executable, "-m", "brim", *shlex.split(command)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert {" ".join(line.split()) for line in shown} <= printed
 
 
 def test_the_front_page_has_the_measured_times():
