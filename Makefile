@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check lint types layers unit thorough slow rehearsal rehearsal-ready matrix clean
+.PHONY: demo test check lint types layers unit reference thorough slow rehearsal rehearsal-ready matrix clean
 
 # setuptools-style editable install; redone when what it depends on changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -19,8 +19,8 @@ demo: $(VENV)/.ready
 test: lint types layers unit
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests bench examples
-	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples docs
+	$(BIN)/ruff format --check src tests bench examples docs
 
 types: $(VENV)/.ready
 	$(BIN)/mypy
@@ -35,6 +35,10 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --d
 
 unit: $(VENV)/.ready
 	$(PYTEST) -m 'not thorough and not slow and not rehearsal'
+
+# docs/reference.md out of the docstrings; a test says when it is stale.
+reference: $(VENV)/.ready
+	$(BIN)/python docs/make_reference.py
 
 # Tests of more than two seconds each, 20 minutes together: before a change lands.
 thorough: $(VENV)/.ready

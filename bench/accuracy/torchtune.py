@@ -45,7 +45,7 @@ _FEW = (2, 3, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rung:
+class Recipe:
     """What the rung turns on; each holds all that came before, except that LoRA takes a plain optimizer again."""
 
     tokens: int = 4096
@@ -59,12 +59,12 @@ class Rung:
 
 
 RUNGS = {
-    "+ Packed Dataset": Rung(),
-    "+ Activation Checkpointing": Rung(chunks=8, checkpointing=True),
-    "+ Fuse optimizer step into backward": Rung(chunks=8, checkpointing=True, optimizer_in_backward=True),
-    "+ Activation Offloading": Rung(chunks=8, checkpointing=True, optimizer_in_backward=True, offloading=True),
-    "LoRA": Rung(chunks=8, checkpointing=True, offloading=True, lora=True),
-    "QLoRA": Rung(chunks=8, checkpointing=True, offloading=True, lora=True, four_bits=True),
+    "+ Packed Dataset": Recipe(),
+    "+ Activation Checkpointing": Recipe(chunks=8, checkpointing=True),
+    "+ Fuse optimizer step into backward": Recipe(chunks=8, checkpointing=True, optimizer_in_backward=True),
+    "+ Activation Offloading": Recipe(chunks=8, checkpointing=True, optimizer_in_backward=True, offloading=True),
+    "LoRA": Recipe(chunks=8, checkpointing=True, offloading=True, lora=True),
+    "QLoRA": Recipe(chunks=8, checkpointing=True, offloading=True, lora=True, four_bits=True),
 }
 
 
@@ -83,7 +83,7 @@ class CompiledLoss(torch.autograd.Function):
         return torch.empty_like(logits), None
 
 
-def _model(rung: Rung, layers: int) -> Any:
+def _model(rung: Recipe, layers: int) -> Any:
     settings = dict(preset("llama-3.2-3b").config) | {"num_hidden_layers": layers}
     config: Any = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -110,7 +110,7 @@ def _eager_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
-def _loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, rung: Rung) -> torch.Tensor:
+def _loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, rung: Recipe) -> torch.Tensor:
     """torchtune's losses: logits in float32 as a whole, or in bf16 one part of the tokens after the other."""
     head = model.get_output_embeddings()
     if rung.chunks == 1:
@@ -159,7 +159,7 @@ def _optimize(parameters: list[nn.Parameter], in_backward: bool) -> Callable[[],
     return lambda: None
 
 
-def build(rung: Rung, layers: int = _LAYERS) -> Callable[[], Callable[[], None]]:
+def build(rung: Recipe, layers: int = _LAYERS) -> Callable[[], Callable[[], None]]:
     def make() -> Callable[[], None]:
         model = _model(rung, layers)
         decoder = model.get_base_model().model if rung.lora else model.model
@@ -187,11 +187,11 @@ def measured() -> Iterator[tuple[str, float]]:
             yield row["method"], float(row["peak"]) * _GIB
 
 
-def _traced(rung: Rung, layers: int) -> Trace:
+def _traced(rung: Recipe, layers: int) -> Trace:
     return brim.trace(build(rung, layers), steps=2, target="cuda", capability=(8, 0))
 
 
-def peak_bytes(rung: Rung) -> int:
+def peak_bytes(rung: Recipe) -> int:
     """From three traces of a few layers where all are alike (``layer_extrapolation``), else from one of all."""
     found = deepened([_traced(rung, layers) for layers in _FEW], _LAYERS - _FEW[0])
     made = _traced(rung, _LAYERS) if found is None else found.trace

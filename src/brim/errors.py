@@ -7,7 +7,14 @@ import sys
 
 
 class BrimError(Exception):
-    """The family of all expected failures. ``exit_code`` is what the command line returns for it."""
+    """All failures that brim raises on purpose are of this family.
+
+    Attributes:
+        asked: What was asked for.
+        found: What was found instead.
+        todo: What to do.
+        exit_code: What the command line ends with.
+    """
 
     exit_code = 1
 
@@ -20,19 +27,23 @@ class BrimError(Exception):
 
 
 class UsageError(BrimError, ValueError):
-    """The request itself is wrong: an unknown option, an impossible value."""
+    """The request itself is wrong: an unknown name, a value that is not allowed. Also a ValueError."""
 
     exit_code = 2
 
 
 class ModelError(BrimError):
-    """The model's files are missing, damaged or not what they claim to be."""
+    """The model's files are missing, damaged, or not what they claim to be."""
 
     exit_code = 2
 
 
 class BudgetError(BrimError):
-    """Nothing fits the budget that was given; ``smallest_bytes`` says what would, per tier."""
+    """Nothing fits the budget that was given.
+
+    Attributes:
+        smallest_bytes: The smallest budget that would do, by tier; empty where it is not known.
+    """
 
     exit_code = 2
 
@@ -85,20 +96,20 @@ def _has_no_room_on_gpu() -> bool:
 
 
 class TransferError(BrimError):
-    """Bytes could not be moved between tiers: a disk read failed, a file shrank."""
+    """Bytes could not be moved: a disk read failed, a file shrank, the disk is full."""
 
 
 class UnsupportedError(BrimError):
-    """The request is sound, but brim cannot do it with this model or machine."""
+    """The request is sound, but brim cannot do it with this model or on this machine."""
 
     exit_code = 2
 
 
 class OperationError(UnsupportedError):
-    """An operation of a program that is traced failed; its cause is what PyTorch said."""
+    """An operation of a program that is traced failed. Its cause is PyTorch's own error."""
 
 
 class FormatError(BrimError, ValueError):
-    """An artefact (plan, trace, snapshot, log) is not of the form its reader accepts."""
+    """A file (plan, trace, snapshot, log) is not of the form that its reader accepts. Also a ValueError."""
 
     exit_code = 2

@@ -23,7 +23,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.estimation.models import find_model
 from brim.measure.capacity import resident_bytes
 from brim.run.fit.training import Search
-from brim.run.model.training_model import make_optimizer, open_trainee
+from brim.run.model.training_model import make_optimizer, open_training_model
 from brim.run.plan.request import Machine, Request
 from brim.run.plan.search import plan
 from brim.run.plan.training import plan_training
@@ -195,8 +195,8 @@ def trained(request: Request, on: Machine) -> TrainingStrategy:
         seq=request.seq, seed=0, clip_norm=None, orders=Orders(), hardware=on.hardware, budget_bytes=on.budget_bytes,
         device="auto", disk_folder=None, start_bytes=resident_bytes(),
     )  # fmt: skip
-    trainee = open_trainee(Path(request.model), method=request.method, precision=precision, seed=0)
-    (found,) = search_training(Planner(training_case(terms, trainee)))
+    training_model = open_training_model(Path(request.model), method=request.method, precision=precision, seed=0)
+    (found,) = search_training(Planner(training_case(terms, training_model)))
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 
 from brim.errors import BrimError, BudgetError, TransferError
 from brim.memory.tiers import Memory
-from brim.techniques.offloaded_tensor import Away
+from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import OptimizerOffload, apply
 from failing import Allocations, Calls, full
 from offloaded import Words, assert_same, assert_same_state, backward, groups, machine, make, train
@@ -48,9 +48,9 @@ def make_both() -> tuple[Words, torch.optim.Optimizer]:
 def is_plain(model: Words, optimizer: torch.optim.Optimizer) -> bool:
     """Nothing of ours is on it."""
     hooks = [p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()]
-    aways = [v for state in optimizer.state.values() for v in state.values() if type(v) is Away]
-    aways += [p.grad for p in model.parameters() if type(p.grad) is Away]
-    return not any(hooks) and not aways and not {"step", "brim"} & vars(optimizer).keys()
+    offloaded = [v for state in optimizer.state.values() for v in state.values() if type(v) is OffloadedTensor]
+    offloaded += [p.grad for p in model.parameters() if type(p.grad) is OffloadedTensor]
+    return not any(hooks) and not offloaded and not {"step", "brim"} & vars(optimizer).keys()
 
 
 def repeat_until_done(optimizer: torch.optim.Optimizer) -> int:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,6 +200,19 @@ def test_scripts_are_rehearsed_unchanged(on_device: OnDevice, tmp_path: Path, na
     (found,) = rehearsed(on_device, tmp_path, copied)
     assert found.fits, found.message
     assert found.devices and found.not_computed == ()
+
+
+def test_the_page_shows_what_a_rehearsal_prints(on_device: OnDevice, tmp_path: Path) -> None:
+    """docs/using.md has some of the lines for tests/scripts/mnist.py, which is copied: it may write beside itself."""
+    text = (SCRIPTS.parents[1] / "docs/using.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\n(It fits on .*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "tests/scripts").mkdir(parents=True)
+    (tmp_path / "tests/scripts/mnist.py").write_bytes((SCRIPTS / "mnist.py").read_bytes())
+    command = [sys.executable, "-m", "brim", "rehearse", "--gpu", "RTX 4090", "--python"]
+    command += [str(on_device.environment.python), "tests/scripts/mnist.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert {" ".join(line.split()) for line in block.splitlines()} <= printed, done.stdout + done.stderr
 
 
 def test_a_step_of_a_notebook_runs_in_a_process_of_its_own(on_device: OnDevice, tmp_path: Path) -> None:

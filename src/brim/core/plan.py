@@ -14,7 +14,15 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One technique's choice for one block: ``weight_streaming`` of ``model.layers.3`` is ``stream:disk``."""
+    """One technique's choice for one block.
+
+    Attributes:
+        technique: ``"weight_streaming"``, ``"checkpointing"``, ``"activation_offload"``, ``"optimizer_offload"``, ...
+        block: The path of the block's module; ``""`` is the whole model.
+        choice: What the technique does with it; of weight streaming ``"resident"``, ``"stream:ram"``,
+            ``"stream:disk"`` or ``"compute:ram"``.
+        bytes: The block's weights, where the choice is about those.
+    """
 
     technique: str
     block: str  # module path; "" is the whole model
@@ -24,7 +32,14 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What a run under the plan will take. ``bound_s`` is the least time that the hardware allows for it."""
+    """What a run under a plan will take.
+
+    Attributes:
+        peak_bytes: The most of each tier (``"vram"``, ``"ram"``, ``"disk"``).
+        step_s: Seconds of a step; when generating, of a token. 0: not predicted.
+        bound_s: The least that the hardware allows for it. 0: not known.
+        limited_by: What sets the pace: ``"compute"``, or the link that is busiest (``"disk -> ram"``).
+    """
 
     peak_bytes: Mapping[str, int]
     step_s: float = 0.0
@@ -34,7 +49,17 @@ class Promise:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Decisions per block and the promise. ``settings`` holds each technique's numbers (``ring_slots``)."""
+    """What is done with each block of a model, and what is promised for it.
+
+    Attributes:
+        model: The model's name.
+        hardware: The machine's name.
+        task: ``"train"``, ``"generate"``, or ``"forward"`` (of ``brim.fit`` without an optimizer).
+        budget_bytes: What was given of each tier.
+        decisions: A choice for each block and technique.
+        promise: What a run will take.
+        settings: Numbers of techniques: ``ring_slots``, ``micro_batch``, ...
+    """
 
     model: str
     hardware: str
@@ -45,16 +70,19 @@ class Plan:
     settings: Mapping[str, int] = field(default_factory=dict)
 
     def choices(self, technique: str) -> dict[str, str]:
-        """Block path -> choice, for one technique, in the order of decision."""
+        """The choices of one technique by block, in the order of decision."""
         return {d.block: d.choice for d in self.decisions if d.technique == technique}
 
     def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, with kind and format version."""
         return codec.to_json(self, VERSION)
 
     @classmethod
     def from_json(cls, document: Any) -> Plan:
+        """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
         return codec.from_json(cls, document, VERSION)
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
+        """Read it from a JSON file. Raises FormatError for anything else, a missing file included."""
         return codec.read(cls, path, VERSION)

@@ -26,6 +26,11 @@ LONGEST_S = 1e15  # thirty million years: what is beyond is no time, and sums of
 
 
 class EventKind(IntEnum):
+    """What happened. ``COPY``: bytes moved from the tier ``source`` into ``tier``. ``SEGMENT_ALLOC``,
+    ``SEGMENT_FREE``: the allocator took memory from the device, or gave it back. ``IDLE``: nothing was computed in
+    ``tier``; the label says what it waited for, the category why.
+    """
+
     ALLOC = 0
     FREE = 1
     COPY = 2  # bytes moved from tier `source` into `tier`
@@ -38,10 +43,21 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One event. ``storage`` -1, ``address`` -1, a text "": not known.
+    """One event of a Timeline. -1 for a number, ``""`` for a text: not known.
 
-    ``label`` names a block, module or operation; ``category`` is a ``core.Category`` of what was allocated; ``stack``
-    is who asked for it: frames, the innermost first, a line each, or in a prediction the module path.
+    Attributes:
+        kind: What happened.
+        tier: Where: ``"vram"``, ``"ram"`` or ``"disk"``.
+        bytes: How many.
+        time_s: When it began, in seconds since the run did.
+        duration_s: How long it took.
+        address: Of the memory.
+        storage: Number of the storage; the same for its allocation and its release.
+        stream: Number of the CUDA stream.
+        source: Of a copy: the tier that was read.
+        label: A block, a module or an operation.
+        category: A ``Category`` of what was allocated.
+        stack: Who asked: frames, a line each, the innermost first; in a prediction the module's path.
     """
 
     kind: EventKind
@@ -72,9 +88,12 @@ _CODES = _NUMBERS | dict.fromkeys(_TEXTS, "i")
 
 
 class Timeline:
-    """Ordered events of one run. ``measured`` tells a real run from a predicted one.
+    """Ordered events of one run, predicted or measured. Iterates over ``Event``.
 
-    ``facts`` carries whole-run numbers (``budget_bytes.ram``, ``peak_rss_bytes``); the events carry the rest.
+    Attributes:
+        name: What ran.
+        measured: Whether it did run; False for a prediction.
+        facts: Numbers of the whole run: ``budget_bytes.ram``, ``peak_rss_bytes``, ...
     """
 
     def __init__(self, name: str, *, measured: bool, facts: dict[str, float] | None = None) -> None:
@@ -190,6 +209,7 @@ class Timeline:
         return sum(e.bytes for e in self if e.kind is EventKind.COPY and e.source == source and e.tier == tier)
 
     def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, with kind and format version."""
         return {
             "kind": "Timeline",
             "version": VERSION,
@@ -205,6 +225,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, document: Any) -> Timeline:
+        """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
         body = codec.from_json(_Document, document, VERSION)
         made = cls(body.name, measured=body.measured, facts=dict(body.facts))
         made._texts = {text: index for index, text in enumerate(body.texts)}
@@ -216,9 +237,10 @@ class Timeline:
 
     @classmethod
     def read(cls, source: str | Path | BinaryIO, name: str = "") -> Timeline:
-        """The Timeline in a file, or in bytes that can be sought in; ``name`` is what errors call it.
+        """Read a Timeline from a file, or from bytes that can be sought in; ``name`` is what errors call it.
 
-        Takes what the columns take, and not the text beside it. Raises FormatError for anything else.
+        Takes the memory that the columns take, and not that of the text beside it. Raises FormatError for anything
+        else.
         """
         asked = f"{name or source} was to be read as a Timeline."
         return cls.from_json(timeline_file.read(Path(source) if isinstance(source, str) else source, asked, _CODES))
@@ -226,31 +248,38 @@ class Timeline:
 
 @dataclass(frozen=True)
 class PeakBytes:
-    """The most bytes that a Timeline held at once.
+    """The most bytes that a Timeline held at once. Called with a tier (and ``segments=True`` for reserved), the peak
+    there.
 
-    The properties speak of the tier that kernels work in: VRAM if anything was there, else RAM. ``allocated`` is what
-    tensors took (``torch.cuda.max_memory_allocated``), ``reserved`` what the allocator held for them
-    (``max_memory_reserved``), ``process`` that and what lies outside of the allocator (the fact ``context_bytes``).
+    The properties speak of the tier that kernels work in: VRAM if anything was there, else RAM.
+
+    Attributes:
+        timeline: The Timeline.
     """
 
     timeline: Timeline
 
     @property
     def tier(self) -> str:
+        """The tier that the other properties speak of."""
         indices, names = self.timeline.texts("tier")
         return VRAM if VRAM in names and names.index(VRAM) in indices else RAM
 
     @property
     def allocated(self) -> int:
+        """Of tensors, in the allocator's blocks: ``torch.cuda.max_memory_allocated``."""
         return self(self.tier)
 
     @property
     def reserved(self) -> int:
-        """Where no segments were recorded (a CPU run, a streaming run), the same as ``allocated``."""
+        """Of what the allocator held for them: ``torch.cuda.max_memory_reserved``. Where no segments were recorded (a
+        CPU run, a streaming run), the same as ``allocated``.
+        """
         return self(self.tier, segments=True) or self.allocated
 
     @property
     def process(self) -> int:
+        """Reserved, and what lies outside of the allocator (the fact ``context_bytes``), as ``nvidia-smi`` shows."""
         return self.reserved + int(self.timeline.facts.get(CONTEXT_BYTES, 0))
 
     def __call__(self, tier: str, *, segments: bool = False) -> int:

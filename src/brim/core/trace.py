@@ -22,6 +22,10 @@ TO_RAM, TO_DEVICE = "brim.to_ram", "brim.to_device"  # names of Ops that copy be
 
 
 class Category(StrEnum):
+    """What a storage is for. An activation lives from the forward into the backward pass; a workspace is that of a
+    library (cuBLAS, cuDNN, NCCL).
+    """
+
     PARAMETER = "parameter"
     BUFFER = "buffer"
     GRADIENT = "gradient"
@@ -34,6 +38,8 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
+    """The part of a step that an operation belongs to. ``BUILD`` is before the first step."""
+
     BUILD = "build"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -42,9 +48,19 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One operation. ``module`` is the path of the innermost module, ``step`` counts from 0 (-1 while building).
+    """One operation of a step.
 
-    ``in_ram``: of a program that keeps some tensors in RAM, one that the CPU does there.
+    Attributes:
+        name: As PyTorch's dispatcher has it: ``"aten.mm.default"``.
+        module: The path of the innermost module that called it.
+        phase: Forward, backward, optimizer, or building.
+        step: Counts from 0; -1 while the model is built.
+        at: The tick at which it begins.
+        flops: Floating-point operations.
+        read_bytes: What it reads of memory.
+        written_bytes: What it writes.
+        dtype: What it computes in, as PyTorch writes it; ``""``: none.
+        in_ram: Of a program that keeps some tensors in RAM: whether the CPU does it there.
     """
 
     name: str
@@ -77,11 +93,20 @@ class Reduction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
-    """One allocation and its life: from tick ``born`` to tick ``died`` (None: alive at the end).
+    """One allocation and its life.
 
-    ``stream`` numbers the stream that it was made on (0: the default one): the allocator keeps their blocks apart.
-    ``in_ram``: of a program that keeps some tensors in RAM, one of those.
-    ``reduction``: of a reduction's workspace, which has no bytes where a reduction of its shape takes none.
+    Attributes:
+        id: Its number, unique in the trace.
+        bytes: Its size, before the allocator rounds it.
+        category: What it is for.
+        module: The path of the module that made it.
+        born: The tick of its allocation.
+        died: The tick of its release; None: alive at the end.
+        dtype: Of its elements.
+        stream: The number of the CUDA stream that it was made on (0: the default one); the allocator keeps them
+            apart.
+        in_ram: Of a program that keeps some tensors in RAM: whether this is one of those.
+        reduction: For the workspace of a reduction, the shape that decides its bytes.
     """
 
     id: int
@@ -98,10 +123,19 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A model's step(s) as operations and storages.
+    """What a step does: its operations in order, and the life of every storage. No addresses and no seconds.
 
-    ``step_starts`` holds the tick at which each step begins. ``not_modelled`` names operations whose temporaries
-    are unknown. ``notes`` is free text for the reader, keyed by subject.
+    One clock orders everything: each operation's start, each allocation and each release takes one tick. So the order
+    of allocations inside of an operation is kept, on which the caching allocator depends.
+
+    Attributes:
+        model: The model's name.
+        target: The device that it is of: ``"cuda"`` or ``"cpu"``.
+        ops: The operations, in order.
+        storages: Every allocation.
+        step_starts: The tick at which each step begins.
+        not_modelled: Names of operations whose inner allocations are not known.
+        notes: What was assumed, by subject, for the reader.
     """
 
     model: str
@@ -113,12 +147,15 @@ class Trace:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, with kind and format version."""
         return codec.to_json(self, VERSION)
 
     @classmethod
     def from_json(cls, document: Any) -> Trace:
+        """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
         return codec.from_json(cls, document, VERSION)
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
+        """Read it from a JSON file. Raises FormatError for anything else, a missing file included."""
         return codec.read(cls, path, VERSION)

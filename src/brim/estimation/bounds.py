@@ -15,7 +15,13 @@ from brim.units import MIB, format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
-    """Bytes that are added to the prediction, and why."""
+    """Bytes that may come on top of a prediction, and why.
+
+    Attributes:
+        name: What they are for, in a word or two.
+        bytes: How many.
+        why: The reason, in a sentence.
+    """
 
     name: str
     bytes: int

@@ -39,7 +39,13 @@ _PROGRAM = (
 
 @dataclass(frozen=True, kw_only=True)
 class PeakBytes:
-    """Peaks in bytes: of tensors, of what the allocator holds for them, of the whole process."""
+    """Peaks of one GPU's memory, in bytes.
+
+    Attributes:
+        allocated: Of tensors, in the allocator's blocks: ``torch.cuda.max_memory_allocated``.
+        reserved: Of what the allocator holds for them: ``torch.cuda.max_memory_reserved``.
+        process: Reserved, and the CUDA context: what ``nvidia-smi`` shows.
+    """
 
     allocated: int
     reserved: int
@@ -48,15 +54,30 @@ class PeakBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step takes.
+    """What a step takes. A step that does not fit is described as if memory had no end.
 
-    ``at_peak_bytes`` has the bytes of tensors at the peak, by category; its entries but ``context`` have the sum of
-    ``per_module`` (module path -> bytes). With ``rounding_bytes``, what the allocator's blocks are larger, that is
-    ``peak_bytes.allocated``. Weights' buffers count as parameters.
-    ``upper_bound_bytes`` is ``peak_bytes.process`` and the ``margins``. ``step_s`` is None without a GPU, ``fits``
-    too; a step that does not fit is described as if it did. ``flops`` counts the last step. ``not_modelled`` names
-    operations whose inner allocations are unknown. ``notes`` says what was assumed. ``by``: ``trace``, or
-    ``rehearsal`` of a program, where ``step_s`` and ``flops`` are None.
+    Attributes:
+        model: The model's name.
+        workload: What was asked, with every setting that was left open filled in.
+        gpu: The card's name; ``""`` without one.
+        peak_bytes: Allocated, reserved and process bytes at their peaks.
+        upper_bound_bytes: A safe bound: ``peak_bytes.process`` and all ``margins``.
+        margins: What may come on top of the prediction, each with its bytes and its reason.
+        at_peak_bytes: Bytes of tensors when the most is allocated, by category (``parameters``, with buffers;
+            ``gradients``, ``optimizer_state``, ``activations``, ``temporary``, ``kv_cache``, ``inputs``,
+            ``workspaces``), and the CUDA ``context``.
+        per_module: The same bytes of tensors, context left out, by path of the module that allocated them.
+        rounding_bytes: How much larger the allocator's blocks are: ``peak_bytes.allocated`` is the sum of
+            ``per_module`` and this.
+        step_s: Seconds of a step by the card's rates. None without a GPU, for one of unknown rates, and for a
+            rehearsal.
+        flops: Floating-point operations of the last step. None for a rehearsal.
+        not_modelled: Operations whose allocations inside of a kernel are not known; they are counted as none.
+        fits: Whether the step runs in the memory that there is. None without a GPU.
+        notes: What was assumed, and where figures come from.
+        out_of_memory: The operation that does not fit, with PyTorch's message; ``""`` where all fits.
+        is_program: Whether a whole program was looked at, which decides by itself what ``workload`` says of others.
+        by: ``"trace"``, or ``"rehearsal"`` (a program run by PyTorch's CUDA build on a GPU that is not there).
     """
 
     model: str
@@ -95,6 +116,7 @@ class Estimate:
         return self.at_peak_bytes["context"]
 
     def to_json(self) -> dict[str, Any]:
+        """As ``brim estimate --json`` prints it."""
         peak = self.peak_bytes
         return {
             "peak_bytes": {"allocated": peak.allocated, "reserved": peak.reserved, "process": peak.process},
@@ -126,16 +148,46 @@ def estimate(
     vram: str | int | None = None,
     alloc_conf: str = "",
 ) -> Estimate:
-    """What one step of ``task`` (``train`` or ``generate``) takes on ``gpu``, without running it.
+    """Predict what one step of a model takes of GPU memory, and how long. Nothing is run and no GPU is needed.
 
-    ``model``: a name or hub id of the catalog, a config.json or its folder, ``file.py:function``, or a function.
-    The function returns a step to trace, or a model and its inputs as a pair. Left open: ``precision`` is the
-    configuration's (both 16-bit types count as bf16), ``seq`` 4,096 or what the model was made for if that is less,
-    ``optimizer`` AdamW, ``new_tokens`` 128; ``lora`` is PEFT's default but for ``lora_rank`` and ``lora_targets``
-    (``["q_proj", "v_proj"]``, or ``["all-linear"]``). ``vram``: a card that the catalog lacks, by its memory alone,
-    or how much of ``gpu`` is free for it (``"90%"``). Settings that mean nothing to the model warn. Raises
-    UsageError for an unknown name or value (naming the nearest), ModelError for a configuration that no model can
-    be built from, UnsupportedError for what brim cannot predict.
+    The step is traced on fake tensors, as ``brim.trace`` does, and its allocations go through a simulation of
+    PyTorch's CUDA caching allocator, as in ``brim.simulate``. Settings that mean nothing to the model (``seq`` for a
+    model of images) are left out with a warning.
+
+    Args:
+        model: A name or hub id of the catalog (``"llama-3.2-1b"``), a ``config.json`` or the folder that has one,
+            ``"file.py:function"``, or a function. A function takes no arguments and returns a step to trace (itself a
+            function without arguments), or a model and its inputs as a pair.
+        task: ``"train"`` (forward, backward, optimizer) or ``"generate"`` (the prompt and all new tokens).
+        batch: Sequences, or images, of one step.
+        seq: Tokens of a sequence; of the prompt when generating. None: 4,096, or what the model was made for if that
+            is less.
+        precision: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"fp16-mixed"``, ``"fp8"``, ``"int8"`` or ``"int4"``;
+            ``Workload`` says what each one is. None: that of the model's configuration, where both 16-bit types count
+            as bf16.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, ``"rmsprop"``,
+            ``"adagrad"``, ``"lion"`` or ``"adamw8bit"`` (torchao's). None: adamw.
+        method: ``"full"`` or ``"lora"`` (PEFT's adapters). None: full.
+        checkpointing: ``"none"``, ``"selective"``, ``"alternate"`` (every other matrix product is kept) or
+            ``"full"``. None: none.
+        new_tokens: Tokens to generate, for the task ``"generate"``. None: 128.
+        lora_rank: Rank of the adapters. None: PEFT's default, 8.
+        lora_targets: Ends of names of modules that get adapters, ``["q_proj", "v_proj"]``, or ``["all-linear"]``.
+            None: PEFT's choice for the model.
+        gpu: A name of the catalog (``"RTX 4090"``), a ``Gpu`` of the catalog, or a ``Hardware``. None: memory without
+            end, and no seconds.
+        vram: Without ``gpu``: the memory of a card that the catalog lacks, ``"12GiB"``; no seconds are told. With
+            ``gpu``: how much of its memory is free for the step, ``"20GiB"`` or ``"90%"``.
+        alloc_conf: Settings of the allocator, as the environment's ``PYTORCH_ALLOC_CONF`` has them:
+            ``"expandable_segments:True"``.
+
+    Returns:
+        Peaks in bytes, their parts, seconds, and whether it fits.
+
+    Raises:
+        UsageError: An unknown name or a value that is not allowed; the message names the nearest.
+        ModelError: No model can be built from the configuration, or the function fails.
+        UnsupportedError: The model or the setting is one that brim cannot predict.
     """
     workload = Workload(
         task=task, batch=batch, seq=seq, precision=precision, optimizer=optimizer, method=method,

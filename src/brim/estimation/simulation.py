@@ -36,14 +36,27 @@ def simulate(
     *,
     device: DeviceMemory | None = None,
 ) -> Timeline:
-    """What memory does when ``trace`` runs on ``gpu`` under ``alloc_conf`` (as PYTORCH_ALLOC_CONF is written).
+    """Compute what GPU memory does when a trace runs on a GPU.
 
-    A trace for CUDA goes through the caching allocator: ``peak_bytes.allocated`` counts blocks as
-    ``torch.cuda.max_memory_allocated`` does, ``.reserved`` segments, and ``.process`` adds the CUDA context of that
-    GPU (the catalog's general one for a GPU that it does not know). A trace for the CPU is added up; ``gpu`` and
-    ``alloc_conf`` are errors there. Without ``gpu`` memory has no end. With one, a request that does not fit is the
-    last event, an OOM whose label names the operation, its module and its step. ``device`` takes the place of the
-    simulated device. Raises UsageError for an unknown GPU or setting, naming the nearest.
+    A trace for CUDA goes through a simulation of PyTorch's caching allocator (``c10/cuda/CUDACachingAllocator.cpp``);
+    a trace for the CPU is added up. The result's ``peak_bytes.allocated`` counts blocks as
+    ``torch.cuda.max_memory_allocated`` does, ``.reserved`` segments, and ``.process`` adds the CUDA context (the
+    catalog's general figure for a GPU of which it has none).
+
+    Args:
+        trace: What ``brim.trace`` gave.
+        gpu: A name of the catalog (``"RTX 4090"``), a ``Gpu`` of the catalog, a ``Hardware`` (its VRAM tier counts),
+            or a ``Place``. None: memory without end. For a trace of the CPU it must be None.
+        alloc_conf: Settings of the allocator, as the environment's ``PYTORCH_ALLOC_CONF`` has them; ``""`` for a
+            trace of the CPU.
+        device: Takes the place of the simulated device, whose addresses and refusals the allocator sees.
+
+    Returns:
+        Allocations, frees and segments in order, without seconds. A request that does not fit is the last event,
+        ``Timeline.out_of_memory``; its label names the operation, its module and its step.
+
+    Raises:
+        UsageError: An unknown GPU (the message names the nearest) or setting, or one given for a trace of the CPU.
     """
     if trace.target == "cpu":
         if gpu is not None or alloc_conf:
@@ -71,9 +84,14 @@ _BY_SIZE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a CUDA step runs. ``total_bytes`` None: without end. ``context`` is what the process takes beside.
+    """Where a CUDA step runs.
 
-    ``notes`` say what is assumed of it, and what it cannot tell.
+    Attributes:
+        name: The card's name.
+        total_bytes: Its memory, the context included. None: without end.
+        context: What the process holds beside the allocator.
+        cublas_workspace_bytes: What cuBLAS allocates for itself; None: as PyTorch does by default.
+        notes: What is assumed of the card, and what it cannot tell.
     """
 
     name: str

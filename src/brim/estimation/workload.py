@@ -33,13 +33,24 @@ LARGEST = 1 << 40  # more tokens or sequences than that are a slip of the hand
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One task and its settings. None: not given; ``resolved`` fills it in.
+    """One task and its settings. None: not given, and filled in by ``resolved``.
 
-    ``seq`` counts tokens of a sequence (of the prompt, when generating), ``new_tokens`` what is generated after it.
-    Precisions: ``fp32`` and ``bf16`` are weights and arithmetic in that type; ``bf16-mixed`` and ``fp16-mixed`` are
-    float32 weights under autocast (with a gradient scaler for fp16); ``fp8``, ``int8`` and ``int4`` are bf16 with
-    linear layers in that type, as ``quantization`` says. ``lora_rank`` and ``lora_targets`` (ends of modules' names,
-    or ``("all-linear",)``) are of method lora; PEFT's defaults where they are not given.
+    ``batch``, ``seq``, ``new_tokens`` and ``lora_rank`` are whole numbers from 1. Raises UsageError for anything
+    else, and for settings that do not go together.
+
+    Attributes:
+        task: ``"train"`` or ``"generate"``.
+        batch: Sequences, or images, of one step.
+        seq: Tokens of a sequence; of the prompt when generating.
+        precision: ``"fp32"`` and ``"bf16"``: weights and arithmetic in that type. ``"bf16-mixed"`` and
+            ``"fp16-mixed"``: float32 weights under autocast, fp16 with a gradient scaler. ``"fp8"``, ``"int8"`` and
+            ``"int4"``: bf16 with linear layers in that type; the last two train with ``method="lora"`` only.
+        optimizer: One of the names that ``brim.estimate`` lists.
+        method: ``"full"`` or ``"lora"``.
+        checkpointing: ``"none"``, ``"selective"``, ``"alternate"`` or ``"full"``.
+        new_tokens: Tokens to generate after the prompt.
+        lora_rank: Rank of the adapters; PEFT's default where it is not given.
+        lora_targets: Ends of names of modules, or ``("all-linear",)``; PEFT's where not given.
     """
 
     task: str = "train"

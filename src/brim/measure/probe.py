@@ -30,18 +30,28 @@ _disks_of_today: dict[Path, float] = {}
 
 
 def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None = None) -> Hardware:
-    """Measure RAM, the disk under ``directory``, the processor and an accelerator's current device; a few seconds.
+    """Measure what this machine does: memory, disk, links between them, matrix rates. A few seconds the first time.
 
-    The result is remembered per machine, device, driver, torch and filesystem, and the disk's part of it for a day;
-    ``refresh`` measures all again. Capacities are read afresh each time. ``directory`` is where models will be read
-    from: the user's cache folder by default, or the folder of PyTorch's libraries where that cannot be used. A cache
-    that is damaged or cannot be written is warned about and does not stop anything. Measuring takes up to 350 MiB of
-    RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched.
+    The result is remembered in the user's cache folder, by machine, device, driver, PyTorch and filesystem, and the
+    disk's part of it for a day. Rates are medians; capacities are read afresh each time. Measuring takes up to 350
+    MiB of RAM and 256 MiB of disk for a moment: do it before a run's own memory is watched. A cache that is damaged
+    or cannot be written causes a warning and nothing else.
 
-    Rates are medians. Compute is VRAM with CUDA (``device="cuda"``, or "auto" where torch sees one), and with another
-    accelerator where that is named ("xpu", "npu", "mps"), else RAM. Raises UsageError for a directory that does not
-    exist or an unknown device, UnsupportedError for a device that is not there or cannot be measured, TransferError
-    when the disk fails.
+    Args:
+        refresh: Measure all again.
+        device: ``"auto"`` (CUDA where torch sees it, else the CPU), ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"npu"`` or
+            ``"mps"``; of an accelerator, its current device.
+        directory: A folder on the disk that models will be read from. None: the user's cache folder, or that of
+            PyTorch's libraries where the cache folder cannot be used.
+
+    Returns:
+        Tiers with their bytes, links with bytes per second, and operations per second by dtype. ``compute`` is
+        ``"vram"`` with an accelerator, else ``"ram"``.
+
+    Raises:
+        UsageError: The directory does not exist, or the device is unknown.
+        UnsupportedError: The device is not there, or cannot be measured.
+        TransferError: The disk failed.
     """
     on = _accelerator(device)
     place = drive_folder() if directory is None else directory

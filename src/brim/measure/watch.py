@@ -40,20 +40,33 @@ class Recorder(Protocol):
 
 
 class watch:
-    """``with brim.watch("run.brim"): train()``, or ``@brim.watch("run.brim")`` above a function.
+    """Record what memory does, and write it down when memory runs out.
 
-    When memory runs out, ``path`` is written, whole or not at all, before the exception leaves the allocator; the
-    exception goes on as it was. With ``on_exit`` it is also written at the end, unless memory ran out before: that
-    recording stays. At most ``max_entries`` events are kept, the newest. ``devices``: the CUDA devices whose failures
-    count, all of them unless told. ``stacks``: "python", or "all" for those of C++ too, which cost more. ``written``
-    tells how often a file was written and ``failure`` what kept one from being written.
+    ``with brim.watch("run.brim"): train()``, or ``@brim.watch("run.brim")`` above a function. ``brim explain
+    run.brim`` reads the file. It is written before the exception leaves the allocator, whole or not at all; the
+    exception goes on as it was, with a note where the file is.
 
-    Without CUDA the file holds the resident memory over time, every ``interval_s``; it is written when a MemoryError,
-    or PyTorch's RuntimeError for want of RAM, leaves the block, and with ``on_exit``.
+    With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. A recording of
+    PyTorch's that is on already is used with its own settings, and left on. Without CUDA the file holds the process's
+    resident memory over time; it is written when a MemoryError, or PyTorch's RuntimeError for want of RAM, leaves the
+    block.
 
-    A recording of PyTorch's that is on already is used as it is, with its own settings, and left on.
+    Args:
+        path: The file to write. Its folder exists; the file does not, or is a recording, which is replaced.
+        max_entries: How many events are kept at most, the newest; above 0.
+        devices: Indices of the CUDA devices whose failures count. None: all.
+        on_exit: Also write when the block ends, unless memory ran out before: that recording stays.
+        stacks: ``"python"``, or ``"all"`` for C++ frames too, which cost more.
+        interval_s: Without CUDA: seconds between two looks at the resident memory; above 0.
 
-    Raises UsageError for a nested watch, a folder that is not there, or a ``path`` that holds something else.
+    Raises:
+        UsageError: A value that is not allowed, a watch within a watch, a folder that is not there, a ``path`` that
+            holds something else, or (at the end of the block) a file that could not be written.
+
+    Attributes:
+        path: The file.
+        written: How often it was written in the last block.
+        failure: What kept it from being written; None where nothing did.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from brim.memory.transfer import Done, Settled, Waitable
 _SAMPLED_WORDS = 509  # a prime, so that it does not keep meeting the same columns
 
 
-class Home(Protocol):
+class BackingStore(Protocol):
     """Where a block rests. ``layout`` is the block's form in a slot of the compute tier, the same for good."""
 
     tier: str
@@ -62,7 +62,7 @@ class Home(Protocol):
         """Make ``tensors`` the block's values from now on."""
 
 
-class DiskHome:
+class DiskStore:
     """A block that stays in files: the checkpoint itself, or once it was changed, the scratch file.
 
     There it lies as it lies in its slot, on pages of its own, so that it is written as one.
@@ -227,7 +227,7 @@ def _view(source: TensorSource, maps: Mapping[str, FileMap]) -> torch.Tensor | N
     return maps[extent.path].view(extent.offset, source.dtype, source.shape)
 
 
-class RamHome:
+class RamStore:
     """A block that rests in host memory, in the form that it takes in the compute tier: one copy brings it there."""
 
     tier = RAM

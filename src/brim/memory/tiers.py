@@ -177,7 +177,7 @@ class Staging:
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._free: list[tuple[Buffer, list[Waitable]]] = [(buffer, []) for buffer in buffers]
-        self._homes: Sequence[Staged] = ()
+        self._stores: Sequence[Staged] = ()
 
     def take(self) -> tuple[Buffer, list[Waitable]] | None:
         """A slot and what must be done before it is written to; None when all are on their way."""
@@ -195,10 +195,10 @@ class Staging:
     def give(self, buffer: Buffer, after: Waitable) -> None:
         self._free.append((buffer, [Settled(after)]))
 
-    def attach(self, homes: Sequence[Staged]) -> None:
-        self._homes = list(homes)
+    def attach(self, stores: Sequence[Staged]) -> None:
+        self._stores = list(stores)
 
     def reclaim(self) -> None:
         """Take back what was staged for blocks that did not come."""
-        for home in self._homes:
-            home.drop_staged()
+        for store in self._stores:
+            store.drop_staged()

@@ -44,22 +44,36 @@ def trace(
     assume: float = 1.0,
     strict: bool = False,
 ) -> Trace:
-    """Trace ``steps`` steps of what ``build()`` returns, as they would run on ``target``.
+    """Trace a step of any program, as it would run on a GPU, on tensors without data.
 
-    ``build`` makes model, optimizer and inputs and returns ``step``, a function of no arguments; both may do what
-    they like with tensors, and nothing is allocated. The first step creates optimizer state, so the peak is often
-    in the second. For CUDA, ``capability`` is the GPU's (it decides between attention kernels), and only what the
-    program puts on the GPU is recorded; a program that never names CUDA is taken to run there as a whole. A mixture
-    of experts sees its tokens spread evenly, or with ``routing="crowded"`` all on the same experts.
+    ``build`` and the step run for real, in Python; their tensors hold nothing, so that a step of any size is traced
+    on any machine. Values that follow from the program are known: literals, files, whole numbers, random draws,
+    tensors that it makes on the CPU. Those that depend on weights are not: where the program asks for one, a number
+    is made up, and ``Trace.notes`` names the line that asked.
 
-    Values that follow from the program are known: literals, files, whole numbers, draws, the tensors that it makes on
-    the CPU. Those that depend on weights are not. Where the program asks for one, a number is made up; of a mask the
-    share ``assume``, above 0 and at most 1, is taken to be true (1, all of it, is the worst case); other whole
-    numbers are 1. ``Trace.notes`` names the lines that asked. ``strict`` refuses them instead.
+    Args:
+        build: A function without arguments that makes model, optimizer and inputs, and returns the step: again a
+            function without arguments. What these return does not matter otherwise.
+        steps: How many steps to trace, at least 1. The first one creates the optimizer's state, so the peak is often
+            in the second.
+        target: ``"cuda"`` or ``"cpu"``. For CUDA only what the program puts on the GPU is recorded; a program that
+            never names CUDA is taken to run there as a whole.
+        model: The trace's name. By default the model's class.
+        capability: The GPU's compute capability, which decides between attention kernels: ``(8, 0)`` is an A100.
+        routing: ``"balanced"``: a mixture of experts sees its tokens spread evenly. ``"crowded"``: all go to the same
+            experts.
+        assume: The share of a mask that is taken to be true, above 0 and at most 1 (the worst case), where the mask
+            depends on weights. Other whole numbers are taken to be 1.
+        strict: Refuse to make numbers up.
 
-    Raises UsageError for a wrong call, OperationError for an operation that fails (with the line), UnsupportedError
-    for one that has no fake kernel (naming it), one whose result nothing bounds, and with ``strict`` for a step that
-    needs a value that is not known (with the line).
+    Returns:
+        The operations of the steps and the life of every storage, in order.
+
+    Raises:
+        UsageError: A value that is not allowed.
+        OperationError: An operation of the program failed; the message has its line.
+        UnsupportedError: An operation that has no fake kernel, or a result whose size nothing bounds; with ``strict``
+            also a step that needs a value that is not known. The message has the name or the line.
     """
     _check(steps, target, routing, assume)
     mode = _recording(target, capability, Values(routing, strict=strict, assume=assume))

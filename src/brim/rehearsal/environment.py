@@ -41,8 +41,12 @@ print(json.dumps([found and found.origin, sys.implementation.cache_tag, packages
 class Environment:
     """A Python that has a CUDA build of PyTorch.
 
-    ``first`` goes before everything else on its path (PYTHONPATH); None where it finds that build by itself.
-    ``site_packages`` is where the build lies, ``packages`` are the folders of all that is installed.
+    Attributes:
+        python: The interpreter.
+        site_packages: Where the build lies.
+        first: What goes before everything else on its path (``PYTHONPATH``); None where it finds the build by itself.
+        folder: Where brim keeps what it built.
+        packages: The folders of all that is installed.
     """
 
     python: Path
@@ -61,9 +65,14 @@ class Environment:
 
 
 def find(python: Path | None = None, *, folder: Path | None = None) -> Environment | None:
-    """The CUDA build for ``python`` (by default the one that runs) that needs no download; None where there is none.
+    """Find a CUDA build of PyTorch that needs no download. None where there is none.
 
-    ``folder`` is where brim keeps what it fetched and built: ``rehearsal`` in the user's cache folder by default.
+    Args:
+        python: The interpreter that the build is for. None: the one that runs.
+        folder: Where brim keeps what it fetched and built. None: ``rehearsal`` in the user's cache folder.
+
+    Raises:
+        UnsupportedError: The interpreter does not run, or has no PyTorch at all.
     """
     executable, folder = python or Path(sys.executable), folder or _folder()
     installed = _installed(executable)
@@ -89,11 +98,20 @@ def prepare(
     folder: Path | None = None,
     compiler: bool = False,
 ) -> Environment:
-    """What ``find`` gives, after fetching PyTorch's CUDA build of the installed version where there is none yet.
+    """Find a CUDA build of PyTorch as ``find`` does, or fetch that of the installed version.
 
-    ``confirm`` is given the sentence that says what will be downloaded, and says whether it may. ``compiler`` fetches
-    Triton, too, which ``torch.compile`` needs. Raises UsageError without consent, UnsupportedError where no such
-    build can be had, TransferError where the disk is full. What is interrupted leaves nothing and is done anew.
+    A download that is interrupted leaves nothing and is done anew.
+
+    Args:
+        python: The interpreter that the build is for. None: the one that runs.
+        confirm: Is given the sentence that says what will be downloaded; returns whether it may.
+        folder: Where brim keeps what it fetched and built. None: ``rehearsal`` in the user's cache folder.
+        compiler: Fetch Triton too, which ``torch.compile`` needs.
+
+    Raises:
+        UsageError: ``confirm`` said no.
+        UnsupportedError: No such build can be had.
+        TransferError: The disk is full.
     """
     found = find(python, folder=folder)
     if found:

@@ -62,7 +62,14 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePeak:
-    """The most that one device held: by tensors, by the allocator for them, by the process with its context."""
+    """The most that one GPU held, in bytes.
+
+    Attributes:
+        device: Its index.
+        allocated_bytes: Of tensors, as ``torch.cuda.max_memory_allocated`` counts.
+        reserved_bytes: Of what the allocator holds for them.
+        process_bytes: Of the process, its context included, as nvidia-smi counts.
+    """
 
     device: int
     allocated_bytes: int
@@ -74,13 +81,28 @@ class DevicePeak:
 class Rehearsal:
     """How one process of a rehearsal went.
 
-    ``ended``: ``finished`` by itself; ``enough``, ended by the rehearsal after ``steps`` optimizer steps; ``out of
-    memory``; ``failed`` for another reason. ``message`` is the program's own. ``grew_until``: the last step with a
-    new peak, None without steps. ``other_processes``: how many that the program started used CUDA, each on a device
-    of its own of which nothing else is known. ``snapshot``: the recording, in PyTorch's format, None where CUDA was
-    not used.
-    ``attention``: what scaled_dot_product_attention chose, and how often; ``kernels``: attention's kernels by name.
-    ``reads``: where made-up numbers were read. ``seconds`` are the rehearsal's own.
+    Attributes:
+        rank: Its rank; None for a program that is no rank.
+        ended: ``"finished"`` by itself, ``"enough"`` (ended after the steps that were wanted), ``"out of memory"``,
+            or ``"failed"`` for another reason.
+        message: The program's own error, if there was one.
+        steps: Optimizer steps that were done.
+        grew_until: The last step with a new peak; None without steps.
+        devices: Peaks of every GPU that was used.
+        memory_bytes: Memory of one GPU.
+        context_bytes: What the CUDA context takes of it.
+        context_source: Where that figure is from.
+        attention: What ``scaled_dot_product_attention`` chose, and how often.
+        kernels: Attention's kernels by name, and how often they were launched.
+        reads: Where the program read numbers that were made up.
+        not_computed: Operators that were not computed, for want of a CPU kernel.
+        uses_cudnn: Whether cuDNN was used, whose workspaces are not counted.
+        other_processes: How many processes that the program started used CUDA too, each on a device of its own of
+            which nothing else is known.
+        torch: PyTorch's version.
+        seconds: The rehearsal's own time, not the GPU's.
+        host_peak_bytes: The most RAM that the process held.
+        snapshot: The recording, in PyTorch's format; None where CUDA was not used.
     """
 
     rank: int | None
@@ -105,7 +127,7 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool | None:
-        """None where the program failed for another reason, or other processes of its own used CUDA."""
+        """Whether memory sufficed. None where the program failed for another reason, or other processes used CUDA."""
         if self.ended == "out of memory":
             return False
         return None if self.ended == "failed" or self.other_processes else True
@@ -277,16 +299,32 @@ def rehearse(
     random_weights: bool = False,
     folder: str | Path | None = None,
 ) -> Rehearsal | list[Rehearsal]:
-    """Run a program, or a step of a notebook, on a ``gpu`` that is not there, in a process of its own.
+    """Run a program on a GPU that is not there, by PyTorch's own CUDA build, in a process of its own.
 
-    ``step``: the file of a program, whose ``arguments`` follow, or a function without arguments that makes its model
-    and data on "cuda" and does what is to be looked at: it is called three times, or ``steps`` times. A function has
-    to be one that pickle, or cloudpickle where it is installed, can take to another process.
-    ``gpu``: a name of the catalog, as in "RTX 4090"; ``gpus``: how many of them; ``ranks``: these ranks of a job of
-    ``gpus`` ranks, for each of which there is a result. ``folder``: where recordings stay; without it they are gone.
+    Memory is as on the GPU: allocator, autograd and the choice of kernels are PyTorch's. Kernels compute nothing:
+    whole numbers and small tensors are right, others are made up. What the program writes is written.
 
-    Needs a CUDA build of PyTorch: the one that runs, or the one that ``brim rehearse`` fetched. Raises UsageError
-    where there is none.
+    Args:
+        step: The file of a program; or a function without arguments that makes its model and data on ``"cuda"`` and
+            runs what is to be looked at. A function must be one that pickle, or cloudpickle where it is installed,
+            can take to another process.
+        arguments: The program's own command line.
+        gpu: A name of the catalog: ``"RTX 4090"``. NVIDIA's cards only.
+        gpus: How many of them, at least 1.
+        ranks: Run these ranks (0 to ``gpus`` - 1) of a job of ``gpus`` ranks, one process each; no other rank exists.
+            Empty: one process that sees ``gpus`` cards.
+        steps: Of a program: end it after so many optimizer steps; None: when memory grows no more, 50 at most. Of a
+            function: how often it is called; None: three times.
+        random_weights: Make models that are not here from their configurations, untrained.
+        folder: Where recordings stay. None: they are deleted.
+
+    Returns:
+        How it went; with ``ranks``, a list with a result for each.
+
+    Raises:
+        UsageError: There is no CUDA build of PyTorch (neither the one that runs, nor one that ``brim rehearse``
+            fetched), or a value that is not allowed.
+        UnsupportedError: The device cannot play that card.
     """
     from brim.rehearsal.environment import find
 

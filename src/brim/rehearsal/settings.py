@@ -46,12 +46,24 @@ _L2_MIB_OF_CAPABILITY = {"8.0": 40, "10.0": 126, "10.3": 126}
 class DeviceSettings:
     """The device of a rehearsal. ``DeviceSettings.of("H100")`` fills it in from the catalog.
 
-    ``context_bytes`` is what a process takes on each GPU before its first allocation, ``context_source`` where that
-    figure is from. ``copy_limit_bytes``: larger copies to a GPU are left out, so that weights need no RAM; None
-    copies all. ``cudnn_workspace_bytes``: what each cuDNN plan asks for; not known in general. ``order``: when work
-    of streams happens: ``at_once``; ``late``, not before something waits for it; ``seeded``, at moments that ``seed``
-    settles. The last two are for tests: memory is poisoned until it is valid, and unordered accesses are reported as
-    hazards.
+    Raises UsageError for a count of GPUs or an order that is not allowed, and UnsupportedError for a compute
+    capability that the device does not know.
+
+    Attributes:
+        name: The card's name.
+        count: How many GPUs, 1 to 64.
+        memory_bytes: Memory of each.
+        context_bytes: What a process takes on each before its first allocation.
+        context_source: Where that figure is from.
+        capability: Compute capability: ``"8.9"``.
+        multiprocessors: How many it has; kernels' launches and reductions depend on it.
+        l2_bytes: Its L2 cache; read by tuning only.
+        copy_limit_bytes: Larger copies to a GPU are left out, so that weights need no RAM. None: all are made.
+        cudnn_workspace_bytes: What each cuDNN plan asks for; not known in general.
+        order: When the work of streams happens. ``"at_once"``; for tests ``"late"`` (not before something waits for
+            it) or ``"seeded"`` (at moments that ``seed`` settles), where memory is poisoned until it is valid, and
+            accesses that nothing orders are reported as hazards.
+        seed: For ``order="seeded"``.
     """
 
     name: str
@@ -99,8 +111,24 @@ class DeviceSettings:
         seed: int = 0,
         cuda: str = "",
     ) -> Self:
-        """The card of that name in the catalog, ``gpus`` times. ``memory_bytes`` and ``context_bytes`` take the place
-        of the catalog's figures; ``cuda`` (``"12.8"``) chooses among contexts that were measured."""
+        """A card of the catalog.
+
+        Args:
+            card: Its name (``"RTX 4090"``) or entry. NVIDIA's only.
+            gpus: How many of them.
+            memory_bytes: In the place of the catalog's figure.
+            context_bytes: In the place of the catalog's figure.
+            copy_limit_bytes: As the field.
+            cudnn_workspace_bytes: As the field.
+            order: As the field.
+            seed: As the field.
+            cuda: The CUDA version whose context to take, among those that were measured: ``"12.8"``. ``""``: the
+                newest.
+
+        Raises:
+            UsageError: A name that the catalog does not have.
+            UnsupportedError: Another vendor's card.
+        """
         entry = gpu(card) if isinstance(card, str) else card
         if entry.vendor != "nvidia" or not entry.compute_capability:
             raise UnsupportedError(

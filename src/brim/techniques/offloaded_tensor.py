@@ -31,8 +31,11 @@ class Keeper(Protocol):
         """Have these values from now on."""
 
 
-class Away(torch.Tensor):
-    """Made by ``away``. Setting it to zero is passed on to whoever keeps the values; the rest is the keeper's."""
+class OffloadedTensor(torch.Tensor):
+    """Shape, dtype and device of a tensor, without its values. Made by ``offloaded_tensor``.
+
+    Setting it to zero calls ``on_zero``; any other operation is the keeper's, or refused where there is none.
+    """
 
     what: str
     todo: str
@@ -47,12 +50,12 @@ class Away(torch.Tensor):
     ) -> Any:
         if func in _ZEROING:
             for tensor in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
-                if isinstance(tensor, Away) and tensor.on_zero is not None:
+                if isinstance(tensor, OffloadedTensor) and tensor.on_zero is not None:
                     tensor.on_zero()
                 else:
                     tensor.zero_()
             return None if isinstance(args[0], (list, tuple)) else args[0]
-        held = list(_aways([*args, *(kwargs or {}).values()]))
+        held = list(_offloaded_tensors([*args, *(kwargs or {}).values()]))
         if func is _aten.detach.default:
             return held[0]
         if all(one.keeper is not None for one in held):
@@ -60,10 +63,10 @@ class Away(torch.Tensor):
         raise _refusal(func, held[0])
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Away({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return f"OffloadedTensor({self.what}, shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def away(
+def offloaded_tensor(
     shape: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
@@ -73,16 +76,16 @@ def away(
     todo: str,
     on_zero: Callable[[], None] | None = None,
     keeper: Keeper | None = None,
-) -> Away:
+) -> OffloadedTensor:
     """A tensor without values. ``what`` and ``todo`` are for the error; ``on_zero`` is called by ``zero_``."""
-    made: Away = torch.Tensor._make_wrapper_subclass(
-        Away, tuple(shape), strides=tuple(stride), dtype=dtype, device=device
+    made: OffloadedTensor = torch.Tensor._make_wrapper_subclass(
+        OffloadedTensor, tuple(shape), strides=tuple(stride), dtype=dtype, device=device
     )
     made.what, made.todo, made.on_zero, made.keeper = what, todo, on_zero, keeper
     return made
 
 
-def _refusal(func: Any, found: Away) -> UnsupportedError:
+def _refusal(func: Any, found: OffloadedTensor) -> UnsupportedError:
     return UnsupportedError(
         f"{found.what} was to be used by {func}.",
         "Its values are not in memory: brim keeps them elsewhere between their uses.",
@@ -96,17 +99,21 @@ def _with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if one_by_one is not None:
         return one_by_one(*args, **kwargs)
     is_number = len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dim() == 0
-    if func is _aten.mul_.Tensor and isinstance(args[0], Away) and is_number:
+    if func is _aten.mul_.Tensor and isinstance(args[0], OffloadedTensor) and is_number:
         assert args[0].keeper is not None
         args[0].keeper.scale(args[1])
         return args[0]
     if _is_view(func) or _written(func, kwargs.items()):
-        raise _refusal(func, next(_aways([*args, *kwargs.values()])))  # what is written to the result would be lost
+        raise _refusal(
+            func, next(_offloaded_tensors([*args, *kwargs.values()]))
+        )  # what is written to the result would be lost
     written = _written(func, enumerate(args))
-    listed = [one for value in args if isinstance(value, (list, tuple)) for one in _aways(value)]
+    listed = [one for value in args if isinstance(value, (list, tuple)) for one in _offloaded_tensors(value)]
     if listed or len(written) > 1:
-        raise _refusal(func, next(_aways(args)))
-    values = {id(one): one.keeper.value() for one in _aways([*args, *kwargs.values()]) if one.keeper is not None}
+        raise _refusal(func, next(_offloaded_tensors(args)))
+    values = {
+        id(one): one.keeper.value() for one in _offloaded_tensors([*args, *kwargs.values()]) if one.keeper is not None
+    }
     made = func(*(values.get(id(a), a) for a in args), **{k: values.get(id(v), v) for k, v in kwargs.items()})
     for one in written:
         assert one.keeper is not None
@@ -120,10 +127,10 @@ def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
-def _written(func: Any, given: Iterable[tuple[int | str, Any]]) -> list[Away]:
+def _written(func: Any, given: Iterable[tuple[int | str, Any]]) -> list[OffloadedTensor]:
     """Those of the arguments ``given``, by position or by name, that ``func`` changes in place."""
     arguments = dict(enumerate(func._schema.arguments)) | {a.name: a for a in func._schema.arguments}
-    places = [(arguments.get(key), value) for key, value in given if isinstance(value, Away)]
+    places = [(arguments.get(key), value) for key, value in given if isinstance(value, OffloadedTensor)]
     return [v for a, v in places if a is not None and a.alias_info is not None and a.alias_info.is_write]
 
 
@@ -140,14 +147,14 @@ def _scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 def _unscale(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """As a gradient scaler does: look for what is not finite, and multiply."""
     for one in tensors:
-        keeper = one.keeper if isinstance(one, Away) else None
+        keeper = one.keeper if isinstance(one, OffloadedTensor) else None
         _aten._amp_foreach_non_finite_check_and_unscale_.default([_value(one)], found_inf, inverse)
         if keeper is not None and inverse.item() != 1:
             keeper.scale(inverse)
 
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.keeper.value() if isinstance(tensor, Away) and tensor.keeper is not None else tensor
+    return tensor.keeper.value() if isinstance(tensor, OffloadedTensor) and tensor.keeper is not None else tensor
 
 
 _LISTS: dict[Any, Callable[..., Any]] = {
@@ -157,9 +164,9 @@ _LISTS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _aways(values: Iterable[Any]) -> Iterator[Away]:
+def _offloaded_tensors(values: Iterable[Any]) -> Iterator[OffloadedTensor]:
     for value in values:
-        if isinstance(value, Away):
+        if isinstance(value, OffloadedTensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _aways(value)
+            yield from _offloaded_tensors(value)

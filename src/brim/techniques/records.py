@@ -57,7 +57,7 @@ class Records:
         self.tier, self._memory, self._label = tier, memory, label
         self.sizes = {record: round_up(bytes, PAGE_BYTES) for record, bytes in sizes.items()}
         self.read_bytes = self.written_bytes = 0  # of the disk, since the beginning
-        self._homes: dict[int, Buffer] = {}
+        self._stores: dict[int, Buffer] = {}
         self._extents: dict[int, Extent] = {}
         self._places: list[_Place] = []  # the least recently used first
         self._brief, self._buffer_bytes = brief, 0
@@ -73,7 +73,7 @@ class Records:
             if self.tier == DISK:
                 self._extents[record] = self._memory.scratch().reserve(bytes)
             else:
-                self._homes[record] = self._memory.ram.allocate(bytes, f"{self._label} {record}")
+                self._stores[record] = self._memory.ram.allocate(bytes, f"{self._label} {record}")
         if self._extents:
             largest = max(self.sizes.values())
             self._buffer_bytes = round_up(max(buffer_bytes, largest), PAGE_BYTES)
@@ -101,8 +101,8 @@ class Records:
 
         Raises the TransferError of its read, or of the write of what was in its way (which is kept).
         """
-        if record in self._homes:
-            return self._homes[record].tensor
+        if record in self._stores:
+            return self._stores[record].tensor
         place = self._locate(record)
         if place is None:
             place = self._fetch(record, (), empty=empty)
@@ -184,8 +184,8 @@ class Records:
 
     def _resting(self, record: int) -> torch.Tensor | None:
         """The record's bytes where they are in RAM anyway."""
-        if record in self._homes:
-            return self._homes[record].tensor
+        if record in self._stores:
+            return self._stores[record].tensor
         place = self._locate(record)
         if place is None:
             return None
@@ -206,9 +206,9 @@ class Records:
         self._places.clear()
         for extent in self._extents.values():
             self._memory.scratch().release(extent)
-        for buffer in (*self._homes.values(), *([self._buffer] if self._buffer else [])):
+        for buffer in (*self._stores.values(), *([self._buffer] if self._buffer else [])):
             buffer.free()
-        self._extents, self._homes, self._buffer = {}, {}, None
+        self._extents, self._stores, self._buffer = {}, {}, None
 
     # -- places in the buffer
 

@@ -12,7 +12,7 @@ from torch import nn
 from brim.core import Timeline
 from brim.errors import UnsupportedError
 from brim.memory.tiers import cpu_memory, emulated_memory
-from brim.techniques.offloaded_tensor import Away
+from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload import technique as optimizer_offload
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -32,7 +32,7 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Trained:
         memory = emulated_memory(timeline, vram_bytes=1 << 20, ram_bytes=1 << 20)
     optimizer_offload.apply(net, optimizer, memory, states=request.param, gradients=request.param)
     backward(net)
-    assert isinstance(net[0].weight.grad, Away)
+    assert isinstance(net[0].weight.grad, OffloadedTensor)
     return net, optimizer
 
 

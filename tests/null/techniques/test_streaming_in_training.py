@@ -92,7 +92,7 @@ def test_frozen_weights_go_one_way_and_twice_a_step_at_most(kind: str, fit: Call
     net.layers[0].register_forward_hook(lambda layer, args, output: output + layer.extra)
     handle = fit(net)
     assert "layers.0.extra" not in {name for s in handle._streamed_blocks for name in s.block.tensors}
-    bytes = sum(s.home.layout.bytes for s in handle._streamed_blocks if s.block.name != "embed")
+    bytes = sum(s.store.layout.bytes for s in handle._streamed_blocks if s.block.name != "embed")
     for _ in range(3):
         loss_of(net).backward()
     moved = handle.memory.recorder.copied_bytes

@@ -211,7 +211,7 @@ class _Program:
     def build(self) -> Callable[[], None]:
         job, split = self.job, self.job.split
         weights, computes = _TYPES[job.workload.precision or _precision(job)]
-        chunks, twins = [], []
+        chunks, tied_weights = [], []
         for layers in self.chunks:
             model, table = self._model(layers, weights)
             model.train()
@@ -229,11 +229,11 @@ class _Program:
                 ),
             )  # fmt: skip
             chunks.append(TracedChunk(model, handle, job, computes or weights))
-            twins += [pipeline.Twin(p) for name, p in model.named_parameters() if name == table]
+            tied_weights += [pipeline.TiedWeight(p) for name, p in model.named_parameters() if name == table]
         trained = [p for chunk in chunks for p in chunk.model.parameters() if p.requires_grad]
         optimizer = make_optimizer(job.workload.optimizer or "adamw", trained)
         sharding.group_by_kind(optimizer, offload=split.offload_shards)
-        return self._step(chunks, twins, optimizer)
+        return self._step(chunks, tied_weights, optimizer)
 
     def _model(self, layers: Layers, weights: torch.dtype) -> tuple[pipeline.Stage, str | None]:
         """The whole model, and of it the stage: layers that are left out take nothing once they are gone. And the
@@ -247,7 +247,10 @@ class _Program:
         return stage, next((name for name, parameter in stage.named_parameters() if parameter is table), None)
 
     def _step(
-        self, chunks: Sequence[TracedChunk], twins: Sequence[pipeline.Twin], optimizer: torch.optim.Optimizer
+        self,
+        chunks: Sequence[TracedChunk],
+        tied_weights: Sequence[pipeline.TiedWeight],
+        optimizer: torch.optim.Optimizer,
     ) -> Callable[[], None]:
         last = set({turn.kind: turn for turn in self.order}.values())
         sent: list[torch.Tensor] = []  # let go at the step's end by torch's runtime of schedules (send_ops)
@@ -263,8 +266,8 @@ class _Program:
             sent.clear()
             for chunk in chunks:
                 chunk.finish()
-            for twin in twins:
-                twin.add()
+            for tied_weight in tied_weights:
+                tied_weight.add()
             with chunks[0].handle.stepping():
                 optimizer.step()
             optimizer.zero_grad()

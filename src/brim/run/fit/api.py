@@ -26,8 +26,6 @@ from brim.techniques.base import refuse_second, refuse_special_tensors
 from brim.techniques.dry_run import as_arguments
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
-_Example = torch.Tensor | Mapping[str, Any] | Sequence[Any]
-
 
 @overload
 def fit(
@@ -37,7 +35,7 @@ def fit(
     vram: str | int | None = None,
     ram: str | int | None = None,
     device: Device | str = "auto",
-    example: _Example | None = None,
+    example: torch.Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
     activations: str | int | None = None,
 ) -> WeightStreaming: ...
 
@@ -50,7 +48,7 @@ def fit(
     vram: str | int | None = None,
     ram: str | int | None = None,
     device: Device | str = "auto",
-    example: _Example | None = None,
+    example: torch.Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
     activations: str | int | None = None,
     plan: str | Path | None = None,
 ) -> Fitted: ...
@@ -63,28 +61,43 @@ def fit(
     vram: str | int | None = None,
     ram: str | int | None = None,
     device: Device | str = "auto",
-    example: _Example | None = None,
+    example: torch.Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
     activations: str | int | None = None,
     plan: str | Path | None = None,
 ) -> WeightStreaming | Fitted:
-    """Fit ``model`` into ``vram`` (the compute device) and ``ram``: amounts such as ``"8GiB"``.
+    """Fit a module that exists already into a memory budget, in place.
 
-    Without ``optimizer`` for inference; with it, training steps fit too, gradients and the optimizer's states
-    included, and a training loop stays as it is: ``loss.backward(); optimizer.step(); optimizer.zero_grad()``.
+    Without ``optimizer``, for inference: blocks that do not fit are streamed while the model runs. With it, for
+    training: gradients and the optimizer's states are in the budget too, and the loop stays as it is:
+    ``loss.backward(); optimizer.step(); optimizer.zero_grad()``. The budget counts the module's tensors and
+    activations. On a machine without CUDA the model computes in RAM, and what does not fit there rests in a scratch
+    file (in the folder that ``BRIM_SCRATCH`` names, else in the temporary one).
 
-    A budget that is not given is what is free, and what the model holds of it already, less a tenth. ``device`` is
-    "auto", "cuda", "cpu", "emulated" or one GPU of several ("cuda:1"); a model that is on a GPU stays on that one.
-    On a machine without CUDA the compute tier is RAM, and what does not fit rests in a scratch file (``BRIM_SCRATCH``
-    or the temporary folder). The budget counts the module's tensors and its activations. ``example`` is what the
-    model is called with: a tensor, a tuple of positional inputs, or a dictionary of named ones; a step's activations
-    are predicted from it without running anything. ``activations`` gives them instead; with neither, an eighth of the
-    budget is set aside. ``device="emulated"`` lets a pool in RAM play VRAM, for trying out plans without a GPU.
-    ``plan`` is a file of ``brim plan --task train``: just that is done, and the loop gives the model as many rows at
-    once as the plan says.
+    Args:
+        model: Any module with ordinary parameters, fitted neither as a whole nor in part. One that lies on a GPU
+            stays on that one.
+        optimizer: The one that trains it, of ``torch.optim`` or derived from it. None: inference.
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of all that it has. None: what is free and what the
+            model holds of it already, less a tenth.
+        ram: Budget of host memory, written alike. Where the model computes in RAM, the smaller of the two budgets
+            holds.
+        device: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (one of several), ``"cpu"``, or ``"emulated"``: a part of RAM
+            plays VRAM, to try plans without a GPU.
+        example: What the model is called with: a tensor, a tuple or list of positional inputs, or a dictionary of
+            named ones. Activations are predicted from it; nothing is run.
+        activations: Bytes of a step's activations, instead of an example. With neither, an eighth of the budget is
+            set aside.
+        plan: For training: a file that ``brim plan --task train --output`` wrote. Exactly that is done, and the loop
+            gives the model as many rows at once as the plan says.
 
-    The returned handle has ``plan``, ``timeline()`` and ``remove()``, and is also at ``model.brim``. Raises
-    BudgetError when nothing fits (with the smallest budget that does), UsageError when it is fitted already, and
-    UnsupportedError for parameters that are not their bytes: quantized by others, sharded, sparse, or on meta.
+    Returns:
+        The handle, also at ``model.brim``: ``plan``, ``timeline()``, ``remove()``.
+
+    Raises:
+        BudgetError: Nothing fits; ``smallest_bytes`` says what would.
+        UsageError: Something of another type, a value that is not allowed, or a model that is fitted already.
+        UnsupportedError: Parameters that are more than their bytes: quantized by another library, sharded, sparse, or
+            on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")

@@ -20,7 +20,7 @@ from brim.predict.tracer import trace
 from brim.run.fit.example_shapes import without_values
 from brim.run.fit.machine import capability
 from brim.run.plan.choosing import Need, found_with_more, make_plan
-from brim.run.train.strategy.meta_copy import twin
+from brim.run.train.strategy.meta_copy import meta_copy
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.dry_run import call_with
 from brim.techniques.streaming.weight_streaming import Weights, apply
@@ -128,7 +128,7 @@ def _reserved_bytes(
 def _copy_of(model: nn.Module) -> nn.Module:
     absent = {name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"}
     try:
-        return twin(model, absent=absent, device=_CUDA)
+        return meta_copy(model, absent=absent, device=_CUDA)
     except (TypeError, RuntimeError) as error:  # as deepcopy says for locks, handles and tensors with a history
         raise UnsupportedError(
             f"What {type(model).__name__} takes of a GPU was to be predicted.",

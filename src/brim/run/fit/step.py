@@ -75,7 +75,13 @@ def _complete(plan: Plan, partition: Partition) -> Plan:
 
 
 class Fitted:
-    """The handle of a model in training."""
+    """The handle of a model that ``brim.fit`` made fit for training.
+
+    Attributes:
+        model: The model, in place.
+        optimizer: Its optimizer.
+        plan: What was decided and promised.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, memory: Memory) -> None:
         self.model, self.optimizer, self.plan, self.memory = model, optimizer, plan, memory
@@ -139,7 +145,9 @@ class Fitted:
         return handle
 
     def step(self, micros: Sequence[MicroBatch], *, clip_norm: float | None = None) -> torch.Tensor:
-        """One step of the optimizer over the micro-batches of a batch. Returns the batch's loss, 0-dimensional."""
+        """Do one step of the optimizer over the micro-batches of a batch, as ``brim train`` does. Returns the batch's
+        loss, 0-dimensional.
+        """
         self._stepping = False
         total: torch.Tensor | None = None
         for micro in micros:
@@ -184,9 +192,17 @@ class Fitted:
         return contextlib.nullcontext()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` of all that the optimizer has, wherever the gradients are. Exact.
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does, over all parameters of the optimizer, wherever gradients
+        are. Exact.
 
-        Returns the norm before clipping. PyTorch's own function works as well while gradients stay in memory.
+        PyTorch's own function works as well while gradients stay in memory.
+
+        Args:
+            max_norm: The largest norm that gradients keep.
+            norm_type: Which norm; ``inf`` is the largest value.
+
+        Returns:
+            The norm before clipping, 0-dimensional.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.offload is not None:
@@ -227,7 +243,7 @@ class Fitted:
             self.offload.load_state(name, tensor)
 
     def timeline(self) -> Timeline:
-        """What memory did since the plan came into force, the peak of the scratch file among its facts."""
+        """What memory did since the model was fitted. The fact ``held_bytes.disk``: the peak of the scratch file."""
         assert self.streaming is not None, "it is removed"
         made = self.streaming.timeline()
         made.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
@@ -240,7 +256,9 @@ class Fitted:
         self.memory.close()
 
     def remove(self) -> None:
-        """Give model and optimizer back with everything in memory, as if nothing had been fitted."""
+        """Give model and optimizer back with everything in memory, as if nothing had been fitted. A second call does
+        nothing.
+        """
         while self._handles:
             self._handles[-1].remove()
             self._handles.pop()

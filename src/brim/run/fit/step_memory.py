@@ -197,7 +197,13 @@ def _faked(fake: FakeTensorMode) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The largest step to make room for: ``batch`` sequences, ``prompt`` tokens at once, ``total`` in the cache."""
+    """The largest step of generation to make room for.
+
+    Attributes:
+        batch: Sequences at once.
+        prompt: Tokens that go through the model at once.
+        total: Tokens of each sequence in the KV cache at the end, the prompt included.
+    """
 
     batch: int = 1
     prompt: int

@@ -28,7 +28,7 @@ from brim.run.train.strategy.case import TrainingStrategy
 from brim.run.train.strategy.choice import MICRO_BATCH, Choice
 from brim.run.train.strategy.choose import follow, loop_case, search_training
 from brim.run.train.strategy.ladder import Orders, fits, too_small
-from brim.run.train.strategy.meta_copy import twin_optimizer
+from brim.run.train.strategy.meta_copy import meta_copy_optimizer
 from brim.run.train.strategy.prediction import Prediction, Rehearsal, works_in_place
 from brim.run.train.strategy.search import Planner
 from brim.techniques.base import HANDLE_ATTRIBUTE, refuse_second
@@ -139,7 +139,7 @@ class Search:
             model=model,
             partition=checkpointing.partition_of(model),
             weights=Weights(),
-            optimizer=lambda twin: twin_optimizer(twin, model, optimizer),
+            optimizer=lambda copy: meta_copy_optimizer(copy, model, optimizer),
             inputs=None if example is None else lambda count: without_values(example),
             batch=1,  # whatever the loop gives at once
             hardware=hardware,

@@ -46,20 +46,35 @@ def load(
     quantization: str | Quantization | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load a Hugging Face folder, a ``.gguf`` file or a hub id for inference, holding no more than the budget.
+    """Load a model for inference, in a memory budget that also holds while it is loaded.
 
-    ``vram`` and ``ram`` are amounts such as ``"8GiB"``; what is free less a tenth where they are not given. The RAM
-    budget is for the growth of the process from this call on, whatever it is for. ``device`` is "auto", "cuda",
-    "cpu", "emulated" or one GPU of several ("cuda:1"). ``inputs`` says how large a step to make room for; without it,
-    room is made for up to 1,024 tokens, fewer where the budget is small.
-    ``quantization`` (``"int8"``, ``"int4"``, ``"fp8"``) keeps linear layers in fewer bits: less to hold and to move,
-    and another output; the first time, they are quantized into the user's cache folder.
+    The module behaves as if all its weights were in memory; those that do not fit are streamed from RAM or from the
+    checkpoint on disk. What it computes is equal, bit for bit, to a model that is all in memory. Call it under
+    ``torch.no_grad()``.
 
-    The module behaves as if all its weights were in memory; ``module.brim`` is the handle (``plan``, ``timeline()``,
-    ``remove()``). Call it under ``torch.no_grad()``.
+    Args:
+        model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of all that it has. None: what is free less a tenth.
+        ram: Budget of host memory, written alike: for the growth of the process from this call on, whatever it is
+            for.
+        device: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (one of several), ``"cpu"``, or ``"emulated"``: a part of RAM
+            plays VRAM.
+        inputs: The largest step to make room for. None: one sequence of 1,024 tokens, or fewer where the budget is
+            small.
+        dtype: Of the weights. None: as the configuration says.
+        quantization: ``"int8"``, ``"int4"``, ``"fp8"`` or a ``Quantization``: linear layers in fewer bits, which
+            takes less to hold and to move, and gives other results. The first time, they are quantized into the
+            user's cache folder. None: as stored.
+        trust_remote_code: Whether Python code in the model's folder may run.
 
-    Raises ModelError for files that are missing or damaged, BudgetError (with the smallest budget that does) when
-    nothing fits.
+    Returns:
+        The module. ``module.brim`` is its handle: ``plan``, ``timeline()``, ``remove()``.
+
+    Raises:
+        ModelError: Files are missing or damaged.
+        BudgetError: Nothing fits; ``smallest_bytes`` says what would.
+        UsageError: A value that is not allowed.
+        UnsupportedError: The device, or the model, is one that brim cannot run.
     """
     if inputs is not None and not isinstance(inputs, Inputs):
         raise UsageError(

@@ -23,7 +23,7 @@ _FUSED = ("adamw", "adam")  # PyTorch has no fake kernels for the others, and a 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainee:
+class TrainingModel:
     """``module`` in train mode; parameters with a source in ``weights`` hold nothing until they are placed."""
 
     module: nn.Module
@@ -46,9 +46,9 @@ class Trainee:
         return frozenset(n for n, _ in self.module.named_parameters() if n not in self.weights.sources)
 
 
-def open_trainee(
+def open_training_model(
     folder: Path, *, method: Method, precision: str, seed: int, trust_remote_code: bool = False
-) -> Trainee:
+) -> TrainingModel:
     """Open the model in ``folder`` for training by ``method``; adapters are initialised from ``seed``.
 
     What is trained is held in float32, except in pure ``bf16``; a base that is only read stays as it is stored.
@@ -76,7 +76,7 @@ def open_trainee(
     config.use_cache = False
     if method == "full":
         weights = Weights(sources=sources, verify=verify)
-        return Trainee(module=opened.module.train(), weights=weights, opened=opened, method=method)
+        return TrainingModel(module=opened.module.train(), weights=weights, opened=opened, method=method)
     first = {id(parameter): name for name, parameter in opened.module.named_parameters()}
     module = add_lora(opened.module, seed)
     renamed = {name: first[id(p)] for name, p in module.named_parameters() if first.get(id(p)) in sources}
@@ -84,7 +84,7 @@ def open_trainee(
         sources={name: replace(sources[old], name=name) for name, old in renamed.items()},
         verify=None if verify is None else _renaming(verify, renamed),
     )
-    return Trainee(module=module.train(), weights=weights, opened=opened, method=method)
+    return TrainingModel(module=module.train(), weights=weights, opened=opened, method=method)
 
 
 def _pure(precision: str) -> bool:

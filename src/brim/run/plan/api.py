@@ -18,18 +18,46 @@ def plan(
     prefer: str = "speed", lossless: bool = False, top: int = 5,
     precisions: bool = False, router_statistics: str | None = None,
 ) -> Answer:  # fmt: skip
-    """The fastest ways to do ``task`` ("generate" or "train") with ``model`` that fit, each one proved.
+    """Find the fastest ways to run or train a model in what a machine has. No weights are read.
 
-    ``model`` is a name of the catalog, a folder, a ``.gguf`` file, or for training ``file.py:build``, a function that
-    returns a model and its inputs. The machine is this one, or that of ``gpu``, a name of the catalog, with ``ram``
-    and ``disk``: amounts such as ``"8GiB"``. ``seq`` are tokens of a training sequence, or of the prompt before
-    ``new_tokens``.
+    Each way is proved: a step is traced with the way's techniques in force, and its peaks are what is promised.
 
-    ``precisions`` has the answer say what each kind of block takes in 8 bits and in 16. ``router_statistics`` ("auto"
-    or a file) plans a mixture of experts by what its routers do in a short run.
+    Args:
+        model: A name of the catalog, a Hugging Face folder, or a ``.gguf`` file; for training also
+            ``"file.py:build"``, a function that returns a model and its inputs as a pair.
+        task: ``"generate"`` or ``"train"``.
+        gpu: A name of the catalog (``"RTX 3060"``). None: this machine.
+        vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"80%"`` of it. None: what is free; on this machine less a
+            tenth.
+        ram: Host memory, written alike. None: what is free less a tenth; 64 GiB beside a ``gpu``.
+        disk: Room on disk for what memory cannot hold, written alike. None: for training, what is free less a tenth;
+            1 TiB beside a ``gpu``.
+        batch: Sequences of a step.
+        seq: Tokens of a training sequence, or of the prompt.
+        new_tokens: Tokens to generate.
+        precision: For generating ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``, ``"int8"`` or ``"int4"``; for
+            training ``"fp32"``, ``"tf32"``, ``"bf16-mixed"``, ``"fp16-mixed"``, ``"bf16"``, ``"bf16-stochastic"``,
+            ``"bf16-master"`` or ``"fp8"``. None: the planner's choice.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, ``"rmsprop"``,
+            ``"adagrad"``, ``"lion"`` or ``"adamw8bit"``.
+        method: ``"full"`` or ``"lora"``.
+        prefer: What comes first: ``"speed"``, ``"memory"`` (the least in the compute tier), or ``"quality"`` (the
+            fastest that rounds no weights).
+        lossless: Take no precision that rounds weights to 8 bits or fewer.
+        top: How many ways at most.
+        precisions: For generating: also tell what each kind of block takes in 8 bits and in 16.
+        router_statistics: For generating with a mixture of experts: plan by what its routers do in a short run, which
+            is kept in this file; ``"auto"``: in the user's cache folder.
 
-    The answer's ``proposals`` are ranked; where nothing fits there are none, and ``nearest`` has the changes under
-    which it would. Raises UsageError and ModelError for what was asked.
+    Returns:
+        ``proposals``, the first one the best; where nothing fits there are none, and ``nearest`` has changes under
+        which it would.
+
+    Raises:
+        UsageError: A value that is not allowed, or an unknown name.
+        ModelError: The model's files are missing or damaged.
+        BudgetError: No way could ever fit: the inputs alone are more than all of the memory.
+        UnsupportedError: The model is one that brim cannot run.
     """
     request = Request(
         model=model, task=task, gpu=gpu, vram=vram, ram=ram, disk=disk, batch=batch, seq=seq, new_tokens=new_tokens,

@@ -40,12 +40,7 @@ _FREE_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One question. Amounts are bytes or such as ``"8GiB"``; ``gpu`` is a name of the catalog, None is this machine.
-
-    ``seq`` are tokens of a training sequence, or of the prompt. ``precision`` None leaves it to the planner, which
-    under ``lossless`` takes none of ``LOSSY``. ``prefer`` says what the first of the plans is best at: seconds, bytes
-    of the compute tier, or (``quality``) seconds among those that are not lossy.
-    """
+    """What was asked of ``brim.plan``; each field is the argument of that name there."""
 
     model: str | Path
     task: str = "generate"
@@ -112,9 +107,13 @@ def exact_bytes(amount: str | int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is planned for. ``assumed`` says which of its figures nobody measured.
+    """The machine that is planned for.
 
-    ``left_bytes``: what measuring it has left in this process, where that was done just now.
+    Attributes:
+        hardware: Its tiers, links and rates.
+        budget_bytes: What may be used of each tier (``"vram"``, ``"ram"``, ``"disk"``).
+        assumed: Which figures nobody measured, a sentence each.
+        left_bytes: What measuring it has left in this process, where that was done just now.
     """
 
     hardware: Hardware
@@ -132,7 +131,14 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """One technique in a plan: what it does, the bytes that it saves per tier (negative: takes), and its seconds."""
+    """One technique of a proposal.
+
+    Attributes:
+        technique: Its name: ``"weight_streaming"``, ``"checkpointing"``, ...
+        what: What it does here, in words.
+        saves_bytes: What it saves of each tier; negative where it takes.
+        costs_s: Seconds of a step that it costs.
+    """
 
     technique: str
     what: str
@@ -146,11 +152,20 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A plan that was proved: the step was traced with it in force. ``gap`` is how far from the best it may be.
+    """One way that fits.
 
-    ``hardware`` is given where it is a part of the machine: its processor alone; ``precision`` where the planner
-    chose another than the model's own. ``frees`` is what else would make room in some tier, and what it would cost.
-    ``timeline`` is what its schedule says that the machine does, for reports.
+    Attributes:
+        plan: Decisions and promise; ``brim generate --plan`` and ``brim train --plan`` run exactly this.
+        step_s: Seconds of a step; when generating, of a token of each sequence.
+        limited_by: What sets the pace: ``"compute"``, ``"link"``, ``"disk"`` or ``"RAM"``.
+        techniques: What each technique saves and costs.
+        command: A command line that runs it.
+        gap: How far the plan may be from the best, as a share of its seconds.
+        proved: Whether the step was traced with the plan in force.
+        hardware: The part of the machine that it uses, where that is not all of it: its processor alone.
+        precision: The precision, where the planner chose another than the model's own.
+        frees: What else would make room in some tier, and what it would cost.
+        timeline: What its schedule says that the machine does, for reports.
     """
 
     plan: Plan
@@ -181,7 +196,12 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Nearest:
-    """A change under which it fits, and the command that has it."""
+    """A change under which it fits.
+
+    Attributes:
+        change: What to change, in words.
+        command: The command line that asks for it.
+    """
 
     change: str
     command: str
@@ -189,10 +209,18 @@ class Nearest:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Ranked proposals; where nothing fits, ``needs_bytes`` per tier and the ``nearest`` requests that do.
+    """What ``brim.plan`` found.
 
-    ``refusal`` is what the planner said then. ``took_s`` is how long the answer took. ``precisions``: of each kind of
-    block, what it takes in several of them, where fewer bits were considered or asked about.
+    Attributes:
+        request: What was asked.
+        machine: What was planned for.
+        proposals: The ways that fit, the best first; empty where none does.
+        needs_bytes: Where nothing fits: the least that was found of each tier.
+        nearest: Where nothing fits: changes under which something would.
+        refusal: Where nothing fits: why, in words.
+        took_s: Seconds that the answer took.
+        precisions: What each kind of block takes in several precisions, where fewer bits were considered or asked
+            about.
     """
 
     request: Request
@@ -211,6 +239,7 @@ class Answer:
         return tokens / proposal.step_s if proposal.step_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
+        """As ``brim plan --json`` prints it."""
         infeasible = None
         if not self.proposals:
             found = [{"change": n.change, "command": n.command} for n in self.nearest]

@@ -143,12 +143,12 @@ class SplitSaver:
             _told(self._output, lambda: shutil.rmtree(folder))
 
     def _write_adapter(self, folder: Path, output: OutputFolder) -> None:
-        trainee = open_whole(self._recipe)
-        trained = {name: p.data for name, p in trainee.module.named_parameters() if p.requires_grad}
+        training_model = open_whole(self._recipe)
+        trained = {name: p.data for name, p in training_model.module.named_parameters() if p.requires_grad}
         with _quiet():
             load(dict(trained), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        files = adapter_files(trainee.module, trainee.base, self._recipe.folder)
-        output.export(adapter_tensors(trainee.module), files)
+        files = adapter_files(training_model.module, training_model.base, self._recipe.folder)
+        output.export(adapter_tensors(training_model.module), files)
 
     def _write_model(self, folder: Path, output: OutputFolder) -> None:
         module = open_whole(self._recipe).module

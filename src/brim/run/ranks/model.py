@@ -25,7 +25,7 @@ from brim.estimation.ranks.split import (
 )
 from brim.memory.checkpoint_files import TensorSource
 from brim.run.model.file_tensor import FileTensor
-from brim.run.model.training_model import Method, Trainee, open_trainee
+from brim.run.model.training_model import Method, TrainingModel, open_training_model
 from brim.techniques import optimizers
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.parallel import context_parallel, pipeline, sharding
@@ -49,13 +49,13 @@ class Chunk:
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """All that a rank holds. ``hidden`` and ``dtype``: the width and the type of what stages send each other.
-    ``twin``: a weight that another stage has too."""
+    ``tied_weight``: a weight that another stage has too."""
 
     chunks: Sequence[Chunk]
     optimizer: torch.optim.Optimizer
     hidden: int
     dtype: torch.dtype
-    twin: pipeline.Twin | None = None
+    tied_weight: pipeline.TiedWeight | None = None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """By their names in the whole model, tied ones once."""
@@ -82,31 +82,31 @@ class Recipe:
     method: Method = "full"
 
 
-def open_whole(recipe: Recipe) -> Trainee:
-    """The model with its weights still in their files. Raises what ``open_trainee`` does."""
-    return open_trainee(
+def open_whole(recipe: Recipe) -> TrainingModel:
+    """The model with its weights still in their files. Raises what ``open_training_model`` does."""
+    return open_training_model(
         recipe.folder, method=recipe.method, precision=recipe.precision, seed=recipe.seed,
         trust_remote_code=recipe.trust_remote_code,
     )  # fmt: skip
 
 
-def check(trainee: Trainee, recipe: Recipe) -> None:
+def check(training_model: TrainingModel, recipe: Recipe) -> None:
     """Raise UsageError for sizes that do not divide, UnsupportedError for what cannot be split."""
-    split, config = recipe.split, trainee.module.config
+    split, config = recipe.split, training_model.module.config
     check_sizes(split, sizes_of(config, recipe.sequence))
     check_experts(split)
     check_context(split)
-    layers = (trainee.module.get_submodule(path) for path in checkpointing.blocks(trainee.module))
-    check_parts(layers, split.tp, type(trainee.module).__name__)
-    if split.tp > 1 and has_turned(trainee.module):
+    layers = (training_model.module.get_submodule(path) for path in checkpointing.blocks(training_model.module))
+    check_parts(layers, split.tp, type(training_model.module).__name__)
+    if split.tp > 1 and has_turned(training_model.module):
         raise UnsupportedError(
-            f"--tp {split.tp} was asked for {type(trainee.module).__name__}.",
+            f"--tp {split.tp} was asked for {type(training_model.module).__name__}.",
             "Its queries, keys and values are one product, whose parts no checkpoint would find again.",
             "Split it by --zero or --pp.",
         )
 
 
-def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee) -> Part:
+def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: TrainingModel) -> Part:
     """This rank's part, filled and split over ``mesh`` (axes ``pp``, ``shard`` and ``tp``).
 
     ``first`` is the whole model as ``open_whole`` gives it; of a model in several chunks it is opened again for each
@@ -124,8 +124,10 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     context = context_parallel.mesh_of(split.cp, device.type, split.tp)
     chunks = []
     for index in indices:
-        trainee = first if index == stage else open_whole(recipe)
-        chunk = _chunk(trainee, parts[index], recipe, mesh, device, context=context, index=index, of=len(parts))
+        training_model = first if index == stage else open_whole(recipe)
+        chunk = _chunk(
+            training_model, parts[index], recipe, mesh, device, context=context, index=index, of=len(parts)
+        )
         chunks.append(chunk)
     trained = [p for chunk in chunks for p in chunk.module.parameters() if p.requires_grad]
     optimizer = optimizers.make(recipe.optimizer, trained, recipe.lr)
@@ -134,18 +136,18 @@ def build(recipe: Recipe, mesh: DeviceMesh, device: torch.device, first: Trainee
     config: Any = first.module.config
     return Part(
         chunks=chunks, optimizer=optimizer, hidden=int(config.hidden_size),
-        dtype=COMPUTES.get(recipe.precision, weights), twin=_twin(chunks, tied, mesh),
+        dtype=COMPUTES.get(recipe.precision, weights), tied_weight=_tied_weight(chunks, tied, mesh),
     )  # fmt: skip
 
 
-def _twin(chunks: Sequence[Chunk], tied: str | None, mesh: DeviceMesh) -> pipeline.Twin | None:
+def _tied_weight(chunks: Sequence[Chunk], tied: str | None, mesh: DeviceMesh) -> pipeline.TiedWeight | None:
     """The copy of a tied table on this rank, if it is the first of its pipeline or the last."""
     for chunk in chunks:
         for name, parameter in chunk.module.named_parameters():
             if chunk.names[name] == tied and tied is not None:
                 group = mesh.get_group("pp")
                 peer = dist.get_global_rank(group, mesh["pp"].size() - 1 if chunk.module.part.embeds else 0)
-                return pipeline.Twin(parameter, functools.partial(_exchange, peer=peer, group=group))
+                return pipeline.TiedWeight(parameter, functools.partial(_exchange, peer=peer, group=group))
     return None
 
 
@@ -156,11 +158,11 @@ def _exchange(own: torch.Tensor, other: torch.Tensor, peer: int, group: dist.Pro
 
 
 def _chunk(
-    trainee: Trainee, part: pipeline.Part, recipe: Recipe, mesh: DeviceMesh, device: torch.device, *,
+    training_model: TrainingModel, part: pipeline.Part, recipe: Recipe, mesh: DeviceMesh, device: torch.device, *,
     context: DeviceMesh | None, index: int, of: int,
 ) -> Chunk:  # fmt: skip
-    names = {id(parameter): name for name, parameter in trainee.module.named_parameters()}
-    stage = pipeline.cut(trainee.module, part)
+    names = {id(parameter): name for name, parameter in training_model.module.named_parameters()}
+    stage = pipeline.cut(training_model.module, part)
     whole = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
     if (recipe.checkpointing or "none") != "none":
         checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), str(recipe.checkpointing)))
@@ -170,7 +172,7 @@ def _chunk(
         offload=split.offload_shards, experts=split.ep > 1,
         context=context,
     )  # fmt: skip
-    filler = Filler(trainee.weights, names, device)
+    filler = Filler(training_model.weights, names, device)
     handle = sharding.apply(stage, mesh, decision, filler)
     own_shares(stage)
     for module in stage.modules():

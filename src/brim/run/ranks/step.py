@@ -71,8 +71,8 @@ class Stepper:
         """One step; the loss of the whole batch, on every rank."""
         set_lr(self._part.optimizer, lr)
         own = self._backward(share) if self._schedule is None else self._pipelined(share)
-        if self._part.twin is not None:
-            self._part.twin.add()
+        if self._part.tied_weight is not None:
+            self._part.tied_weight.add()
         for chunk in self._part.chunks:
             chunk.handle.settle()
         loss = self._of_all(own)
@@ -132,8 +132,8 @@ class Stepper:
 
     def _counted_elsewhere(self, parameter: torch.Tensor) -> bool:
         """Of a table that is the embedding and the output layer, the first stage counts the gradient."""
-        twin = self._part.twin
-        return twin is not None and twin.weight is parameter and self._mesh["pp"].get_local_rank() > 0
+        tied_weight = self._part.tied_weight
+        return tied_weight is not None and tied_weight.weight is parameter and self._mesh["pp"].get_local_rank() > 0
 
 
 class _Stage(PipelineStage):

@@ -31,7 +31,7 @@ from brim.measure.capacity import free_bytes
 from brim.run.data.dataset import Batches
 from brim.run.fit.machine import refuse_batch
 from brim.run.model.opening import prepare
-from brim.run.model.training_model import Trainee
+from brim.run.model.training_model import TrainingModel
 from brim.run.ranks.checkpoint import SplitSaver
 from brim.run.ranks.group import Ranks, joined
 from brim.run.ranks.memory import Watched
@@ -117,7 +117,7 @@ class _Opened:
     """What is settled before anything is placed."""
 
     recipe: Recipe
-    trainee: Trainee
+    training_model: TrainingModel
     batches: Batches
     split: Split
     output: Path
@@ -158,7 +158,7 @@ class _Run:
         mesh = _mesh(split, device)
         if split.offload_shards:
             _take_processors(ranks.per_node, device)
-        part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.trainee))
+        part = ranks.agree(lambda: build(opened.recipe, mesh, device, opened.training_model))
         meter = Watched(part, device, ranks.rank)
         saver = SplitSaver(
             ranks, part, opened.recipe, opened.output, request.model, allow_non_finite=request.allow_non_finite
@@ -205,11 +205,15 @@ class _Run:
             optimizer=request.optimizer, lr=request.lr, sequence=request.seq, checkpointing=request.checkpointing,
             seed=request.seed, trust_remote_code=request.trust_remote_code, method=request.method,
         )  # fmt: skip
-        trainee = open_whole(recipe)
-        check(trainee, recipe)
+        training_model = open_whole(recipe)
+        check(training_model, recipe)
         output = Path(request.output).expanduser()
         return _Opened(
-            recipe=recipe, trainee=trainee, batches=open_batches(request, folder), split=split, output=output
+            recipe=recipe,
+            training_model=training_model,
+            batches=open_batches(request, folder),
+            split=split,
+            output=output,
         )
 
     def _steps(self, opened: _Opened) -> int:
@@ -234,7 +238,7 @@ class _Run:
             told = overflow_told(number + 1, opened.output)
             with (
                 meter.step(number - first),
-                _splits(split, opened.trainee.opened.name, is_first=number == first),
+                _splits(split, opened.training_model.opened.name, is_first=number == first),
                 told,
             ):
                 loss = stepper.step(share_of(batch, split, shard, ranks.device), lr=lr, clip_norm=request.clip_norm)

@@ -98,7 +98,7 @@ class Saver:
         fitted = session.fitted
         if session.terms.method == "lora":
             # Adapters are small and always in memory.
-            found.read_into(ADAPTER, dict(adapter_tensors(session.trainee.module).values))
+            found.read_into(ADAPTER, dict(adapter_tensors(session.training_model.module).values))
         masters = dict(found.tensors(_PRECISION)) if found.layout(_PRECISION) else {}
         fitted.precision.load_state_dict({**found.state["precision"], "tensors": masters})
         fitted.load_states(_names(session), found.state["optimizer"], found.tensors(_OPTIMIZER))
@@ -138,15 +138,15 @@ class Saver:
 
     def _model(self, session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:
         """What is trained, as it is now, read from wherever it is, one tensor at a time."""
-        trainee = session.trainee
-        if trainee.method == "lora":
-            tensors = adapter_tensors(trainee.module)
-            files = adapter_files(trainee.module, trainee.base, trainee.opened.path)
+        training_model = session.training_model
+        if training_model.method == "lora":
+            tensors = adapter_tensors(training_model.module)
+            files = adapter_files(training_model.module, training_model.base, training_model.opened.path)
         else:
-            tensors = model_tensors(trainee.module, value=session.fitted.value)
-            files = model_files(trainee.module, trainee.opened.path)
+            tensors = model_tensors(training_model.module, value=session.fitted.value)
+            files = model_files(training_model.module, training_model.opened.path)
         # Of a model that is trained as a whole, buffers may well hold infinities, as masks do.
-        names = None if trainee.method == "lora" else set(_names(session).values())
+        names = None if training_model.method == "lora" else set(_names(session).values())
         return self._finite(tensors, names), files
 
     def _finite(self, tensors: Tensors, names: Collection[str] | None = None) -> Tensors:
@@ -159,7 +159,7 @@ class Saver:
 
 
 def _names(session: Session) -> dict[torch.Tensor, str]:
-    return {p: n for n, p in session.trainee.module.named_parameters() if p.requires_grad}
+    return {p: n for n, p in session.training_model.module.named_parameters() if p.requires_grad}
 
 
 def _check_same(theirs: dict[str, Any], ours: dict[str, str], folder: Path) -> None:

@@ -19,7 +19,7 @@ from brim.memory.heap_retention import HeapLimits, KeptHeap, kept_limits
 from brim.run.fit.machine import Device, make_memory
 from brim.run.fit.step import Fitted, apply_choice
 from brim.run.generate.load import warm_up
-from brim.run.model.training_model import Method, Trainee, make_optimizer, open_trainee
+from brim.run.model.training_model import Method, TrainingModel, make_optimizer, open_training_model
 from brim.run.plan import plan_file
 from brim.run.plan.plan_file import PlanFile
 from brim.run.plan.training import program_bytes, training_limits
@@ -69,20 +69,20 @@ class Session:
     def __init__(
         self,
         terms: Terms,
-        trainee: Trainee,
+        training_model: TrainingModel,
         fitted: Fitted,
         found: TrainingStrategy,
         heap_limits: HeapLimits | None = None,
         foreseen: Timeline | None = None,
     ) -> None:
-        self.terms, self.trainee, self.fitted = terms, trainee, fitted
+        self.terms, self.training_model, self.fitted = terms, training_model, fitted
         self.rung, self.planned, self.foreseen = found.rung, found.planned, foreseen
         self._kept_heap: KeptHeap | None = None
         if heap_limits is not None:
             self._kept_heap = KeptHeap(terms.start_bytes + heap_limits.return_above_bytes)
         assert fitted.streaming is not None, "it is in force"
         blocks = [name for name, _ in fitted.streaming.blocks]
-        self._spans = ComputeSpans(trainee.module, blocks, fitted.memory, fitted.optimizer)
+        self._spans = ComputeSpans(training_model.module, blocks, fitted.memory, fitted.optimizer)
 
     @classmethod
     def open(
@@ -95,7 +95,7 @@ class Session:
         the fastest way that is known to fit. Raises BudgetError when nothing fits, UsageError where ``terms.plan``
         was made for something else.
         """
-        trainee = open_trainee(
+        training_model = open_training_model(
             folder,
             method=terms.method,
             precision=terms.precision,
@@ -103,9 +103,9 @@ class Session:
             trust_remote_code=terms.trust_remote_code,
         )
         if terms.plan is not None:
-            plan_file.check(terms.plan, model=trainee.module, hardware=terms.hardware, task="train")
-        warm_up(trainee.module, terms.hardware, terms.seq)
-        planner = Planner(training_case(terms, trainee))
+            plan_file.check(terms.plan, model=training_model.module, hardware=terms.hardware, task="train")
+        warm_up(training_model.module, terms.hardware, terms.seq)
+        planner = Planner(training_case(terms, training_model))
         found = _chosen(planner, terms, rung, plan)
         limits = _heap_limits(terms, found.prediction, rung or 0)
         promise = found.prediction.with_heap(limits).promise()
@@ -117,8 +117,8 @@ class Session:
             foreseen = replace(rehearsal, partition=found.partition).foresee(found.choice, promise.step_s)
             heap.trim()
         assert rehearsal.inputs is not None, "they are token numbers"
-        fitted = _place(terms, trainee, made, found.partition, rehearsal.inputs(1))
-        return cls(terms, trainee, fitted, found, limits, foreseen)
+        fitted = _place(terms, training_model, made, found.partition, rehearsal.inputs(1))
+        return cls(terms, training_model, fitted, found, limits, foreseen)
 
     @property
     def plan(self) -> Plan:
@@ -134,7 +134,7 @@ class Session:
         """Let everything go without bringing it back into memory."""
         self._spans.close()
         self.fitted.close()
-        del self.trainee, self.fitted
+        del self.training_model, self.fitted
         if self._kept_heap is not None:
             self._kept_heap.close()
         heap.trim()
@@ -152,27 +152,27 @@ def _heap_limits(terms: Terms, found: Prediction, rung: int) -> HeapLimits | Non
     return kept_limits(promised, terms.budget_bytes[RAM]) or watched
 
 
-def _place(terms: Terms, trainee: Trainee, plan: Plan, partition: Partition, example: Any) -> Fitted:
-    optimizer = make_optimizer(terms.optimizer, trainee.module, terms.lr)
+def _place(terms: Terms, training_model: TrainingModel, plan: Plan, partition: Partition, example: Any) -> Fitted:
+    optimizer = make_optimizer(terms.optimizer, training_model.module, terms.lr)
     memory = make_memory(plan, terms.hardware, terms.device, Timeline(f"{plan.model} train", measured=True))
     memory.use_disk(folder=terms.disk_folder, limit_bytes=terms.budget_bytes.get(DISK))
-    return apply_choice(trainee.module, optimizer, plan, memory, partition, trainee.weights, example)
+    return apply_choice(training_model.module, optimizer, plan, memory, partition, training_model.weights, example)
 
 
-def training_case(terms: Terms, trainee: Trainee) -> Case:
+def training_case(terms: Terms, training_model: TrainingModel) -> Case:
     """What ``brim train`` is to choose."""
-    model, orders = trainee.module, terms.orders
+    model, orders = training_model.module, terms.orders
 
     def inputs(count: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, terms.seq, dtype=torch.long)
         return {"input_ids": ids, "labels": ids.clone()}
 
     rehearsal = Rehearsal(
-        name=trainee.opened.name,
+        name=training_model.opened.name,
         model=model,
-        partition=find_blocks(model, stay=trainee.stay),
-        weights=replace(trainee.weights, verify=None),
-        optimizer=lambda twin: make_optimizer(terms.optimizer, twin, terms.lr),
+        partition=find_blocks(model, stay=training_model.stay),
+        weights=replace(training_model.weights, verify=None),
+        optimizer=lambda copy: make_optimizer(terms.optimizer, copy, terms.lr),
         inputs=inputs,
         batch=terms.batch,
         hardware=terms.hardware,
@@ -182,7 +182,7 @@ def training_case(terms: Terms, trainee: Trainee) -> Case:
         spent_bytes=lambda: program_bytes(terms.start_bytes),
     )
     limits = training_limits(
-        model, terms.precision, terms.budget_bytes, clips=terms.clip_norm is not None, adapters=trainee.stay
+        model, terms.precision, terms.budget_bytes, clips=terms.clip_norm is not None, adapters=training_model.stay
     )
     limits = within(orders, limits)
     return Case(
@@ -192,7 +192,7 @@ def training_case(terms: Terms, trainee: Trainee) -> Case:
         limits=limits,
         tokens=terms.seq,
         orders=orders,
-        stay=trainee.stay,
+        stay=training_model.stay,
         in_place=lambda: works_in_place(model, inputs(1)),
         finer=limits.streams,
         proves_all=True,

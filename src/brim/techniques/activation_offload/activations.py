@@ -16,7 +16,7 @@ import torch
 
 from brim.errors import BrimError, BudgetError
 from brim.memory.transfer import Done, Settled, Ticket
-from brim.techniques.activation_offload.ways import Away, Coming, Way
+from brim.techniques.activation_offload.ways import Fetch, OffloadedActivation, Way
 from brim.techniques.saved_tensor_hooks import Unchanged
 
 Order = list["weakref.ref[Activation]"]  # of packing
@@ -36,8 +36,8 @@ class Activation:
         self.bytes = source.numel()
         self.stage = Stage.KEPT
         self.source: torch.Tensor | None = source  # uint8: the storage that forward made
-        self.away: Away | None = None
-        self.coming: Coming | None = None
+        self.offloaded: OffloadedActivation | None = None
+        self.coming: Fetch | None = None
         self.back: torch.Tensor | None = None  # uint8: what came back
         self.savings = 0  # how many nodes saved it
         self.unused = 0  # how many of them have not asked since it came back
@@ -51,10 +51,10 @@ class Activation:
 
     def __del__(self) -> None:
         # Anywhere, in any thread: nothing is waited for and no lock is taken here.
-        if self.away is not None:
-            on_thread = isinstance(self.away.moved, (Done, Ticket))  # which holds what it still reads from
+        if self.offloaded is not None:
+            on_thread = isinstance(self.offloaded.moved, (Done, Ticket))  # which holds what it still reads from
             source = None if on_thread else self.source
-            self._remains.append(_Remains(self.stage, self.bytes, self.away, self.coming, source))
+            self._remains.append(_Remains(self.stage, self.bytes, self.offloaded, self.coming, source))
         elif self.stage is Stage.KEPT:
             self._remains.append(_Remains(self.stage, self.bytes, None, None, None))
 
@@ -65,20 +65,20 @@ class _Remains:
 
     stage: Stage
     bytes: int
-    away: Away | None
-    coming: Coming | None
+    offloaded: OffloadedActivation | None
+    coming: Fetch | None
     source: torch.Tensor | None
 
     def is_still(self) -> bool:
-        moved = self.away is None or not isinstance(self.away.moved, Ticket) or self.away.moved.done
+        moved = self.offloaded is None or not isinstance(self.offloaded.moved, Ticket) or self.offloaded.moved.done
         return moved and (self.coming is None or self.coming.done)
 
     def release(self) -> None:
         if self.coming is not None:
             self.coming.drop()
-        if self.away is not None:
-            Settled(self.away.moved).wait()
-            self.away.release()
+        if self.offloaded is not None:
+            Settled(self.offloaded.moved).wait()
+            self.offloaded.release()
 
 
 class Saved:
@@ -168,7 +168,7 @@ class Activations:
             activation = self._kept[0]()
             if activation is not None:
                 assert activation.source is not None, "it has not left"
-                activation.away = self._way.send(activation.source)
+                activation.offloaded = self._way.send(activation.source)
                 self._move_on(activation, Stage.LEAVING)
                 self._leaving.append(self._kept[0])
             self._kept.popleft()
@@ -179,12 +179,12 @@ class Activations:
             self._leaving.popleft()
 
     def _let_go(self, activation: Activation) -> None:
-        assert activation.away is not None, "it is leaving"
+        assert activation.offloaded is not None, "it is leaving"
         try:
-            activation.away.moved.wait()
+            activation.offloaded.moved.wait()
         except BrimError:
-            activation.away.release()
-            activation.away = None
+            activation.offloaded.release()
+            activation.offloaded = None
             self._move_on(activation, Stage.STAYS)
             self._leaving.popleft()
             raise
@@ -217,8 +217,8 @@ class Activations:
             return tensor
 
     def _fetch(self, activation: Activation) -> None:
-        assert activation.away is not None, "it is away"
-        activation.coming = activation.away.fetch()
+        assert activation.offloaded is not None, "it is away"
+        activation.coming = activation.offloaded.fetch()
         activation.round += 1
         activation.unused = activation.savings
         self._fetched.add(activation)

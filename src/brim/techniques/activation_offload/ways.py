@@ -18,23 +18,23 @@ _TORCH = TorchSource(torch.device("cpu"))
 MIB = 1 << 20
 
 
-class Away(Protocol):
+class OffloadedActivation(Protocol):
     """The bytes of one storage, elsewhere. ``moved``: they are there."""
 
     moved: Waitable
 
-    def fetch(self) -> Coming:
+    def fetch(self) -> Fetch:
         """Start bringing them back. Raises BudgetError when the compute tier has no room."""
 
     def release(self) -> None:
         """Nobody will fetch them again. Nothing may be under way."""
 
 
-class Coming:
+class Fetch:
     """Bytes on their way back into ``buffer``."""
 
-    def __init__(self, away: Away, buffer: Buffer, there: Waitable, at: int, bytes: int) -> None:
-        self._away, self._buffer, self._there = away, buffer, there
+    def __init__(self, offloaded: OffloadedActivation, buffer: Buffer, there: Waitable, at: int, bytes: int) -> None:
+        self._offloaded, self._buffer, self._there = offloaded, buffer, there
         self._at, self._bytes = at, bytes
 
     @property
@@ -45,8 +45,8 @@ class Coming:
     def arrive(self) -> torch.Tensor:
         """The bytes (uint8), in memory that is theirs alone. Raises the BrimError that the move ended with."""
         self._there.wait()
-        if isinstance(self._away, AwayOnDisk):
-            self._away.fill_edges(self._buffer.tensor, self._at)
+        if isinstance(self._offloaded, ActivationOnDisk):
+            self._offloaded.fill_edges(self._buffer.tensor, self._at)
         return self._buffer.hand_over()[self._at : self._at + self._bytes]
 
     def drop(self) -> None:
@@ -62,7 +62,7 @@ class Way(Protocol):
     smallest_bytes: int
     window_bytes: int
 
-    def send(self, source: torch.Tensor) -> Away:
+    def send(self, source: torch.Tensor) -> OffloadedActivation:
         """Start moving ``source`` (uint8, the whole of a storage), which must stay as it is until it is moved.
 
         Raises BudgetError and TransferError when there is no room.
@@ -87,27 +87,27 @@ class ToRam:
         self._memory = memory
         self._arena = Arena(memory.ram, _LABEL)
 
-    def send(self, source: torch.Tensor) -> Away:
-        return _AwayInRam(self._memory, self._arena.take(source.numel()), source)
+    def send(self, source: torch.Tensor) -> OffloadedActivation:
+        return _ActivationInRam(self._memory, self._arena.take(source.numel()), source)
 
     def trim(self) -> None:
         self._arena.trim()
         self._memory.compute.settle()
 
 
-class _AwayInRam:
+class _ActivationInRam:
     def __init__(self, memory: Memory, piece: Buffer, source: torch.Tensor) -> None:
         self._memory, self._piece, self._bytes = memory, piece, source.numel()
         engine = memory.engine
         self.moved = engine.copy(source, piece, _LABEL, [engine.mark()], (memory.compute.tier, RAM))
 
-    def fetch(self) -> Coming:
+    def fetch(self) -> Fetch:
         memory = self._memory
         buffer = memory.compute.allocate(round_up(self._bytes, PACKED_ALIGNMENT_BYTES), _LABEL)
         after = [self.moved, memory.engine.mark()]  # on a GPU the buffer's memory may still be in use by compute
         source = self._piece.tensor[: self._bytes]
         there = memory.engine.copy(source, buffer, _LABEL, after, (RAM, memory.compute.tier))
-        return Coming(self, buffer, there, 0, self._bytes)
+        return Fetch(self, buffer, there, 0, self._bytes)
 
     def release(self) -> None:
         self._piece.free()
@@ -123,15 +123,15 @@ class ToDisk:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
 
-    def send(self, source: torch.Tensor) -> Away:
-        return AwayOnDisk(self._memory, source)
+    def send(self, source: torch.Tensor) -> OffloadedActivation:
+        return ActivationOnDisk(self._memory, source)
 
     def trim(self) -> None:
         """The scratch file keeps its length: its pages are used again."""
         self._memory.compute.settle()
 
 
-class AwayOnDisk:
+class ActivationOnDisk:
     """Whole pages are on disk; what lies before the first page boundary and after the last stays in RAM (< 8 KiB).
 
     PyTorch's memory begins somewhere in a page. Writing the pages inside needs no copy, and the bytes come back to
@@ -149,7 +149,7 @@ class AwayOnDisk:
         self._extent = memory.scratch().reserve(self._pages_bytes)
         self.moved = memory.engine.write(source[self._before : after], self._extent, _LABEL, [])
 
-    def fetch(self) -> Coming:
+    def fetch(self) -> Fetch:
         memory, extent = self._memory, self._extent
         # A page to align in, one for what comes before, two for what comes after. From PyTorch's allocator: what
         # forward let go of is there again, and its pages need not be made anew, which takes longer than reading them.
@@ -157,7 +157,7 @@ class AwayOnDisk:
         at = PAGE_BYTES + (0 if memory.fake else -buffer.tensor.data_ptr() % PAGE_BYTES)
         run = ReadRun(path=extent.path, offset=extent.offset, bytes=extent.bytes, at=at, direct=True)
         there = memory.engine.read([run], buffer, _LABEL, [self.moved])
-        return Coming(self, buffer, there, at - self._before, self._bytes)
+        return Fetch(self, buffer, there, at - self._before, self._bytes)
 
     def fill_edges(self, buffer: torch.Tensor, at: int) -> None:
         after = self._before + self._pages_bytes

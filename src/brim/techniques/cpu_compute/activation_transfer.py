@@ -1,4 +1,4 @@
-"""Activations that hop from the compute tier to RAM and back, around a call that the CPU computes."""
+"""Activations that go from the compute tier to RAM and back, around a call that the CPU computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 _CHANGEABLE = (list, dict, OrderedDict, defaultdict)
 
 
-class Hop:
+class ActivationTransfer:
     """The way of activations between the tiers: through one buffer of page-locked RAM.
 
     What arrives is memory of its own, with the strides it had: who keeps a tensor keeps it. The buffer begins with
@@ -86,17 +86,19 @@ class Hop:
     def _make_room(self, bytes: int) -> None:
         if bytes > (0 if self._buffer is None else self._buffer.bytes):
             self.free()
-            self._buffer = self.memory.ram.allocate(round_up(bytes, PAGE_BYTES), "hop buffer")
+            self._buffer = self.memory.ram.allocate(round_up(bytes, PAGE_BYTES), "transfer buffer")
 
 
 class _Visit:
     """One call: its arguments in RAM, and what is to become of them."""
 
-    def __init__(self, hop: Hop, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._hop, self._label = hop, label
+    def __init__(
+        self, transfer: ActivationTransfer, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._transfer, self._label = transfer, label
         given = _tensors([args, kwargs])
-        self._originals = [t for t in given if t.device.type == hop.memory.device.type]
-        self._copies = hop.there(self._originals, label)
+        self._originals = [t for t in given if t.device.type == transfer.memory.device.type]
+        self._copies = transfer.there(self._originals, label)
         self._versions = [copied._version for copied in self._copies]
         moved = {id(o): c for o, c in zip(self._originals, self._copies, strict=True)}
         self._stay = [t for t in given if id(t) not in moved]  # on the CPU anyway
@@ -111,7 +113,7 @@ class _Visit:
         changed = [copied for copied, version in given if copied._version != version]
         everything = [made, *(inside for _, inside in self._containers)]
         new = [t for t in _tensors(everything) if id(t) not in home and t.device.type == _CPU.type]
-        arrived = self._hop.back([*changed, *new], self._label)
+        arrived = self._transfer.back([*changed, *new], self._label)
         for copied, value in zip(changed, arrived, strict=False):
             home[id(copied)].copy_(value)
         home |= {id(t): value for t, value in zip(new, arrived[len(changed) :], strict=True)}

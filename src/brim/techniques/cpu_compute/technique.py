@@ -5,8 +5,8 @@ read by two at once: the link carries some of it, the CPU reads the rest where i
 overflow / (link + RAM) seconds, both in bytes per second (cf. PowerInfer, arXiv:2312.12456, and llama.cpp's layers on
 the CPU, which the link does not work beside).
 
-Activations hop over: a call's inputs to RAM, its outputs back. What a block keeps for itself from call to call (keys
-and values in a cache) is made in RAM and stays there.
+Activations are copied: a call's inputs to RAM, its outputs back. What a block keeps for itself from call to call
+(keys and values in a cache) is made in RAM and stays there.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from torch import nn
 
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.blocks import Partition
-from brim.techniques.cpu_compute.activation_transfer import Hop
+from brim.techniques.cpu_compute.activation_transfer import ActivationTransfer
 from brim.techniques.cpu_compute.kept_states import rest_in
 from brim.techniques.streaming.block_state import Streamed
 from brim.techniques.streaming.guards import Guards
 from brim.techniques.streaming.placement import computable
 from brim.techniques.streaming.streamed_blocks import StreamedBlocks
 
-HOP_BYTES = "hop_bytes"  # a plan's setting: the page-locked RAM that activations pass through; it grows where needed
+# A plan's setting: the page-locked RAM that activations pass through; it grows where needed.
+TRANSFER_BYTES = "transfer_bytes"
 _CPU = torch.device("cpu")
 
 
 class HostCompute:
-    """Calls of the blocks that the CPU computes, for one fitted model. ``hop_bytes``: see ``HOP_BYTES``."""
+    """Calls of the blocks that the CPU computes, for one fitted model. ``transfer_bytes``: see ``TRANSFER_BYTES``."""
 
-    def __init__(self, streamed_blocks: StreamedBlocks, partition: Partition, *, hop_bytes: int) -> None:
+    def __init__(self, streamed_blocks: StreamedBlocks, partition: Partition, *, transfer_bytes: int) -> None:
         self._streamed_blocks, self._computable = streamed_blocks, computable(partition)
         self._held: dict[str, list[Streamed]] = {}
         if streamed_blocks.training:
@@ -49,7 +50,7 @@ class HostCompute:
                 "Here RAM is the compute tier, so the CPU computes all of them.",
                 "Make the plan for this machine.",
             )
-        self.hop = Hop(streamed_blocks.memory, hop_bytes)
+        self.transfer = ActivationTransfer(streamed_blocks.memory, transfer_bytes)
 
     def take(self, streamed: Streamed) -> None:
         """Have the CPU compute a block that rests in RAM. Raises UnsupportedError where it cannot."""
@@ -73,7 +74,7 @@ class HostCompute:
         """The parameters point to where the block rests for as long as it is in use."""
         if not streamed.uses:
             self._streamed_blocks.adopt_changes(streamed)
-            streamed.home.settle()
+            streamed.store.settle()
             self._bind(streamed)
         streamed.uses += 1
         try:
@@ -82,13 +83,13 @@ class HostCompute:
             streamed.uses -= 1
             if not streamed.uses:
                 if streamed.is_changed():
-                    streamed.home.write_back([p.data for p in streamed.parameters])
+                    streamed.store.write_back([p.data for p in streamed.parameters])
                 streamed.rest()
 
     def _bind(self, streamed: Streamed) -> None:
         if streamed.fake:
             return
-        self._streamed_blocks.bind(streamed, [view for view in streamed.home.rest() if view is not None])
+        self._streamed_blocks.bind(streamed, [view for view in streamed.store.rest() if view is not None])
 
     def install(self, model: nn.Module, guards: Guards) -> None:
         for trigger, held in self._held.items():
@@ -97,7 +98,7 @@ class HostCompute:
             guards.replace(module, "forward", torch.compiler.disable(call.forward))
 
     def free(self) -> None:
-        self.hop.free()
+        self.transfer.free()
 
 
 class _Call:
@@ -115,7 +116,7 @@ class _Call:
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         rest_in(_CPU, (args, kwargs), self._layers)
-        return self._host.hop.call(self._with_weights, self._label, args, kwargs)
+        return self._host.transfer.call(self._with_weights, self._label, args, kwargs)
 
     def _with_weights(self, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from brim.errors import BrimError, UnsupportedError
-from brim.memory.backing_store import Home
+from brim.memory.backing_store import BackingStore
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Done, Settled, Waitable
@@ -64,8 +64,10 @@ class ExpertCache:
     ``hits`` counts experts that were there when a call began, ``loads`` those that were not.
     """
 
-    def __init__(self, memory: Memory, homes: Sequence[Home], label: str, slots: Buffer, slot_bytes: int) -> None:
-        self.homes, self._memory, self._label = homes, memory, label
+    def __init__(
+        self, memory: Memory, stores: Sequence[BackingStore], label: str, slots: Buffer, slot_bytes: int
+    ) -> None:
+        self.stores, self._memory, self._label = stores, memory, label
         parts = [_part(slots, at, slot_bytes) for at in range(0, slots.bytes, slot_bytes)]
         self._slots = [_Slot(index, part) for index, part in enumerate(parts)]
         self._wanted: list[int] = []  # by the call under way, in the order of use; what was used is gone
@@ -182,7 +184,7 @@ class ExpertCache:
     def _load(self, slot: _Slot, expert: int) -> None:
         after = [slot.idle, Settled(slot.ready)]
         slot.holds = expert
-        slot.ready = self.homes[expert].load(slot.part, self._name(expert), after)
+        slot.ready = self.stores[expert].load(slot.part, self._name(expert), after)
 
     def _name(self, expert: int) -> str:
         return f"{self._label}, expert {expert}"

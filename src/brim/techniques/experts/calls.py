@@ -76,7 +76,7 @@ class ExpertCall:
 
     def _tensor(self, slot: int, expert: int, position: int) -> torch.Tensor:
         """The expert's part of a parameter, where it is in its slot."""
-        layout = self._cache.homes[expert].layout
+        layout = self._cache.stores[expert].layout
         return layout.views(self._slots.tensor[slot * self._slot_bytes :][: self._slot_bytes])[position]
 
     # -- kernels that take many experts as one tensor
@@ -129,7 +129,7 @@ class ExpertCall:
         """Each parameter over all slots: [slots, ...]."""
         whole, views = self._slots.tensor, []
         with torch.inference_mode(False):
-            for placed in self._cache.homes[0].layout.tensors:
+            for placed in self._cache.stores[0].layout.tensors:
                 size = placed.dtype.itemsize
                 flat = whole[: whole.numel() // size * size].view(placed.dtype)
                 on_meta = torch.empty(placed.shape, device="meta")

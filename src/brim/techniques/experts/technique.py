@@ -21,12 +21,12 @@ from torch import nn
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError
-from brim.memory.backing_store import Home
+from brim.memory.backing_store import BackingStore
 from brim.memory.checkpoint_files import TensorSource, leading_slices
 from brim.memory.layout import BlockLayout, equal_layouts, file_layout, packed_layout
 from brim.memory.pool import Buffer
 from brim.techniques.blocks import Block, Partition, tensor_bytes
-from brim.techniques.experts.backing_store import ExpertsHome
+from brim.techniques.experts.backing_store import ExpertsStore
 from brim.techniques.experts.cache import ExpertCache
 from brim.techniques.experts.calls import IMPLEMENTATIONS, ExpertCall, implementation
 from brim.techniques.streaming.block_state import Streamed
@@ -167,11 +167,11 @@ class CachedExperts:
 
     def _place_list(self, layer: ExpertLayer, tier: str) -> None:
         placement, memory = self._placement, self._memory
-        homes: list[Home] = []
+        stores: list[BackingStore] = []
         parts = layer.parts(placement.source)
         layouts = layer.layouts(placement.source, in_ram=memory.host is None)
         slots, slot_bytes = self._slots(layer, layouts)
-        listed = ListedExperts(ExpertCache(memory, homes, layer.path, slots, slot_bytes), len(self._streamed_blocks))
+        listed = ListedExperts(ExpertCache(memory, stores, layer.path, slots, slot_bytes), len(self._streamed_blocks))
         self._lists.append(listed)
         for number, path in enumerate(layer.modules):
             names = layer.of_module(number)
@@ -179,8 +179,8 @@ class CachedExperts:
             block = Block(name=path, triggers=(path,), lookups=(), tensors=names, bytes=bytes)
             parameters = [placement.parameters[name] for name in names]
             values = [parameter.data for parameter in parameters]
-            homes.append(placement.home_of(path, parts[number], values, tier, layouts[number]))
-            streamed = self._streamed_blocks.add(block, parameters, homes[-1])
+            stores.append(placement.store_of(path, parts[number], values, tier, layouts[number]))
+            streamed = self._streamed_blocks.add(block, parameters, stores[-1])
             self._streamed_blocks.carriers[streamed.index] = listed
 
     def _place_fused(self, layer: ExpertLayer, tier: str) -> None:
@@ -190,19 +190,19 @@ class CachedExperts:
         parts = layer.parts(placement.source)
         layouts = layer.layouts(placement.source, in_ram=memory.host is None)
         slots, slot_bytes = self._slots(layer, layouts)
-        home = ExpertsHome([placement.source(name) for name in layer.tensors], tier)
+        store = ExpertsStore([placement.source(name) for name in layer.tensors], tier)
         try:
             for number, (sources, layout) in enumerate(zip(parts, layouts, strict=True)):
                 values = [parameter.data[number] for parameter in parameters]
                 name = f"{layer.path}, expert {number}"
-                home.homes.append(placement.home_of(name, sources, values, tier, layout))
+                store.stores.append(placement.store_of(name, sources, values, tier, layout))
         except BaseException:
-            home.free()
+            store.free()
             raise
         block = Block(name=layer.path, triggers=(layer.path,), lookups=(), tensors=layer.tensors, bytes=layer.bytes)
         # Parameters at rest point to nothing: experts are in as many places as there are experts.
-        streamed = self._streamed_blocks.add(block, parameters, home, in_pieces=True)
-        cache = ExpertCache(memory, home.homes, layer.path, slots, slot_bytes)
+        streamed = self._streamed_blocks.add(block, parameters, store, in_pieces=True)
+        cache = ExpertCache(memory, store.stores, layer.path, slots, slot_bytes)
         self._caches[streamed.index] = cache
         self._streamed_blocks.drop_copies[streamed.index] = cache.forget
         self._calls.append(ExpertCall(self._streamed_blocks, module, streamed, cache, slots))

@@ -95,7 +95,7 @@ class RestingLayers:
 
 
 class Resting:
-    """One layer, and for the ring the home that it comes from: ``[0, resting)`` in RAM, the rest beside the slots."""
+    """A layer of the KV cache, for the ring its backing store: tokens ``[0, resting)`` in RAM, others in VRAM."""
 
     tier = RAM
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from brim.memory.tiers import Memory
-from brim.techniques.streaming.host_device_copy import Carried, Crossing, tensor_bytes
+from brim.techniques.streaming.host_device_copy import Carried, HostDeviceCopy, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class _Update:
     future: Future[None]
 
 
-class Beside:
-    """Runs updates one after another. As many wait as the room of ``crossing`` has place for."""
+class BackgroundUpdates:
+    """Runs updates one after another. As many wait as the room of ``host_copy`` has place for."""
 
-    def __init__(self, memory: Memory, crossing: Crossing) -> None:
-        self._crossing = crossing
+    def __init__(self, memory: Memory, host_copy: HostDeviceCopy) -> None:
+        self._host_copy = host_copy
         # A prediction has nothing to overlap, and where RAM is the compute tier the CPU is what computes.
-        self.possible = memory.host is not None and not memory.fake and crossing.work_bytes > 0
+        self.possible = memory.host is not None and not memory.fake and host_copy.work_bytes > 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="brim-update")
         self._under_way: deque[_Update] = deque()
 
@@ -50,7 +50,7 @@ class Beside:
         nobody has promised. Raises what an earlier update raised.
         """
         begin, end = self._room(sum(2 * tensor_bytes(parameter) for parameter, _ in tensors))
-        carried = self._crossing.carry([(p, gradient, False) for p, gradient in tensors], begin, label)
+        carried = self._host_copy.carry([(p, gradient, False) for p, gradient in tensors], begin, label)
         carried.arrive()
         # From here on the values may change at any time, which whoever saved them must be told.
         torch.autograd.graph.increment_version([p for p, _ in tensors])
@@ -60,7 +60,7 @@ class Beside:
         """A part of the room that nobody has, after whatever wait that takes; it is given in a circle."""
         while self._under_way:
             first, last = self._under_way[0].begin, self._under_way[-1].end
-            limit = first if last <= first else self._crossing.work_bytes
+            limit = first if last <= first else self._host_copy.work_bytes
             if last + bytes <= limit:
                 return last, last + bytes
             if last > first and bytes <= first:

@@ -2,8 +2,8 @@
 
 A unit is what of a block is updated at once: all of it, some of its parameters, or a part of a large one.
 
-While they are away, ``optimizer.state[p]`` has its keys in their order, with an ``Away`` for each tensor that left.
-Single numbers (``step``) stay: they are nothing, and optimizers branch on them.
+While states are offloaded, ``optimizer.state[p]`` has its keys in their order, with an ``OffloadedTensor`` for each
+tensor that left. Single numbers (``step``) stay: they take no memory, and optimizers branch on them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from brim.core.hardware import DISK
 from brim.errors import UsageError
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
-from brim.techniques.offloaded_tensor import Away, away
+from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
 from brim.techniques.optimizer_offload.parts import Part, Unit, uncut
 from brim.techniques.optimizer_offload.states import Field, StateBlock, flat_bytes, lay_out
 from brim.techniques.optimizer_offload.trial import Kept
@@ -102,7 +102,7 @@ class States:
 
     def _is_away(self, index: int, one: _Slice) -> bool:
         """Whether the record has what its fields are for."""
-        return any(type(self.state(index, one.owner(f)).get(f.key)) is Away for f in one.fields)
+        return any(type(self.state(index, one.owner(f)).get(f.key)) is OffloadedTensor for f in one.fields)
 
     @contextlib.contextmanager
     def present(self, index: int, number: int, *, stepping: Sequence[bool]) -> Iterator[list[nn.Parameter]]:
@@ -142,7 +142,7 @@ class States:
     def _whole(self, index: int, parameter: int, made: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter, of whose last part it is ``made``."""
         kept = {one.key: one for one in self._blocks[index].kept[parameter]}
-        return {key: self._away(index, parameter, kept[key]) if key in kept else v for key, v in made.items()}
+        return {key: self._offloaded(index, parameter, kept[key]) if key in kept else v for key, v in made.items()}
 
     @contextlib.contextmanager
     def _fetched(
@@ -155,7 +155,7 @@ class States:
         passing: Buffer | None = None
         try:
             for field in one.fields:
-                if type(held[field.parameter].get(field.key)) is Away:
+                if type(held[field.parameter].get(field.key)) is OffloadedTensor:
                     held[field.parameter][field.key] = field.view(flat)
             with births if news else contextlib.nullcontext():
                 yield
@@ -172,7 +172,7 @@ class States:
         for field in one.fields:
             state = self._optimizer.state.get(parameters[field.parameter], {})
             value = state.get(field.key)
-            if not isinstance(value, torch.Tensor) or type(value) is Away:
+            if not isinstance(value, torch.Tensor) or type(value) is OffloadedTensor:
                 continue
             if (value.dtype, tuple(value.shape)) != (field.dtype, field.shape):
                 continue  # it changed its kind: then it stays where the optimizer put it
@@ -182,13 +182,13 @@ class States:
                 place.copy_(value)
             owner = one.owner(field)
             kept = next(k for k in self._blocks[index].kept[owner] if k.key == field.key)
-            state[field.key] = self._away(index, owner, kept)
+            state[field.key] = self._offloaded(index, owner, kept)
 
-    def _away(self, index: int, parameter: int, kept: Kept) -> Away:
+    def _offloaded(self, index: int, parameter: int, kept: Kept) -> OffloadedTensor:
         block = self._blocks[index]
         device = block.parameters[parameter].device
         what = f"The optimizer state {block.names[parameter]}.{kept.key}"
-        return away(kept.shape, kept.stride, kept.dtype, device, what=what, todo=self._todo)
+        return offloaded_tensor(kept.shape, kept.stride, kept.dtype, device, what=what, todo=self._todo)
 
     # -- whole
 
@@ -222,7 +222,7 @@ class States:
             taken |= {(one.owner(field), field.key) for field in there}
         for parameter, key in taken:
             kept = next(k for k in self._blocks[index].kept[parameter] if k.key == key)
-            self.state(index, parameter)[key] = self._away(index, parameter, kept)
+            self.state(index, parameter)[key] = self._offloaded(index, parameter, kept)
 
     def _is_here(self, index: int, parameter: int, key: str) -> bool:
         """Whether the optimizer has this state in memory, of the kind that there is room for."""
@@ -268,7 +268,7 @@ class States:
     def away_keys(self, index: int, parameter: int) -> list[str]:
         """Of one parameter, what is away now."""
         state = self.state(index, parameter)
-        return [one.key for one in self._blocks[index].kept[parameter] if type(state.get(one.key)) is Away]
+        return [one.key for one in self._blocks[index].kept[parameter] if type(state.get(one.key)) is OffloadedTensor]
 
     def load(self, index: int, parameter: int, key: str, tensor: torch.Tensor, sample: Mapping[str, Any]) -> None:
         """Make ``tensor`` a state of a parameter. Raises UsageError where it does not fit."""
@@ -288,7 +288,7 @@ class States:
         for one, field in self._pieces(index, parameter, key):
             part = torch.empty_strided(field.shape, field.stride, dtype=field.dtype)
             self.records.put(one.record, field.offset, flat_bytes(part.copy_(one.unit[field.parameter].of(tensor))))
-        state[key] = self._away(index, parameter, kept)
+        state[key] = self._offloaded(index, parameter, kept)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -316,7 +316,7 @@ def _places(
 
 def _own(value: Any) -> Any:
     """A number that one part's step may change."""
-    if type(value) is Away:
+    if type(value) is OffloadedTensor:
         return value
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 

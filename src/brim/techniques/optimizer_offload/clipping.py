@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from brim.techniques.offloaded_tensor import Away
+from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.gradients import Gradients
 from brim.techniques.optimizer_offload.states import StateBlock
 
@@ -28,7 +28,7 @@ def clip(
     foreach: bool | None,
 ) -> torch.Tensor:
     """Clip in place what is in memory; what is away is scaled when it comes. Returns the norm before."""
-    if not any(type(p.grad) is Away for p in parameters):
+    if not any(type(p.grad) is OffloadedTensor for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norms: dict[int, torch.Tensor] = {}
     wanted = {id(p) for p in parameters}
@@ -48,12 +48,12 @@ def clip(
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is not finite: nothing was clipped."
         )
-    here_ = [p for p in parameters if p.grad is not None and type(p.grad) is not Away]
+    here_ = [p for p in parameters if p.grad is not None and type(p.grad) is not OffloadedTensor]
     torch.nn.utils.clip_grads_with_norm_(here_, max_norm, total, foreach)
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     for index in order:
         for number, parameter in enumerate(blocks[index].parameters):
-            if type(parameter.grad) is Away and id(parameter) in wanted:
+            if type(parameter.grad) is OffloadedTensor and id(parameter) in wanted:
                 gradients.scale(index, number, factor.to("cpu"))
     return total
 

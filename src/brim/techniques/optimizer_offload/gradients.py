@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from brim.core.hardware import DISK
 from brim.errors import UnsupportedError
 from brim.memory.tiers import Memory
-from brim.techniques.offloaded_tensor import Away, away
+from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
 from brim.techniques.optimizer_offload.states import StateBlock, flat_bytes, lay_out
 from brim.techniques.optimizer_offload.trial import Kept, dense_stride
 from brim.techniques.records import Records
-from brim.techniques.streaming.host_device_copy import Crossing
+from brim.techniques.streaming.host_device_copy import HostDeviceCopy
 
 _TODO = 'Leave gradients where they are (gradients="keep"), or use them one tensor at a time.'
 _Here = tuple[torch.Tensor, bool]  # a gradient, and whether it is in a record
@@ -34,12 +34,12 @@ class Gradients:
         self,
         memory: Memory,
         blocks: Mapping[int, StateBlock],
-        crossing: Crossing,
+        host_copy: HostDeviceCopy,
         *,
         tier: str | None,
         buffer_bytes: int,
     ) -> None:
-        self._blocks, self._crossing = blocks, crossing
+        self._blocks, self._host_copy = blocks, host_copy
         self._adding: set[tuple[int, int]] = set()  # p.grad is to be added to what is in the record
         self._zeroed: set[tuple[int, int]] = set()
         self._factors: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -61,7 +61,7 @@ class Gradients:
         parameter = self._blocks[index].parameters[number]
         if gradient is None:
             return
-        if type(parameter.grad) is Away:
+        if type(parameter.grad) is OffloadedTensor:
             parameter.grad = None
             self._adding.add((index, number))
         elif parameter.grad is None:
@@ -72,7 +72,9 @@ class Gradients:
         block = self._blocks[index]
         if self.records is None or not any(_is_here(p) for p in block.parameters):
             return
-        stored = any(type(p.grad) is Away for p in block.parameters) or any(key[0] == index for key in self._adding)
+        stored = any(type(p.grad) is OffloadedTensor for p in block.parameters) or any(
+            key[0] == index for key in self._adding
+        )
         flat = self.records.enter(index, empty=not stored)
         try:
             for number, parameter in enumerate(block.parameters):
@@ -84,16 +86,18 @@ class Gradients:
                     self._total(index, number, view, gradient, settle=True)
                     self._adding.discard((index, number))
                 else:
-                    self._crossing.down(gradient, view, "gradients")
+                    self._host_copy.down(gradient, view, "gradients")
                     self._end_generation(index, number)
-                parameter.grad = self._away(index, number)
+                parameter.grad = self._offloaded(index, number)
         finally:
             self.records.leave(index)
 
     def are_plain(self, index: int) -> bool:
         """Whether all gradients of the block are where autograd put them, and are to be used as they are."""
         return not any(
-            type(p.grad) is Away or (index, number) in self._adding or (p.grad is not None and p.grad.is_sparse)
+            type(p.grad) is OffloadedTensor
+            or (index, number) in self._adding
+            or (p.grad is not None and p.grad.is_sparse)
             for number, p in enumerate(self._blocks[index].parameters)
         )
 
@@ -103,7 +107,9 @@ class Gradients:
         block = self._blocks[index]
         if self.records is not None and self.records.tier != DISK and any(key[0] == index for key in self._adding):
             self.store(index)  # added once and for all
-        away_ = [type(p.grad) is Away or (index, n) in self._adding for n, p in enumerate(block.parameters)]
+        away_ = [
+            type(p.grad) is OffloadedTensor or (index, n) in self._adding for n, p in enumerate(block.parameters)
+        ]
         away_ = [there and p.grad is not None for there, p in zip(away_, block.parameters, strict=True)]
         if self.records is None or not any(away_):
             yield [None if p.grad is None else (p.grad, False) for p in block.parameters]
@@ -121,7 +127,7 @@ class Gradients:
                     found.append(None if parameter.grad is None else (parameter.grad, False))
                     continue
                 view = self._fields[index][number].view(flat)
-                added = None if type(parameter.grad) is Away else parameter.grad
+                added = None if type(parameter.grad) is OffloadedTensor else parameter.grad
                 changed |= self._total(index, number, view, added, settle=self.records.tier != DISK)
                 found.append((view, True))
             yield found
@@ -143,7 +149,7 @@ class Gradients:
         for factor in self._factors.get(key, ()):
             view.mul_(factor)
         if added is not None:
-            view.add_(self._crossing.in_ram(added, "gradients"))
+            view.add_(self._host_copy.in_ram(added, "gradients"))
         if settle:
             self._forget_changes(index, number)
         return changed
@@ -181,14 +187,14 @@ class Gradients:
         self._factors.pop((index, number), None)
         self._zeroed.add((index, number))
 
-    def _away(self, index: int, number: int) -> Away:
+    def _offloaded(self, index: int, number: int) -> OffloadedTensor:
         block, field = self._blocks[index], self._fields[index][number]
         parameter = block.parameters[number]
         # A trace pretends that it is on a GPU; autograd compares where it truly is.
         device = getattr(parameter, "fake_device", parameter.device)
         what = f"The gradient of {block.names[number]}"
         keeper = _Keeper(weakref.ref(self), index, number, self.generation(index, number), what)
-        return away(
+        return offloaded_tensor(
             field.shape, field.stride, field.dtype, device, what=what, todo=_TODO, on_zero=keeper.zero, keeper=keeper
         )  # fmt: skip
 
@@ -207,23 +213,25 @@ class Gradients:
         self._forget_changes(index, number)
         if (index, number) in self._adding:  # it is among the values
             self._adding.discard((index, number))
-            self._blocks[index].parameters[number].grad = self._away(index, number)
+            self._blocks[index].parameters[number].grad = self._offloaded(index, number)
 
     def expect(self, indices: Sequence[int]) -> None:
         """Begin to fetch what is away of these blocks' gradients."""
         if self.records is not None:
             blocks = self._blocks
-            self.records.expect([i for i in indices if any(type(p.grad) is Away for p in blocks[i].parameters)])
+            self.records.expect(
+                [i for i in indices if any(type(p.grad) is OffloadedTensor for p in blocks[i].parameters)]
+            )
 
     def restore(self) -> None:
         """Give all parameters their gradients back in memory. After an error it can be called again."""
         for index, block in self._blocks.items():
-            if not any(type(p.grad) is Away for p in block.parameters):
+            if not any(type(p.grad) is OffloadedTensor for p in block.parameters):
                 continue
             with self.present(index) as found:
                 values = [None if here is None else here[0].clone() for here in found]
             for parameter, value in zip(block.parameters, values, strict=True):
-                if type(parameter.grad) is Away and value is not None:
+                if type(parameter.grad) is OffloadedTensor and value is not None:
                     parameter.grad = value.to(parameter.device)
 
     def free(self) -> None:
@@ -336,6 +344,6 @@ def _as_kept(parameter: torch.Tensor) -> Kept:
 def _is_here(parameter: torch.Tensor) -> bool:
     """Whether there is a gradient in memory, of the plain kind that a record has room for."""
     gradient = parameter.grad
-    if gradient is None or type(gradient) is Away:
+    if gradient is None or type(gradient) is OffloadedTensor:
         return False
     return gradient.layout is torch.strided and gradient.dtype == parameter.dtype

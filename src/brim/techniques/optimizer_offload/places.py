@@ -18,7 +18,7 @@ from brim.techniques.optimizer_offload.backing_store import States
 from brim.techniques.optimizer_offload.gradients import Gradients
 from brim.techniques.optimizer_offload.parts import Here, Part
 from brim.techniques.optimizer_offload.states import StateBlock
-from brim.techniques.streaming.host_device_copy import Crossing, tensor_bytes
+from brim.techniques.streaming.host_device_copy import HostDeviceCopy, tensor_bytes
 from brim.techniques.streaming.step_context import narrowed
 
 KEEP = "keep"
@@ -72,7 +72,7 @@ def check(optimizer: Optimizer, **choices: str) -> None:
 
 
 class Places:
-    """``states`` of the blocks in ``leaving``, ``gradients`` of all, and ``crossing`` between RAM and compute."""
+    """``states`` of the blocks in ``leaving``, ``gradients`` of all, and ``host_copy`` between RAM and compute."""
 
     def __init__(
         self, optimizer: Optimizer, memory: Memory, blocks: Mapping[int, StateBlock], choices: Choices
@@ -88,10 +88,10 @@ class Places:
         leaving = self.leaving.values()
         largest = max((tensor_bytes(p) for b in blocks.values() for p in b.parameters), default=0)
         with contextlib.ExitStack() as undo:
-            self.crossing = Crossing(
+            self.host_copy = HostDeviceCopy(
                 memory, work_bytes=work_bytes(leaving), down_bytes=largest if gradients is not None else 0
             )
-            undo.callback(self.crossing.free)
+            undo.callback(self.host_copy.free)
             at_once = memory.host is not None  # a block crosses to RAM and back as a whole
             sizes = [size for b in leaving for size in ([b.state_bytes] if at_once else b.unit_bytes())]
             usual = max(sizes, default=0) if choices.brief else usual_buffer_bytes(sizes)
@@ -102,7 +102,7 @@ class Places:
             )
             undo.callback(self.states.records.free)
             room = choices.buffer_bytes or gradient_buffer_bytes([b.bytes for b in blocks.values()])
-            self.gradients = Gradients(memory, blocks, self.crossing, tier=gradients, buffer_bytes=room)
+            self.gradients = Gradients(memory, blocks, self.host_copy, tier=gradients, buffer_bytes=room)
             undo.callback(self.gradients.free)
             undo.callback(self.states.restore)
             self.states.take_all()
@@ -120,7 +120,7 @@ class Places:
         self, optimizer: Optimizer, index: int, number: int, gradients: Sequence[Here | None], soon: Sequence[int]
     ) -> Iterator[None]:
         """Within: ``optimizer`` has a unit of a block and nothing else, in RAM. ``soon``: the blocks after it."""
-        block, states, in_ram = self._blocks[index], self.states, self.crossing.stepping_in_ram
+        block, states, in_ram = self._blocks[index], self.states, self.host_copy.stepping_in_ram
         if self.units(index, gradients) < states.units(index):
             with (
                 states.gathered(index),
@@ -154,7 +154,7 @@ class Places:
     def free(self) -> None:
         self.gradients.free()
         self.states.records.free()
-        self.crossing.free()
+        self.host_copy.free()
 
 
 def _part_of(part: Part, gradient: Here | None) -> Here | None:

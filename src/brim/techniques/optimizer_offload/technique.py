@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.base import HANDLE_ATTRIBUTE
-from brim.techniques.optimizer_offload.background_update import Beside
+from brim.techniques.optimizer_offload.background_update import BackgroundUpdates
 from brim.techniques.optimizer_offload.clipping import clip
 from brim.techniques.optimizer_offload.gradients import Arrivals
 from brim.techniques.optimizer_offload.parts import Here
@@ -118,7 +118,7 @@ class OptimizerOffload:
         self._places = Places(optimizer, memory, self.blocks, choices)
         self._written_before, self._written = self._places.written_bytes, -1
         self._recomputation = Recomputation(model)
-        self._beside = Beside(memory, self._places.crossing)
+        self._background = BackgroundUpdates(memory, self._places.host_copy)
         self._arrivals = Arrivals(self.blocks, self._complete, self._over)
         self._plain_step = vars(optimizer).get("step")
         self._whole = WholeState(optimizer, self.blocks, self._places.leaving, self._places.states, trial)
@@ -150,7 +150,7 @@ class OptimizerOffload:
             self._recomputation.allow()
             rest = [index for index in self._order if index not in self._seen]
             self._order = self._seen + rest
-            self._beside.join()
+            self._background.join()
         self._settle()
 
     @property
@@ -160,7 +160,7 @@ class OptimizerOffload:
 
     def reset(self) -> None:
         """Forget the step under way, after an exception in it: the next backward pass begins a new one."""
-        self._beside.give_up()
+        self._background.give_up()
         self._done.clear()
         self._begun.clear()
         self._arrivals.reset()
@@ -207,9 +207,9 @@ class OptimizerOffload:
         try:
             for position, index in enumerate(todo):
                 self._update(index, todo[position + 1 :], dropping=False)
-            self._beside.join()
+            self._background.join()
         finally:
-            self._beside.give_up()  # after an error it would go on under whoever handles that
+            self._background.give_up()  # after an error it would go on under whoever handles that
         self._step_rest()
         self._settle()
         order = self._order if self._after_final else list(self.blocks)  # as far as one can tell
@@ -230,10 +230,10 @@ class OptimizerOffload:
         """The optimizer's own step on one block. It counts as done even if that raises: it did what it did."""
         block, leaves = self.blocks[index], index in self._places.leaving
         soon = [i for i in ahead if i not in self._done][:_AHEAD]
-        if leaves and self._may_be_beside(index):
-            self._update_beside(index, soon, dropping=dropping)
+        if leaves and self._may_run_in_background(index):
+            self._update_in_background(index, soon, dropping=dropping)
             return
-        self._beside.join()
+        self._background.join()
         with (
             torch.no_grad(),
             self._bound(block),
@@ -244,7 +244,7 @@ class OptimizerOffload:
                 return
             self._places.states.expect(soon)
             self._places.gradients.expect(soon)
-            place = self._places.crossing.stepping_in_place
+            place = self._places.host_copy.stepping_in_place
             with place(block.parameters, gradients, block.name), narrowed(self.optimizer, block.parameters):
                 self._done.add(index)
                 raw_step(self.optimizer)(self.optimizer)
@@ -260,12 +260,12 @@ class OptimizerOffload:
                     self._done.add(index)
                 raw_step(self.optimizer)(self.optimizer)
 
-    def _may_be_beside(self, index: int) -> bool:
+    def _may_run_in_background(self, index: int) -> bool:
         """Whether the block's update needs nothing that the thread of the backward pass uses as well."""
         streamed = any(id(p) in self._streamed for p in self.blocks[index].parameters)
-        return self._beside.possible and not streamed and self._places.gradients.are_plain(index)
+        return self._background.possible and not streamed and self._places.gradients.are_plain(index)
 
-    def _update_beside(self, index: int, soon: Sequence[int], *, dropping: bool) -> None:
+    def _update_in_background(self, index: int, soon: Sequence[int], *, dropping: bool) -> None:
         """As ``_update``, on another thread. Nobody may look at the weights, or at states, until it has joined."""
         block, states = self.blocks[index], self._places.states
         stepped = [p.grad is not None for p in block.parameters]
@@ -280,7 +280,7 @@ class OptimizerOffload:
         self._done.add(index)
         if dropping:
             self._places.gradients.drop(index)
-        self._beside.begin(tensors, block.name, update)
+        self._background.begin(tensors, block.name, update)
         self._places.gradients.expect(soon)
 
     def _bound(self, block: StateBlock) -> contextlib.AbstractContextManager[Any]:
@@ -350,7 +350,7 @@ class OptimizerOffload:
 
     def close(self) -> None:
         """End the thread that updates blocks, however its updates end; of no use after that."""
-        self._beside.close()
+        self._background.close()
 
     def remove(self) -> None:
         """Give the optimizer back with all states and gradients in memory. A second call does nothing.
@@ -359,13 +359,13 @@ class OptimizerOffload:
         """
         if self._removed:
             return
-        self._beside.give_up()
+        self._background.give_up()
         self._places.restore()
         place_counters(self.optimizer)
         self._removed = True
         if self._streaming is not None:
             self._streaming.is_updated_by(self.optimizer, [])
-        self._beside.close()
+        self._background.close()
         self._arrivals.remove()
         self._recomputation.allow()
         self._whole.remove()

@@ -194,7 +194,7 @@ def tied_table(model: Any) -> nn.Parameter | None:
     return table.weight if table is not None and head is not None and head.weight is table.weight else None
 
 
-class Twin:
+class TiedWeight:
     """A weight of which the first stage has a copy as its embedding and the last one as its output layer.
 
     Both copies get the sum of both gradients, as Megatron-LM does it (core/distributed/finalize_model_grads.py), so

@@ -71,13 +71,13 @@ def rehearsing() -> Iterator[None]:
     def gathered(parameter: FSDPParam) -> Any:
         if not parameter.offload_to_cpu:
             return gather.fget(parameter)
-        with _copying(to_ram=False):
+        with _crossing(to_ram=False):
             return gather.fget(parameter)
 
     def reduced(parameters: list[FSDPParam], *args: Any, **kwargs: Any) -> Any:
         if not parameters[0].offload_to_cpu:
             return reduce(parameters, *args, **kwargs)
-        with _copying(to_ram=True):
+        with _crossing(to_ram=True):
             return reduce(parameters, *args, **kwargs)
 
     with mock.patch.object(FSDPParam, "all_gather_inputs", property(gathered)), \
@@ -86,7 +86,7 @@ def rehearsing() -> Iterator[None]:
 
 
 @contextmanager
-def _copying(*, to_ram: bool) -> Iterator[None]:
+def _crossing(*, to_ram: bool) -> Iterator[None]:
     """While open, ``tensor.to(device)`` is a copy that crosses, as it is where the devices are two."""
     to: Any = torch.Tensor.to
 

@@ -48,7 +48,13 @@ _WIDE_CPU_BYTES, _WIDE_BYTES = 2 << 20, 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """How weights are kept. ``group`` inputs share a scale (``int4``); ``head``: the output embeddings too."""
+    """How the weights of linear layers are kept in fewer bits.
+
+    Attributes:
+        scheme: ``"int8"``, ``"int4"`` or ``"fp8"``.
+        group: For ``"int4"``: inputs that share a scale: 32, 64, 128 or 256.
+        head: Whether the output embeddings are quantized too.
+    """
 
     scheme: str
     group: int = 64

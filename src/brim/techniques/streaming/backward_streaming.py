@@ -35,7 +35,7 @@ class _Task:
     held: list[_Held] = dataclasses.field(default_factory=list)
 
 
-class Recall:
+class BackwardStreaming:
     """Brings blocks back in backward, and lets them go. ``settle`` is called when a backward pass is over."""
 
     def __init__(self, streamed_blocks: StreamedBlocks, settle: Callable[[], None]) -> None:
@@ -69,14 +69,14 @@ class Recall:
                 tensor.register_hook(self._on_gradient(held, start))
 
     def _on_gradient(self, held: Sequence[Streamed], start: int) -> Callable[[torch.Tensor], None]:
-        def recall(gradient: torch.Tensor) -> None:
+        def bring_back(gradient: torch.Tensor) -> None:
             node = torch._C._current_autograd_node()
             # A tensor that was only handed through belongs to nodes before the call.
             if node is not None and node._sequence_nr() >= start and not self.streamed_blocks.removed:
                 for streamed in held:
                     self._hold(streamed, start, node._sequence_nr())
 
-        return recall
+        return bring_back
 
     # -- backward
 
@@ -137,18 +137,20 @@ class Recall:
 class _Taking:
     """The keeper of one call of a streamed module, which began at ``start``."""
 
-    def __init__(self, recall: Recall, start: int) -> None:
-        self._recall, self._start = recall, start
+    def __init__(self, backward: BackwardStreaming, start: int) -> None:
+        self._backward, self._start = backward, start
 
     def pack(self, tensor: torch.Tensor) -> Kept | None:
-        return self._recall.refer(tensor, self._start)
+        return self._backward.refer(tensor, self._start)
 
 
 class _Reference:
     """A tensor in a slot, by its place in its block."""
 
-    def __init__(self, recall: Recall, streamed: Streamed, index: int, start: int, tensor: torch.Tensor) -> None:
-        self._recall, self._streamed, self._index, self._start = recall, streamed, index, start
+    def __init__(
+        self, backward: BackwardStreaming, streamed: Streamed, index: int, start: int, tensor: torch.Tensor
+    ) -> None:
+        self._backward, self._streamed, self._index, self._start = backward, streamed, index, start
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset, self._flags = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
         self._version = streamed.parameters[index]._version
@@ -161,11 +163,11 @@ class _Reference:
                 "It was changed in place after the forward pass that needs them.",
                 "Call backward() before optimizer.step() or any other change of the weights.",
             )
-        if self._recall.streamed_blocks.removed:  # the graph outlived the handle: the values are in the module again
-            placed = self._streamed.home.layout.tensors[self._index]
+        if self._backward.streamed_blocks.removed:  # the graph outlived the handle: the module has the values again
+            placed = self._streamed.store.layout.tensors[self._index]
             flat = parameter.data.contiguous().view(-1).view(self._dtype)
             return self._seen(flat, self._offset - placed.offset // self._dtype.itemsize)
-        return self._recall.bring(self._streamed, self._start, self._of_slot)
+        return self._backward.bring(self._streamed, self._start, self._of_slot)
 
     def _of_slot(self, slot: torch.Tensor) -> torch.Tensor:
         return self._seen(slot.view(self._dtype), self._offset)

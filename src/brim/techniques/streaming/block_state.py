@@ -1,4 +1,4 @@
-"""One block that comes and goes: its parameters, its home, and whether somebody changed it meanwhile."""
+"""One block that comes and goes: its parameters, its store, and whether somebody changed it meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from brim.errors import UnsupportedError
-from brim.memory.backing_store import Home
+from brim.memory.backing_store import BackingStore
 from brim.techniques.blocks import Block
 from brim.techniques.streaming.offloaded_parameter import hollow, offload, reveal
 
@@ -26,7 +26,7 @@ class Streamed:
     index: int
     block: Block
     parameters: list[nn.Parameter]
-    home: Home
+    store: BackingStore
     device: torch.device
     apart: bool = False
     fake: bool = False
@@ -51,7 +51,7 @@ class Streamed:
     def rest(self) -> None:
         """Point the parameters to where the block rests."""
         if not self.fake:
-            for index, (parameter, view) in enumerate(zip(self.parameters, self.home.rest(), strict=True)):
+            for index, (parameter, view) in enumerate(zip(self.parameters, self.store.rest(), strict=True)):
                 # On another device a view of RAM would make the module look as if it were on the CPU.
                 if view is None or self.apart:
                     offload(parameter, self._hollow(index), _Resting(weakref.ref(self), index))
@@ -78,11 +78,11 @@ class Streamed:
         with torch._C.DisableTorchFunctionSubclass():
             if self.parameters[index].data_ptr() != self.addresses[index]:
                 return False
-        return self.apart or self.home.rest()[index] is None
+        return self.apart or self.store.rest()[index] is None
 
     def index_at(self, byte: int) -> int | None:
         """Which of the block's tensors lies at ``byte`` of its slot; None: no tensor does."""
-        for index, placed in enumerate(self.home.layout.tensors):
+        for index, placed in enumerate(self.store.layout.tensors):
             if placed.offset <= byte < placed.offset + placed.bytes:
                 return index
         return None
@@ -93,22 +93,22 @@ class Streamed:
             if self.fake:
                 return [p._version == version for p, version in zip(self.parameters, self.versions, strict=True)]
             # Apart from their values they point to nothing that could be written to.
-            written = [False] * len(self.parameters) if self.apart else self.home.written()
+            written = [False] * len(self.parameters) if self.apart else self.store.written()
             marks = zip(self.parameters, self.versions, self.addresses, written, strict=True)
             return [p._version == v and p.data_ptr() == address and not w for p, v, address, w in marks]
 
     def value(self, index: int) -> torch.Tensor:
         """One of the block's tensors as it is now, on the CPU, in memory of its own."""
-        self.home.settle()
+        self.store.settle()
         # Pages of a mapping that are read stay in the resident set, so what rests in a file is read from the file.
         if self.is_hollow(index) or (not self.uses and not self.fake and self.untouched()[index]):
-            return self.home.value(index)
+            return self.store.value(index)
         return self.parameters[index].detach().to("cpu", copy=True)
 
     def values(self) -> list[torch.Tensor]:
         """The block's tensors as they are now, at rest, in memory of their own."""
         kept = self.untouched()
-        held = self.home.values() if any(kept) else self.parameters
+        held = self.store.values() if any(kept) else self.parameters
         pairs = zip(kept, held, self.parameters, strict=True)
         return [value if same else p.data.clone() for same, value, p in pairs]
 
@@ -120,19 +120,19 @@ class Streamed:
         kept = self.untouched()
         if all(kept):
             return False
-        for parameter, placed in zip(self.parameters, self.home.layout.tensors, strict=True):
+        for parameter, placed in zip(self.parameters, self.store.layout.tensors, strict=True):
             if (parameter.dtype, tuple(parameter.shape)) != (placed.dtype, placed.shape):
                 raise UnsupportedError(
                     f"{placed.name} was replaced by {list(parameter.shape)}, {parameter.dtype}.",
                     f"It is streamed as {list(placed.shape)}, {placed.dtype}.",
                     "Call .brim.remove() first, change it, and fit the module again.",
                 )
-        self.home.write_back([self._now(index, same) for index, same in enumerate(kept)])
+        self.store.write_back([self._now(index, same) for index, same in enumerate(kept)])
         self.rest()
         return True
 
     def _now(self, index: int, kept: bool) -> torch.Tensor:
-        return self.home.value(index) if kept and self.is_hollow(index) else self.parameters[index].data
+        return self.store.value(index) if kept and self.is_hollow(index) else self.parameters[index].data
 
 
 class _Resting:
@@ -155,14 +155,14 @@ class _Resting:
 
     def value(self) -> torch.Tensor:
         streamed = self._streamed
-        return streamed.home.value(self._index).to(streamed.device)
+        return streamed.store.value(self._index).to(streamed.device)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         streamed = self._streamed
-        streamed.home.settle()  # what was saved may be on its way there
-        table, wanted = streamed.home.rest()[self._index], ids.to("cpu")
+        streamed.store.settle()  # what was saved may be on its way there
+        table, wanted = streamed.store.rest()[self._index], ids.to("cpu")
         if table is None:
-            table = streamed.home.value(self._index)
+            table = streamed.store.value(self._index)
         return nn.functional.embedding(wanted, table).to(streamed.device)
 
     def replace(self, value: torch.Tensor) -> None:

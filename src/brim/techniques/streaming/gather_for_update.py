@@ -50,19 +50,19 @@ def _in_use(streamed_blocks: StreamedBlocks, streamed: Streamed) -> Iterator[Non
 def _as_guest(streamed_blocks: StreamedBlocks, streamed: Streamed) -> Iterator[None]:
     """A table that is only looked up from passes through no slot: a buffer of its own, for a while."""
     streamed_blocks.adopt_changes(streamed)
-    memory, home, name = streamed_blocks.memory, streamed.home, streamed.block.name
-    buffer = memory.compute.allocate(home.layout.bytes, f"{name}, being changed")
+    memory, store, name = streamed_blocks.memory, streamed.store, streamed.block.name
+    buffer = memory.compute.allocate(store.layout.bytes, f"{name}, being changed")
     try:
-        home.load(buffer, name, [memory.engine.mark()]).wait()
-        streamed.bind(home.layout.views(buffer.tensor))
+        store.load(buffer, name, [memory.engine.mark()]).wait()
+        streamed.bind(store.layout.views(buffer.tensor))
         streamed.uses += 1
         try:
             yield
         finally:
             streamed.uses -= 1
             if streamed.is_changed():
-                home.save(buffer, name, [memory.engine.mark()])
+                store.save(buffer, name, [memory.engine.mark()])
             streamed.rest()
-        home.settle()
+        store.settle()
     finally:
         buffer.free()

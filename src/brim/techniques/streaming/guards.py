@@ -113,20 +113,20 @@ class _OwnState:
 
     def fill(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         for name, (streamed, index) in self._owned.items():
-            streamed.home.settle()
+            streamed.store.settle()
             parameter = streamed.parameters[index]
             if prefix + name not in state or module._parameters.get(name) is not parameter:
                 continue
             if streamed.uses:  # in a slot, which will soon be another's
                 state[prefix + name] = parameter.detach().clone()
             elif streamed.is_hollow(index):
-                state[prefix + name] = streamed.home.value(index)
+                state[prefix + name] = streamed.store.value(index)
 
     def prepare(self, module: nn.Module, state: object, prefix: str, metadata: object, *rest: object) -> None:
         for streamed, index in self._owned.values():
-            streamed.home.settle()  # else what is on its way there would overwrite what is loaded
+            streamed.store.settle()  # else what is on its way there would overwrite what is loaded
             if streamed.is_hollow(index):
-                reveal(streamed.parameters[index], streamed.home.value(index))
+                reveal(streamed.parameters[index], streamed.store.value(index))
 
 
 def _refusal(what: str) -> Callable[..., NoReturn]:

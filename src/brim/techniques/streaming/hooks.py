@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brim import accelerator
 from brim.errors import UnsupportedError
-from brim.memory.backing_store import DiskHome, Home
+from brim.memory.backing_store import BackingStore, DiskStore
 from brim.techniques.precision import autocast_cache
 from brim.techniques.saved_tensor_hooks import Saving
-from brim.techniques.streaming.backward_streaming import Recall
+from brim.techniques.streaming.backward_streaming import BackwardStreaming
 from brim.techniques.streaming.block_state import Streamed
 from brim.techniques.streaming.streamed_blocks import StreamedBlocks
 
@@ -31,11 +31,11 @@ class _Call:
     keeps_casts: bool | None = None  # whether autocast was to keep what it makes of weights
 
 
-class Visit:
+class BlockHooks:
     """The hooks of one trigger: its blocks come before everything else in its call and go after everything else.
 
-    So the user's own hooks see the weights in place, whenever they were registered. ``recall`` is there in training.
-    ``begin_step`` is called first, if given: where the module is the whole model.
+    So the user's own hooks see the weights in place, whenever they were registered. ``backward`` is given in
+    training. ``begin_step`` is called first, if given: where the module is the whole model.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Visit:
         held: list[Streamed],
         module: nn.Module,
         turns: Turns,
-        recall: Recall | None,
+        backward: BackwardStreaming | None,
         begin_step: Callable[[], None] | None,
     ) -> None:
         self._streamed_blocks, self._held, self._module = streamed_blocks, held, module
-        self._turns, self._recall, self._begin_step = turns, recall, begin_step
+        self._turns, self._backward, self._begin_step = turns, backward, begin_step
         self._calls: list[_Call] = []
         enter, leave = torch.compiler.disable(self.enter), torch.compiler.disable(self.leave)
         self._first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -56,8 +56,8 @@ class Visit:
 
     def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._turns.check_process()
-        recall = self._recall
-        if recall is None and torch.is_grad_enabled():
+        backward = self._backward
+        if backward is None and torch.is_grad_enabled():
             _refuse_gradients(module, self._held, args, kwargs)
         if self._begin_step is not None:
             self._begin_step()
@@ -68,8 +68,8 @@ class Visit:
         self._calls.append(call)
         for streamed in self._held:
             self._streamed_blocks.enter(streamed)
-        if recall is not None and torch.is_grad_enabled():
-            call.saving = recall.saving(call.start)
+        if backward is not None and torch.is_grad_enabled():
+            call.saving = backward.saving(call.start)
             call.saving.begin()
         # A copy in 16 bits of each weight that comes by, until the user's region ends: all of the model once more.
         call.keeps_casts = torch.is_autocast_cache_enabled()
@@ -81,8 +81,8 @@ class Visit:
             torch.set_autocast_cache_enabled(call.keeps_casts)
         if call is not None and call.saving is not None:
             call.saving.end()
-            assert self._recall is not None
-            self._recall.announce(self._held, call.start, output)
+            assert self._backward is not None
+            self._backward.announce(self._held, call.start, output)
         for streamed in reversed(self._held):
             self._streamed_blocks.leave(streamed, settle=True)
         hooks = self._module._forward_pre_hooks
@@ -162,7 +162,7 @@ class Recover:
         self._begin_step()
 
 
-def check_rows(table: nn.Module, home: DiskHome, streamed: Streamed) -> torch.utils.hooks.RemovableHandle:
+def check_rows(table: nn.Module, store: DiskStore, streamed: Streamed) -> torch.utils.hooks.RemovableHandle:
     """Before rows of ``table``, an embedding, are looked up in its file: make sure that they can be read."""
     assert isinstance(table, nn.Embedding)
     count = table.num_embeddings
@@ -171,31 +171,31 @@ def check_rows(table: nn.Module, home: DiskHome, streamed: Streamed) -> torch.ut
     def check(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         ids = args[0] if args else kwargs.get("input")
         if isinstance(ids, torch.Tensor):
-            home.check_rows(index, [row for row in ids.unique().tolist() if 0 <= row < count])
+            store.check_rows(index, [row for row in ids.unique().tolist() if 0 <= row < count])
 
     return table.register_forward_pre_hook(torch.compiler.disable(check), with_kwargs=True)
 
 
-def settle_first(table: nn.Module, home: Home) -> torch.utils.hooks.RemovableHandle:
+def settle_first(table: nn.Module, store: BackingStore) -> torch.utils.hooks.RemovableHandle:
     """Before rows of ``table`` are looked up where it rests: let what was saved arrive there."""
 
     def wait(module: nn.Module, args: object) -> None:
-        home.settle()
+        store.settle()
 
     return table.register_forward_pre_hook(torch.compiler.disable(wait))
 
 
 def note_steps(
-    ids: set[int], brought_home: Mapping[torch.optim.Optimizer, set[int]]
+    ids: set[int], written_back: Mapping[torch.optim.Optimizer, set[int]]
 ) -> torch.utils.hooks.RemovableHandle:
     """After a step of any optimizer, the versions of these parameters tell that they were written to.
 
-    Fused optimizers do not see to that, and a block that looks unchanged would not be brought home. Those that an
-    optimizer has brought home itself are left alone: they would be read and written once more for nothing.
+    Fused optimizers do not see to that, and a block that looks unchanged would not be written back. Those that the
+    optimizer offload has written back itself are left alone: they would be read and written once more for nothing.
     """
 
     def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        to_note = ids - brought_home.get(optimizer, set())
+        to_note = ids - written_back.get(optimizer, set())
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         torch.autograd.graph.increment_version([p for p in parameters if id(p) in to_note and p.grad is not None])
 

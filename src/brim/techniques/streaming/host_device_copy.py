@@ -33,8 +33,8 @@ class _Passing:
 class Carried:
     """Parameters and gradients on their way to RAM, to be stepped by any thread. ``mark``: compute until now."""
 
-    def __init__(self, crossing: Crossing, label: str, mark: Waitable) -> None:
-        self._crossing, self._label, self._mark = crossing, label, mark
+    def __init__(self, host_copy: HostDeviceCopy, label: str, mark: Waitable) -> None:
+        self._host_copy, self._label, self._mark = host_copy, label, mark
         self._parameters: list[nn.Parameter] = []
         self._places: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ class Carried:
     def arrive(self) -> None:
         """Wait until all of it is in RAM. What was copied is not needed any more."""
         while self._passing:
-            self._crossing.finish(self._passing.pop(0))
+            self._host_copy.finish(self._passing.pop(0))
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -64,10 +64,10 @@ class Carried:
             yield
         finally:
             _swap(self._parameters, held, before)
-            self._crossing.up(self._places, held, self._mark, self._label)
+            self._host_copy.up(self._places, held, self._mark, self._label)
 
 
-class Crossing:
+class HostDeviceCopy:
     """Brings parameters and gradients to RAM for a step there, and what the step made of them back.
 
     ``work_bytes`` of RAM hold both for the largest block; nothing where RAM is the compute tier. ``down_bytes`` is

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from brim.errors import UnsupportedError
-from brim.techniques.offloaded_tensor import Away, away
+from brim.techniques.offloaded_tensor import OffloadedTensor, offloaded_tensor
 
 _TODO = "Clone it first, change it as a whole (copy_, load_state_dict), or call .brim.remove()."
 _NOT_IN_PLACE = ("__int__", "__index__", "__invert__", "__iter__")
@@ -67,7 +67,7 @@ class OffloadedParameter(nn.Parameter):
         if function == _SET_DATA:
             return reveal(args[0], args[1])
         if function in _WITHOUT_HISTORY:
-            return _away(args[0])
+            return _offloaded(args[0])
         if function is functional.embedding:
             rows = _rows(*args, **kwargs)
             if rows is not None:
@@ -136,8 +136,8 @@ def _changed(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return function(*args, **kwargs)
     stand_ins: dict[int, OffloadedParameter] = {}
 
-    def stood_for(parameter: OffloadedParameter) -> Away:
-        stand_in = _away(parameter)
+    def stood_for(parameter: OffloadedParameter) -> OffloadedTensor:
+        stand_in = _offloaded(parameter)
         stand_ins[id(stand_in)] = parameter
         return stand_in
 
@@ -175,15 +175,17 @@ def _what(parameter: OffloadedParameter) -> str:
     return f"a weight {list(parameter.shape)} that brim keeps elsewhere"
 
 
-def _away(parameter: OffloadedParameter) -> Away:
+def _offloaded(parameter: OffloadedParameter) -> OffloadedTensor:
     rest = parameter._rest
     shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
     what = _what(parameter).capitalize()
-    return away(shape, stride, parameter.dtype, parameter.device, what=what, todo=_TODO, keeper=_Kept(rest))
+    return offloaded_tensor(
+        shape, stride, parameter.dtype, parameter.device, what=what, todo=_TODO, keeper=_Kept(rest)
+    )
 
 
 class _Kept:
-    """A weight at rest, as ``Away`` asks for it."""
+    """A weight at rest, as ``OffloadedTensor`` asks for it."""
 
     def __init__(self, rest: Rest) -> None:
         self._rest = rest

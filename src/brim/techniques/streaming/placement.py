@@ -12,7 +12,7 @@ from brim import accelerator
 from brim.allocator.config import LARGE_SEGMENT_BYTES
 from brim.core import Plan
 from brim.core.hardware import DISK, RAM
-from brim.memory.backing_store import DiskHome, Home, RamHome
+from brim.memory.backing_store import BackingStore, DiskStore, RamStore
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.layout import BlockLayout, file_layout, packed_layout
 from brim.memory.mapped import forget
@@ -209,32 +209,32 @@ class Placement:
         if not self.memory.fake:
             forget(values)
 
-    def home(self, block: Block, choice: str) -> Home:
+    def store(self, block: Block, choice: str) -> BackingStore:
         """Bring a block to where it rests."""
         sources = [self.source(name) for name in block.tensors]
         values = [self.parameters[name].data for name in block.tensors]
-        return self.home_of(block.name, sources, values, RAM if choice in (FROM_RAM, COMPUTE_RAM) else DISK)
+        return self.store_of(block.name, sources, values, RAM if choice in (FROM_RAM, COMPUTE_RAM) else DISK)
 
-    def home_of(
+    def store_of(
         self,
         label: str,
         sources: Sequence[TensorSource],
         values: Sequence[torch.Tensor],
         tier: str,
         layout: BlockLayout | None = None,
-    ) -> RamHome | DiskHome:
+    ) -> RamStore | DiskStore:
         """Bring tensors to where they rest as one: from their files, or where they have none, their ``values``."""
         if tier == RAM:
-            home = RamHome(self.memory, sources, label)
+            store = RamStore(self.memory, sources, label)
             if self._weights.sources:
-                home.fill_from_files(label).wait()
+                store.fill_from_files(label).wait()
                 self._weights.loaded(sum(source.bytes for source in sources))
             else:
-                home.write_back(values)
+                store.write_back(values)
                 self._left(values)
-            return home
+            return store
         if not self._weights.sources:
             sources = list(self.memory.scratch().store(sources, values))
             self._left(values)
             layout = None  # it lies there as it lies in a slot
-        return DiskHome(self.memory, sources, label, layout)
+        return DiskStore(self.memory, sources, label, layout)

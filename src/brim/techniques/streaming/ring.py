@@ -19,7 +19,7 @@ _STAGE_AHEAD = 64
 
 
 class Carried(Protocol):
-    """What the ring asks of a ``brim.memory.backing_store.Home``, or of whatever else has a home of its own."""
+    """What the ring asks of a ``brim.memory.backing_store.BackingStore``."""
 
     def stage(self) -> bool: ...
 
@@ -43,13 +43,13 @@ class Ring:
     """Slots, what is in them, and what is being fetched. ``misses`` counts loads that compute had to wait for."""
 
     def __init__(
-        self, memory: Memory, homes: Mapping[int, Carried], names: Mapping[int, str], buffers: Sequence[Buffer]
+        self, memory: Memory, stores: Mapping[int, Carried], names: Mapping[int, str], buffers: Sequence[Buffer]
     ) -> None:
-        self._memory, self._homes, self._names = memory, homes, names
+        self._memory, self._stores, self._names = memory, stores, names
         self._slots = [_Slot(index, buffer) for index, buffer in enumerate(buffers)]
         self._by_storage = {slot.buffer.tensor.untyped_storage()._cdata: slot for slot in self._slots}
         self._ahead: list[_Slot] = []  # prefetched, in the order of expected use
-        self._order = OrderPredictor(sorted(homes))
+        self._order = OrderPredictor(sorted(stores))
         self.misses = 0
 
     def prefetch(self) -> None:
@@ -71,8 +71,8 @@ class Ring:
     def _stage(self) -> None:
         """Start disk reads for the blocks beyond the ring."""
         loaded = {slot.holds for slot in self._slots}
-        for block in self._order.upcoming(min(_STAGE_AHEAD, 2 * len(self._homes))):
-            if block not in loaded and not self._homes[block].stage():
+        for block in self._order.upcoming(min(_STAGE_AHEAD, 2 * len(self._stores))):
+            if block not in loaded and not self._stores[block].stage():
                 return
 
     def acquire(self, block: int) -> Buffer:
@@ -119,7 +119,7 @@ class Ring:
     def save(self, block: int) -> None:
         """Send what is in the slot of ``block``, which is in use for the last time, to where the block rests."""
         slot = self._in_use(block)
-        slot.saved = Settled(self._homes[block].save(slot.buffer, self._names[block], [self._memory.engine.mark()]))
+        slot.saved = Settled(self._stores[block].save(slot.buffer, self._names[block], [self._memory.engine.mark()]))
 
     def holder(self, tensor: torch.Tensor) -> int | None:
         """The block in whose slot ``tensor`` lies while it is in use; None: it lies elsewhere."""
@@ -184,5 +184,5 @@ class Ring:
             return
         after = [slot.idle, slot.saved, Settled(slot.ready)]
         slot.holds = None  # until the load is under way: what fails before that has brought nothing
-        slot.ready = self._homes[block].load(slot.buffer, self._names[block], after)
+        slot.ready = self._stores[block].load(slot.buffer, self._names[block], after)
         slot.holds, slot.saved = block, Done()

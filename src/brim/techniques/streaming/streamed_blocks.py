@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from brim.memory.backing_store import Home
+from brim.memory.backing_store import BackingStore
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory
 from brim.techniques.blocks import Block
@@ -53,11 +53,13 @@ class StreamedBlocks:
     def __getitem__(self, index: int) -> Streamed:
         return self._blocks[index]
 
-    def add(self, block: Block, parameters: list[nn.Parameter], home: Home, *, in_pieces: bool = False) -> Streamed:
+    def add(
+        self, block: Block, parameters: list[nn.Parameter], store: BackingStore, *, in_pieces: bool = False
+    ) -> Streamed:
         """From now on the parameters are where the block rests. ``in_pieces``: nowhere is it as a whole."""
         device = self.memory.device
         apart = in_pieces or device.type != "cpu"
-        streamed = Streamed(len(self._blocks), block, parameters, home, device, apart, self.memory.fake)
+        streamed = Streamed(len(self._blocks), block, parameters, store, device, apart, self.memory.fake)
         self._blocks.append(streamed)
         streamed.rest()
         return streamed
@@ -83,7 +85,7 @@ class StreamedBlocks:
         try:
             views = streamed.views.get(id(slot))
             if views is None:
-                views = streamed.views[id(slot)] = streamed.home.layout.views(slot.tensor)
+                views = streamed.views[id(slot)] = streamed.store.layout.views(slot.tensor)
             self.bind(streamed, views)
         except BaseException:
             streamed.uses = 0
@@ -111,7 +113,7 @@ class StreamedBlocks:
                 saved = False
                 self._save(streamed)
                 if settle:  # whoever reads or writes the parameters next does so where they rest
-                    streamed.home.settle()
+                    streamed.store.settle()
                 saved = True
         finally:  # a full scratch disk loses the change, not the slot
             streamed.rest()
@@ -122,7 +124,7 @@ class StreamedBlocks:
     def _save(self, streamed: Streamed) -> None:
         """What the user changed while the block was in use becomes its values."""
         if not self.training:
-            streamed.home.write_back([p.data for p in streamed.parameters])
+            streamed.store.write_back([p.data for p in streamed.parameters])
         else:
             assert self.ring is not None
             self.ring.save(streamed.index)
@@ -132,7 +134,7 @@ class StreamedBlocks:
         for streamed in self._blocks:
             if streamed.uses:
                 if streamed.is_changed():  # after the interrupt, before this
-                    streamed.home.write_back([p.data for p in streamed.parameters])
+                    streamed.store.write_back([p.data for p in streamed.parameters])
                 streamed.uses = 0
                 streamed.rest()
 
@@ -153,4 +155,4 @@ class StreamedBlocks:
     def settle(self) -> None:
         """Wait until everything that was changed is where it rests. Raises the TransferError that was met."""
         for streamed in self._blocks:
-            streamed.home.settle()
+            streamed.store.settle()

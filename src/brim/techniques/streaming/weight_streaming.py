@@ -16,21 +16,21 @@ from torch import nn
 from brim.core import Plan, Timeline
 from brim.core.hardware import DISK
 from brim.errors import UsageError
-from brim.memory.backing_store import DiskHome, RamHome
+from brim.memory.backing_store import DiskStore, RamStore
 from brim.memory.tiers import Memory
 from brim.techniques.base import refuse_second
 from brim.techniques.blocks import Block, Partition
-from brim.techniques.cpu_compute.technique import HOP_BYTES, HostCompute
-from brim.techniques.experts.backing_store import ExpertsHome
+from brim.techniques.cpu_compute.technique import TRANSFER_BYTES, HostCompute
+from brim.techniques.experts.backing_store import ExpertsStore
 from brim.techniques.experts.technique import CachedExperts, expert_layers, passing_sources
-from brim.techniques.streaming.backward_streaming import Recall
+from brim.techniques.streaming.backward_streaming import BackwardStreaming
 from brim.techniques.streaming.block_state import Streamed
 from brim.techniques.streaming.gather_for_update import updating
 from brim.techniques.streaming.guards import Guards
 from brim.techniques.streaming.hooks import (
+    BlockHooks,
     Recover,
     Turns,
-    Visit,
     check_rows,
     note_steps,
     settle_first,
@@ -75,10 +75,16 @@ def apply(
 
 
 class WeightStreaming:
-    """The handle of a fitted module. ``blocks``: all parameters, by the name of what comes and goes together.
+    """The handle of a module that was fitted for inference. Several threads may call the module: their calls take
+    turns.
 
-    ``partition`` and ``weights`` are what it was applied with. Several threads may call the module: their calls take
-    ``turns``.
+    Attributes:
+        model: The module, in place.
+        plan: What was decided and promised.
+        blocks: All parameters, by the name of what is moved together.
+        partition: How the module was cut into blocks.
+        weights: Where the values of its parameters are read from.
+        turns: The lock by which threads take turns.
     """
 
     partition: Partition
@@ -95,30 +101,32 @@ class WeightStreaming:
             if self._hollow and not self.memory.is_traced_on_device(p)
         }
         self._devices = {name: p.device for name, p in self._parameters.items()}
-        self._hooks: list[Visit | torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[BlockHooks | torch.utils.hooks.RemovableHandle] = []
         self._guards = Guards(model, memory)
         self.turns = Turns(model)
         self._placement = Placement(model, plan, memory, weights, self._guards)
         self._streamed_blocks = StreamedBlocks(memory, self._placement.verify, training=training)
-        self._recall = Recall(self._streamed_blocks, self.settle) if training else None
+        self._backward = BackwardStreaming(self._streamed_blocks, self.settle) if training else None
         self._host: HostCompute | None = None
         self._experts: CachedExperts | None = None
-        self._brought_home: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        self._written_back: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
 
     # -- what a user reads
 
     @property
     def misses(self) -> int:
-        """Loads that compute had to wait for from their start: the order was not foreseen."""
+        """How often a block was called that was not loading yet: the order of calls was not foreseen, and compute
+        waited.
+        """
         ring = self._streamed_blocks.ring
         return ring.misses if ring is not None else 0
 
     def timeline(self) -> Timeline:
         """What memory did since the module was fitted.
 
-        Its facts have, per tier, ``budget_bytes``, ``promised_bytes`` (the program's share and activations included)
-        and ``held_bytes`` (the pool's peak); per way ``copied_bytes``; and ``misses``. With cached experts also
-        ``expert_hits`` and ``expert_loads``.
+        Its ``facts`` have, per tier, ``budget_bytes.ram`` (what was given), ``promised_bytes.ram`` (the program's
+        share and activations included) and ``held_bytes.ram`` (the pool's peak); ``copied_bytes.disk.ram`` per way;
+        ``misses``; with cached experts also ``expert_hits`` and ``expert_loads``.
         """
         timeline, recorder = self.memory.recorder.timeline, self.memory.recorder
         timeline.facts |= {f"budget_bytes.{tier}": count for tier, count in self.plan.budget_bytes.items()}
@@ -131,15 +139,19 @@ class WeightStreaming:
         return timeline
 
     def close(self) -> None:
-        """Stop moving, end every thread, close the files. The module cannot be called; ``remove`` still works."""
+        """Stop moving, end every thread, close the files. The module cannot be called any more; ``remove`` still
+        works.
+        """
         self.memory.engine.close()
         self.memory.files.close()
 
     def remove(self) -> None:
         """Give the module back with all its parameters in memory, as it was before. A second call does nothing.
 
-        Raises nothing for want of budget: the parameters come back whether they fit or not. Raises TransferError
-        when the disk does not give them: then nothing has changed, and it can be called again.
+        The parameters come back whether they fit the budget or not.
+
+        Raises:
+            TransferError: The disk does not give them. Nothing has changed then, and it can be called again.
         """
         if self._streamed_blocks.removed:
             return
@@ -148,7 +160,7 @@ class WeightStreaming:
         with self.turns.lock, torch.inference_mode(False):
             self._let_go()
             self.settle()
-            read = {s.index: self._values(s) for s in self._streamed_blocks if s.home.tier == DISK}
+            read = {s.index: self._values(s) for s in self._streamed_blocks if s.store.tier == DISK}
             self._end(lambda s: read.pop(s.index, None) or self._values(s))
 
     def _undo(self) -> None:
@@ -170,8 +182,8 @@ class WeightStreaming:
             values = zip(streamed.parameters, streamed.block.tensors, values_of(streamed), strict=True)
             for parameter, name, value in values:
                 reveal(parameter, value.to(self._devices[name]))
-            if isinstance(streamed.home, (RamHome, ExpertsHome)):
-                streamed.home.free()
+            if isinstance(streamed.store, (RamStore, ExpertsStore)):
+                streamed.store.free()
             streamed.forget()
         self._streamed_blocks.clear()
         if self._host is not None:
@@ -197,8 +209,8 @@ class WeightStreaming:
         layers = expert_layers(self.model, self.plan)
         staging = placement.make_staging(passing, passing_sources(layers, self.plan, placement.source))
         if COMPUTE_RAM in choices.values():
-            hop_bytes = self.plan.settings.get(HOP_BYTES, 0)
-            self._host = HostCompute(self._streamed_blocks, partition, hop_bytes=hop_bytes)
+            transfer_bytes = self.plan.settings.get(TRANSFER_BYTES, 0)
+            self._host = HostCompute(self._streamed_blocks, partition, transfer_bytes=transfer_bytes)
         self._list_blocks(partition)
         leaving = [block for block in partition.blocks if choices[block.name] != RESIDENT]
         crowding = [block for block in leaving if self._crowds(block)]
@@ -227,7 +239,7 @@ class WeightStreaming:
             self._make_ring()
             self._install()
         if staging is not None:
-            staging.attach([s.home for s in self._streamed_blocks if isinstance(s.home, DiskHome)])
+            staging.attach([s.store for s in self._streamed_blocks if isinstance(s.store, DiskStore)])
         self._guards.install(self, self._streamed_blocks)
         self.memory.give_back()
 
@@ -238,7 +250,7 @@ class WeightStreaming:
 
     def _moves(self, block: Block) -> bool:
         """Whether the block ever comes to the compute tier: also to be updated there."""
-        trained = self._recall is not None and any(self._parameters[name].requires_grad for name in block.tensors)
+        trained = self._backward is not None and any(self._parameters[name].requires_grad for name in block.tensors)
         return bool(loads_for(block)) or trained
 
     def _crowds(self, block: Block) -> bool:
@@ -246,12 +258,12 @@ class WeightStreaming:
         return any(self.memory.is_on_gpu(self._parameters[name]) for name in block.tensors)
 
     def _stream(self, block: Block, choice: str) -> None:
-        parameters, home = [self._parameters[name] for name in block.tensors], self._placement.home(block, choice)
+        parameters, store = [self._parameters[name] for name in block.tensors], self._placement.store(block, choice)
         for parameter in filter(
             self.memory.is_traced_on_device, parameters
         ):  # at rest they have no values in a trace
             parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-        streamed = self._streamed_blocks.add(block, parameters, home)
+        streamed = self._streamed_blocks.add(block, parameters, store)
         if choice == COMPUTE_RAM:
             assert self._host is not None
             self._host.take(streamed)
@@ -263,15 +275,15 @@ class WeightStreaming:
 
     def _make_ring(self) -> None:
         blocks = self._streamed_blocks
-        homes = {s.index: s.home for s in blocks if self._passes(s) and s.index not in blocks.carriers}
-        if not homes:
+        stores = {s.index: s.store for s in blocks if self._passes(s) and s.index not in blocks.carriers}
+        if not stores:
             return
-        size = max(home.layout.bytes for home in homes.values())
+        size = max(store.layout.bytes for store in stores.values())
         count = self.plan.settings[RING_SLOTS]
         slots = self.memory.compute.allocate_row(size, [f"ring slot {i}" for i in range(count)])
         self._placement.buffers += slots
-        blocks.ring = Ring(self.memory, homes, {s.index: s.block.name for s in blocks}, slots)
-        blocks.carriers |= dict.fromkeys(homes, blocks.ring)
+        blocks.ring = Ring(self.memory, stores, {s.index: s.block.name for s in blocks}, slots)
+        blocks.carriers |= dict.fromkeys(stores, blocks.ring)
         blocks.ring.prefetch()
 
     # -- coming and going
@@ -286,19 +298,19 @@ class WeightStreaming:
         for trigger, held in by_trigger.items():
             module = self.model.get_submodule(trigger)
             begin_step = self._begin_step if module is self.model else None
-            visit = Visit(self._streamed_blocks, held, module, self.turns, self._recall, begin_step)
-            self._hooks.append(visit)
-            if self._recall is not None:
-                self._guards.replace(module, "_call_impl", visit.guarded_call())
-        if self._recall is not None:
-            noting = note_steps({id(p) for s in self._streamed_blocks for p in s.parameters}, self._brought_home)
+            hooks = BlockHooks(self._streamed_blocks, held, module, self.turns, self._backward, begin_step)
+            self._hooks.append(hooks)
+            if self._backward is not None:
+                self._guards.replace(module, "_call_impl", hooks.guarded_call())
+        if self._backward is not None:
+            noting = note_steps({id(p) for s in self._streamed_blocks for p in s.parameters}, self._written_back)
             self._hooks.append(noting)
             weakref.finalize(self, noting.remove)  # of all optimizers: it must not outlive the handle
         if self._host is not None:
             self._host.install(self.model, self._guards)
         if self._experts is not None:
             self._experts.install(self._guards)
-        if "" not in by_trigger:  # there the visit itself sees to it
+        if "" not in by_trigger:  # its own hooks see to it
             recover = torch.compiler.disable(Recover(self._begin_step))
             self._hooks.append(self.model.register_forward_pre_hook(recover, prepend=True))
         if not self.memory.fake:
@@ -310,23 +322,23 @@ class WeightStreaming:
             return
         if self.memory.device.type != "cpu":
             self._guards.look_up(table)
-        if isinstance(streamed.home, DiskHome):
-            self._hooks.append(check_rows(table, streamed.home, streamed))
-        elif self._recall is not None:
-            self._hooks.append(settle_first(table, streamed.home))
+        if isinstance(streamed.store, DiskStore):
+            self._hooks.append(check_rows(table, streamed.store, streamed))
+        elif self._backward is not None:
+            self._hooks.append(settle_first(table, streamed.store))
 
     def _begin_step(self) -> None:
         """The whole model is called."""
-        if self._recall is not None and torch._C._current_graph_task_id() != -1:
+        if self._backward is not None and torch._C._current_graph_task_id() != -1:
             return  # backward repeats it (checkpointing): what is in use stays in use
         self._let_go()
-        if self._recall is not None:  # once for all: an optimizer changes every block
+        if self._backward is not None:  # once for all: an optimizer changes every block
             self._streamed_blocks.adopt_all_changes()
 
     def _let_go(self) -> None:
         """Nothing is running: what still counts as in use was interrupted."""
-        if self._recall is not None:
-            self._recall.let_go()
+        if self._backward is not None:
+            self._backward.let_go()
         self._streamed_blocks.let_go()
         if self._experts is not None:
             self._experts.begin_step()
@@ -362,7 +374,7 @@ class WeightStreaming:
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """From now on steps of ``optimizer`` change these parameters within ``updating`` and nowhere else."""
-        self._brought_home[optimizer] = {id(parameter) for parameter in parameters}
+        self._written_back[optimizer] = {id(parameter) for parameter in parameters}
 
     def value(self, name: str) -> torch.Tensor:
         """A parameter or buffer as it is now, wherever it rests, on the CPU and in memory of its own.

@@ -17,7 +17,7 @@ from brim.core import Decision, Hardware, Link, Plan, Promise, Tier
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import FormatError, UnsupportedError, UsageError
 from brim.run.model.opening import open_model
-from brim.run.model.training_model import open_trainee
+from brim.run.model.training_model import open_training_model
 from brim.run.plan import plan_file
 from brim.run.plan.plan_file import PlanFile, check, described, fingerprint
 from brim.run.plan.request import Answer, Machine, Proposal, Request
@@ -125,8 +125,8 @@ def test_a_plan_to_train_is_accepted_for_the_model_as_training_opens_it(
 ) -> None:
     path = tmp_path / "plan.json"
     plan_file.write(path, answer(llama, task="train", method=method))
-    trainee = open_trainee(llama, method=method, precision="bf16", seed=0)
-    check(plan_file.read(path), model=trainee.module, hardware=GPU, task="train")
+    training_model = open_training_model(llama, method=method, precision="bf16", seed=0)
+    check(plan_file.read(path), model=training_model.module, hardware=GPU, task="train")
 
 
 def changed(**tiers: int) -> Hardware:

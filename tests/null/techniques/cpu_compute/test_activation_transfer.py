@@ -12,7 +12,7 @@ import torch
 from brim.core import Timeline
 from brim.errors import BudgetError
 from brim.memory.tiers import Memory, emulated_memory
-from brim.techniques.cpu_compute.activation_transfer import Hop
+from brim.techniques.cpu_compute.activation_transfer import ActivationTransfer
 
 Pair = namedtuple("Pair", "one two")
 
@@ -24,14 +24,14 @@ class Held:
 
 
 def memory(ram_bytes: int = 1 << 20) -> Memory:
-    return emulated_memory(Timeline("hop", measured=True), vram_bytes=1 << 20, ram_bytes=ram_bytes)
+    return emulated_memory(Timeline("transfer", measured=True), vram_bytes=1 << 20, ram_bytes=ram_bytes)
 
 
 def call(function: Any, *args: Any, **kwargs: Any) -> Any:
     made = memory()
-    hop = Hop(made, 0)
-    result = hop.call(function, "block, activations", args, kwargs)
-    hop.free()
+    transfer = ActivationTransfer(made, 0)
+    result = transfer.call(function, "block, activations", args, kwargs)
+    transfer.free()
     assert made.ram.held_bytes == 0
     made.close()
     return result
@@ -110,11 +110,11 @@ def test_what_a_call_changes_in_place_is_changed(mode: Any) -> None:
 
 def test_what_a_call_keeps_is_not_the_next_calls() -> None:
     made, kept = memory(), []
-    hop = Hop(made, 4096)
+    transfer = ActivationTransfer(made, 4096)
     for value in (1.0, 2.0):
-        hop.call(kept.append, "block, activations", (torch.full((4,), value),), {})
+        transfer.call(kept.append, "block, activations", (torch.full((4,), value),), {})
     assert [t.tolist() for t in kept] == [[1] * 4, [2] * 4]
-    hop.free()
+    transfer.free()
     made.close()
 
 
@@ -128,11 +128,13 @@ def test_an_object_that_is_no_container_stays_the_object() -> None:
 
 def test_the_buffer_grows_within_the_budget_only() -> None:
     made = memory(ram_bytes=3 * 4096)
-    hop = Hop(made, 4096)
-    hop.call(lambda x: x * 2, "block, activations", (torch.ones(2048),), {})  # 8 KiB
+    transfer = ActivationTransfer(made, 4096)
+    transfer.call(lambda x: x * 2, "block, activations", (torch.ones(2048),), {})  # 8 KiB
     assert made.ram.held_bytes == made.ram.peak_bytes == 2 * 4096
-    with pytest.raises(BudgetError, match="hop buffer"):
-        hop.call(lambda x: x * 2, "block, activations", (torch.ones(4096),), {})
-    assert torch.equal(hop.call(lambda x: x * 2, "block, activations", (torch.ones(8),), {}), torch.full((8,), 2.0))
-    hop.free()
+    with pytest.raises(BudgetError, match="transfer buffer"):
+        transfer.call(lambda x: x * 2, "block, activations", (torch.ones(4096),), {})
+    assert torch.equal(
+        transfer.call(lambda x: x * 2, "block, activations", (torch.ones(8),), {}), torch.full((8,), 2.0)
+    )
+    transfer.free()
     made.close()

@@ -17,7 +17,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError, UnsupportedError, UsageError
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.blocks import find_blocks
-from brim.techniques.cpu_compute.technique import HOP_BYTES
+from brim.techniques.cpu_compute.technique import TRANSFER_BYTES
 from brim.techniques.streaming.placement import computable
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_RAM, Weights, WeightStreaming
 
@@ -255,13 +255,13 @@ def test_a_closed_handle_says_so() -> None:
 def test_activations_stay_inside_the_budget_of_ram() -> None:
     net = make_net()
     want = net(X)
-    with pytest.raises(BudgetError, match="hop buffer"):
-        fit(net, 1.0, **{HOP_BYTES: 1 << 20})
+    with pytest.raises(BudgetError, match="transfer buffer"):
+        fit(net, 1.0, **{TRANSFER_BYTES: 1 << 20})
     assert torch.equal(net(X), want)
     handle = fit(net, 1.0)
     held = handle.memory.ram.held_bytes
     handle.memory.ram.limit_bytes = held
-    with pytest.raises(BudgetError, match="hop buffer"):
+    with pytest.raises(BudgetError, match="transfer buffer"):
         net(X)
     handle.memory.ram.limit_bytes = held + 4096
     assert torch.equal(net(X), want)

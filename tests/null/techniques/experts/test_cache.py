@@ -20,7 +20,7 @@ from brim.techniques.experts.router_statistics import simulate
 BYTES = 64
 
 
-class NumberedHome:
+class NumberedStore:
     """An expert that consists of its own number."""
 
     tier = "disk"
@@ -45,9 +45,9 @@ class Bench:
         self.memory: Memory = cpu_memory(Timeline("experts", measured=True), ram_bytes=1 << 20)
         self.loads: list[int] = []
         self.failing: set[int] = set()
-        homes = [NumberedHome(number, self.loads, self.failing) for number in range(experts)]
+        stores = [NumberedStore(number, self.loads, self.failing) for number in range(experts)]
         self.buffer = self.memory.compute.allocate(slots * BYTES, "slots")
-        self.cache = ExpertCache(self.memory, homes, "layer", self.buffer, BYTES)  # type: ignore[arg-type]
+        self.cache = ExpertCache(self.memory, stores, "layer", self.buffer, BYTES)  # type: ignore[arg-type]
 
     def use(self, *experts: int) -> None:
         """One call that needs these, one after the other."""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
-from brim.techniques.offloaded_tensor import Away
+from brim.techniques.offloaded_tensor import OffloadedTensor
 from offloaded import (
     OPTIMIZERS,
     PLACES,
@@ -150,11 +150,11 @@ def test_a_gradient_that_is_away_is_read_and_written_like_another(memory: Memory
         for one in (model, twin):
             backward(one, 0)
         gradient, wanted = model.embed.weight.grad, twin.embed.weight.grad
-        assert type(gradient) is Away and gradient.shape == wanted.shape
+        assert type(gradient) is OffloadedTensor and gradient.shape == wanted.shape
         assert torch.equal(gradient.abs().sum(), wanted.abs().sum())
         for one in (gradient, wanted):
             one.clamp_(-1e-3, 1e-3)
-        assert type(model.embed.weight.grad) is Away
+        assert type(model.embed.weight.grad) is OffloadedTensor
         assert torch.equal(model.embed.weight.grad.clone(), wanted)
         with pytest.raises(UnsupportedError, match="not in memory"):
             torch._foreach_add_([gradient], 1.0)
@@ -186,7 +186,7 @@ def test_gradients_come_back_in_the_end(memory: Memory) -> None:
     with offloaded(model, optimizer, memory, states="disk", gradients="disk"):
         for fitted in (model, twin):
             backward(fitted, 0, parts=2)
-        assert type(model.head.weight.grad) is Away
+        assert type(model.head.weight.grad) is OffloadedTensor
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None)
         assert one.grad is None or (type(one.grad) is torch.Tensor and torch.equal(one.grad, other.grad))
@@ -204,7 +204,7 @@ def test_gradients_never_exist_whole_in_a_final_pass(gradients: str, memory: Mem
 
         def count(_: nn.Parameter) -> None:
             nonlocal most
-            here = [p.grad for p in model.parameters() if p.grad is not None and type(p.grad) is not Away]
+            here = [p.grad for p in model.parameters() if p.grad is not None and type(p.grad) is not OffloadedTensor]
             most = max(most, sum(g.numel() * 4 for g in here))
 
         for p in model.parameters():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from brim.errors import BrimError
-from brim.techniques.offloaded_tensor import Away
+from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import apply, find_blocks
 from brim.techniques.optimizer_offload.trial import Trial
 from failing import Allocations, Calls
@@ -126,7 +126,7 @@ def test_the_room_for_states_is_that_of_a_part(tmp_path: Path) -> None:
         for step in range(2):
             model(torch.ones(1, 128)).sum().backward()
             optimizer.step()
-            assert type(optimizer.state[model[0].weight]["exp_avg"]) is Away, step
+            assert type(optimizer.state[model[0].weight]["exp_avg"]) is OffloadedTensor, step
         peaks.append(memory.ram.peak_bytes)
         handle.remove()
         memory.close()
@@ -146,7 +146,7 @@ def test_states_are_loaded_read_and_replaced_in_parts(tmp_path: Path) -> None:
     optimizer.state[weight]["exp_avg"] = torch.full_like(weight, 0.25)  # as a program that resets its momentum does
     plain.state[of_twin]["exp_avg"] = torch.full_like(of_twin, 0.25)
     assert train(model, optimizer, range(3, 6)) == train(twin, plain, range(3, 6))
-    assert type(optimizer.state[weight]["exp_avg"]) is Away
+    assert type(optimizer.state[weight]["exp_avg"]) is OffloadedTensor
     for name, value in list(handle.iter_state()):
         handle.load_state(name, value)
     assert_same_state(optimizer.state_dict(), plain.state_dict())

@@ -13,7 +13,7 @@ from torch import nn
 from brim.core.hardware import DISK, RAM
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
-from brim.techniques.offloaded_tensor import Away
+from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import apply, find_blocks
 from offloaded import (
     OPTIMIZERS,
@@ -105,7 +105,7 @@ def test_states_are_loaded_into_a_fitted_optimizer_and_out_of_one(kind: str, fol
         train(model, optimizer, steps=[7])  # to be forgotten
         model.load_state_dict(twin.state_dict())
         handle.load_state_dict(plain.state_dict())
-        assert any(type(v) is Away for state in optimizer.state.values() for v in state.values())
+        assert any(type(v) is OffloadedTensor for state in optimizer.state.values() for v in state.values())
         assert_same_state(handle.state_dict(), plain.state_dict())
         train(model, optimizer, steps=range(4, 7), final=handle.final)
         train(twin, plain, steps=range(4, 7))
@@ -146,7 +146,7 @@ def test_blocks_that_are_to_stay_stay(memory: Memory) -> None:
     with offloaded(model, optimizer, memory, states="disk", keep=[names[0]]):
         train(model, optimizer)
         assert type(optimizer.state[model.embed.weight]["exp_avg"]) is torch.Tensor
-        assert type(optimizer.state[model.head.weight]["exp_avg"]) is Away
+        assert type(optimizer.state[model.head.weight]["exp_avg"]) is OffloadedTensor
         with pytest.raises(UnsupportedError, match="iter_state"):
             optimizer.state[model.head.weight]["exp_avg"].norm()
     train(twin, plain)
@@ -161,7 +161,7 @@ def test_a_state_that_was_there_before_is_taken_over(memory: Memory) -> None:
     for one, its in ((model, optimizer), (twin, plain)):
         train(one, its)
     with offloaded(model, optimizer, memory, states="disk"):
-        assert all(type(state["exp_avg"]) is Away for state in optimizer.state.values())
+        assert all(type(state["exp_avg"]) is OffloadedTensor for state in optimizer.state.values())
         train(model, optimizer, steps=range(4, 6))
     train(twin, plain, steps=range(4, 6))
     assert_same(model, twin)

@@ -22,7 +22,7 @@ from brim.techniques.streaming.ring import Ring
 BYTES = 64
 
 
-class NumberedHome:
+class NumberedStore:
     """A block that consists of its own number. Loads are done at once, or when ``finish`` says so."""
 
     tier = "disk"
@@ -65,9 +65,9 @@ class Bench:
         self.memory: Memory = cpu_memory(Timeline("ring", measured=True), ram_bytes=1 << 20)
         self.loads: list[int] = []
         self.failing: set[int] = set()
-        homes = {i: NumberedHome(i, self.loads, self.failing) for i in range(blocks)}
+        stores = {i: NumberedStore(i, self.loads, self.failing) for i in range(blocks)}
         buffers = [self.memory.compute.allocate(BYTES, f"slot {i}") for i in range(slots)]
-        self.ring = Ring(self.memory, homes, {i: f"block {i}" for i in homes}, buffers)
+        self.ring = Ring(self.memory, stores, {i: f"block {i}" for i in stores}, buffers)
 
     def use(self, *blocks: int) -> None:
         for block in blocks:
@@ -110,15 +110,15 @@ def test_a_block_used_again_at_once_is_not_loaded_again(bench: Bench) -> None:
 
 
 def test_what_compute_waited_for_is_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = NumberedHome.load
+    whole = NumberedStore.load
 
-    def slow(home: NumberedHome, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
-        whole(home, slot, label, after)
+    def slow(store: NumberedStore, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
+        whole(store, slot, label, after)
         ticket = Ticket()
         threading.Timer(0.1 if label == "block 3" else 0.0, ticket.finish, [None]).start()
         return ticket
 
-    monkeypatch.setattr(NumberedHome, "load", slow)
+    monkeypatch.setattr(NumberedStore, "load", slow)
     bench = Bench()
     bench.use(*range(6))
     found = attribute(bench.memory.recorder.timeline)

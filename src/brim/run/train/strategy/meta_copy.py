@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from brim.techniques.streaming.step_context import narrowed
 
 
-def twin(model: nn.Module, *, absent: Collection[str], device: torch.device | None) -> nn.Module:
+def meta_copy(model: nn.Module, *, absent: Collection[str], device: torch.device | None) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are made where this is called.
 
     Parameters in ``absent`` hold nothing, as they do when their values are in files, or are about to be moved to
@@ -38,8 +38,8 @@ def _like(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=where)
 
 
-def twin_optimizer(other: nn.Module, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """``optimizer`` of ``model`` as it would be for ``other``, its twin: without states, and without what others hung
+def meta_copy_optimizer(other: nn.Module, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """``optimizer`` of ``model`` as it would be for ``other``, its copy: without states, and without what others hung
     on it (a scheduler's wrapper around ``step``, hooks), which belongs to the one that really steps."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     twins = {id(parameter): of_twin for parameter, of_twin in pairs}

@@ -28,7 +28,7 @@ from brim.run.fit.machine import Device, capability
 from brim.run.fit.step import Fitted, apply_choice
 from brim.run.train.predicted_timeline import known_way, step_timeline
 from brim.run.train.strategy.choice import Choice
-from brim.run.train.strategy.meta_copy import make_states, twin
+from brim.run.train.strategy.meta_copy import make_states, meta_copy
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.blocks import Partition, tensor_bytes
 from brim.techniques.micro_batch import MicroBatch
@@ -206,7 +206,7 @@ class _Run:
 
     def build(self) -> Callable[[], None]:
         rehearsal, choice, memory = self._rehearsal, self._choice, self.memory
-        model = twin(rehearsal.model, absent=self._absent(), device=memory.device).train()
+        model = meta_copy(rehearsal.model, absent=self._absent(), device=memory.device).train()
         optimizer = rehearsal.optimizer(model)
         if choice.states == "keep":
             make_states(optimizer, memory.device)

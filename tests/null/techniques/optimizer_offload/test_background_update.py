@@ -106,7 +106,7 @@ def test_threads_end_with_the_handle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [[(40, 20)], [(40, 60)], [(20, 20), (20, 30), (100, 1)]])
 def test_the_room_is_given_in_a_circle_and_never_twice(sizes: list[tuple[int, int]]) -> None:
-    from brim.techniques.optimizer_offload.background_update import Beside, _Update
+    from brim.techniques.optimizer_offload.background_update import BackgroundUpdates, _Update
 
     class Room:
         work_bytes = 100
@@ -121,7 +121,7 @@ def test_the_room_is_given_in_a_circle_and_never_twice(sizes: list[tuple[int, in
         def result(self) -> None:
             self.asked = True
 
-    beside: Any = Beside(Whole(), Room())  # type: ignore[arg-type]
+    beside: Any = BackgroundUpdates(Whole(), Room())  # type: ignore[arg-type]
     for size, count in sizes:
         for _ in range(count):
             begin, end = beside._room(size)
@@ -142,12 +142,12 @@ def test_gradients_do_not_wait_for_their_update_in_vram(tmp_path: Path) -> None:
         for layer in model.layers[:3]:
             gradient = torch.ones_like(layer.up.weight)
             gone.append(weakref.ref(gradient.untyped_storage()))
-            handle._beside.begin([(layer.up.weight, gradient)], "a block", lambda carried: _step(carried, begin))
+            handle._background.begin([(layer.up.weight, gradient)], "a block", lambda carried: _step(carried, begin))
             del gradient
             assert [reference() for reference in gone] == [None] * len(gone)
-        assert len(handle._beside._under_way) == 3
+        assert len(handle._background._under_way) == 3
         begin.set()
-        handle._beside.join()
+        handle._background.join()
 
 
 def _step(carried: Any, begin: threading.Event) -> None:
@@ -164,10 +164,10 @@ def test_an_interrupted_step_leaves_no_update_under_way(tmp_path: Path, monkeypa
         def interrupted() -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(handle._beside, "_wait_for_first", interrupted)
+        monkeypatch.setattr(handle._background, "_wait_for_first", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        assert not handle._beside._under_way
+        assert not handle._background._under_way
         monkeypatch.undo()
 
 
@@ -200,7 +200,7 @@ def test_memory_is_closed_after_the_last_update(tmp_path: Path, monkeypatch: pyt
         order.append("updated")
 
     parameter = model.layers[0].up.weight
-    offload._beside.begin([(parameter, torch.ones_like(parameter))], "a block", update)
+    offload._background.begin([(parameter, torch.ones_like(parameter))], "a block", update)
     monkeypatch.setattr(memory, "close", lambda: (order.append("closed"), close()))
     threading.Timer(0.2, begin.set).start()
     fitted.close()

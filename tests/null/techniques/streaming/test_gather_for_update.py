@@ -133,7 +133,7 @@ def test_a_fused_optimizer_of_the_users(fit: Callable[..., WeightStreaming], dur
     assert_equal(net.state_dict(), twin.state_dict())
 
 
-def test_what_a_step_has_brought_home_is_not_read_and_written_once_more(
+def test_what_a_step_has_written_back_is_not_read_and_written_once_more(
     fit: Callable[..., WeightStreaming], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, twin = Net(), Net()

@@ -1,0 +1,170 @@
+"""Figures in the pages are those of the rows under measurements/, which the commands beside them wrote."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def rows(name: str) -> list[Any]:
+    text = (ROOT / "measurements" / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("jsonl") else [json.loads(text)]
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / name).read_text(encoding="utf-8").replace("**", "").split())
+
+
+def compared() -> dict[str, Any]:
+    """The comparison of all ways to stream: the row with the most of them."""
+    found: dict[str, Any] = max((row["contenders"] for row in rows("streaming_cpu.jsonl")), key=len)
+    return found
+
+
+def spread(value: dict[str, float], form: str) -> str:
+    return f"{value['median']:{form}} ({value['least']:{form}}-{value['most']:{form}})"
+
+
+@pytest.mark.thorough  # nine seconds: a step of a model of a billion parameters is traced
+def test_the_front_page_shows_what_estimate_prints():
+    block = re.search(r"^```\n\$ brim (.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert block is not None
+    command, *shown = block[1].splitlines()
+    line = [sys.executable, "-m", "brim", *shlex.split(command)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"})
+    printed = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert {" ".join(line.split()) for line in shown} <= printed
+
+
+def test_the_front_page_has_the_measured_times():
+    ways = compared()
+    times = {name: way["steady_s_over_brim"] for name, way in ways.items()}
+    said = (
+        f"a forward pass takes {ways['brim_load']['steady_s']['median']:.2f} s; "
+        f"RamTorch's takes {times['ramtorch_nvme']:.1f} times that, "
+        f'`device_map="auto"` {times["transformers_auto"]:.1f} times'
+    )
+    assert said in page("README.md")
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("all weights in RAM (6.6 GB)", "resident"),
+        ("brim", "brim_load"),
+        ("RamTorch `nvme_layers`", "ramtorch_nvme"),
+        ('transformers `device_map="auto"`', "transformers_auto"),
+        ("mmapped state dict", "mmap_state"),
+        ("`accelerate.disk_offload`", "accelerate_disk"),
+        ("AirLLM 4", "airllm_cpu"),
+    ],
+)
+def test_streaming(label: str, name: str):
+    seconds, text = compared()[name]["steady_s"], page("docs/benchmarks.md")
+    assert f"| {label} | {spread(seconds, '.2f')} |" in text
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("plain PyTorch", "train_plain"),
+        ("`torch.autograd.graph.save_on_cpu`", "train_save_on_cpu"),
+        ("FSDP2 `CPUOffloadPolicy`, one rank", "train_fsdp"),
+        ("RamTorch", "train_ramtorch"),
+        *((f"brim train, {budget}", f"train_brim {budget}") for budget in ("3.38 GiB", "2.82 GiB", "2.22 GiB")),
+        *((f"brim train, {budget}", f"train_brim {budget}") for budget in ("1.8 GiB", "1.47 GiB", "1.13 GiB")),
+        *((f"brim train, {budget}", f"train_brim {budget}") for budget in ("924 MiB", "693 MiB")),
+    ],
+)
+def test_training(label: str, name: str):
+    row = rows("training_cpu.jsonl")[0]["rows"][name]
+    grown = row["peak_growth_bytes"]
+    size = f"{grown / MIB:.0f} MiB" if "MiB" in label else f"{grown / GIB:.2f} GiB"
+    assert f"| {label} | {spread(row['tokens_per_s'], '.0f')} | {size} |" in page("docs/benchmarks.md")
+
+
+def test_every_row_of_the_training_table_is_told():
+    measured = {
+        name.removeprefix("train_brim ") for name in rows("training_cpu.jsonl")[0]["rows"] if "_brim " in name
+    }
+    text = page("docs/benchmarks.md")
+    assert all(f"| brim train, {budget} |" in text for budget in measured)
+
+
+def test_batches_of_prompts():
+    row = rows("throughput_cpu.json")[0]
+    said = f"16 at once make {row['rows']['16']['times_batch_1']:.1f} times the tokens per second of one"
+    assert said in page("docs/using.md")
+    assert (
+        f"of {row['weights_bytes'] / GIB:.2f} GiB of weights on disk in {row['budget_bytes'] / MIB:.0f} MiB of RAM"
+        in (page("docs/using.md"))
+    )
+
+
+def test_what_quantization_costs():
+    perplexity = {
+        name: value["as in the file"] for name, value in rows("quantization_quality.json")[0]["perplexity"].items()
+    }
+    more = {name: 100 * (value / perplexity["fp32"] - 1) for name, value in perplexity.items()}
+    said = f"rises by {more['int8']:.1f} % in int8, {more['fp8']:.1f} % in fp8 and {more['int4']:.0f} % in int4"
+    assert said in page("docs/using.md")
+
+
+def test_what_a_rehearsal_takes():
+    for row in rows("rehearsal_overhead.json")[0]:
+        said = (
+            f"| {row['model']} | {row['seconds']:.0f} | {row['cpu_seconds']} | "
+            f"{row['host_peak_bytes'] / MIB:.0f} MiB | {row['reserved_bytes'] / GIB:.1f} GiB |"
+        )
+        assert said in page("docs/rehearsal.md")
+
+
+def test_programs_that_were_rehearsed():
+    programs = rows("rehearsal_programs.json")[0]
+    assert f"Of {len(programs)} programs, unchanged, {sum(one['ran'] for one in programs)} run" in page(
+        "docs/rehearsal.md"
+    )
+
+
+def test_attacks():
+    text, kinds = page("docs/reliability.md"), rows("attacks.json")[0]
+    assert all(f"| {one['kind']} | {one['tried']} | {one['held']} |" in text for one in kinds)
+    assert f"| all | {sum(one['tried'] for one in kinds)} | {sum(one['held'] for one in kinds)} |" in text
+
+
+def test_what_running_a_program_adds():
+    found, text = rows("run_overhead_cpu.jsonl")[-1], page("docs/existing_code.md")
+    for label, name in (
+        ("a transformer under AdamW, ample budget", "train"),
+        ("the same in 1.2 times what it takes", "tight"),
+        ("forward passes of a small network, 1.2 times", "forward"),
+    ):
+        row = found[name]
+        assert f"| {label} | {row['added_s']['median']:.2f} s | {row['step_ratio']['median']:.2f} times |" in text
+
+
+def test_the_first_token():
+    assert f"takes {rows('first_token_cpu.json')[0]['ratio']:.2f} times the CPU seconds" in page(
+        "docs/existing_code.md"
+    )
+
+
+def test_explaining_a_large_recording():
+    found = {(row["contender"], row["input"]): row for row in rows("explain_cpu.jsonl") if row["events"] == 5_000_000}
+    ours, theirs = found["brim explain --html", "pickle"], found["_memory_viz trace_plot", "pickle"]
+    said = (
+        f"a page of {ours['output_bytes'] / MIB:.1f} MiB in {ours['peak_rss_bytes'] / GIB:.1f} GiB of RAM and "
+        f"{ours['cpu_s']:.0f} s of a core, "
+        f"where PyTorch's `trace_plot` writes {theirs['output_bytes'] / 1e9:.1f} GB in "
+        f"{theirs['peak_rss_bytes'] / GIB:.1f} GiB and {theirs['wall_s']:.0f} s"
+    )
+    assert said in page("docs/benchmarks.md")
