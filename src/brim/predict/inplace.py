@@ -69,7 +69,8 @@ _ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "Svd", "Cumprod", "Prod")
 def accumulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """``renorm_backward`` sums in the type that the device accumulates in: float32 on CUDA, twice as wide on the
     CPU."""
-    wide = kwargs.get("dtype") is torch.float64 and args[0].dtype in _NARROWER
+    summed = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    wide = kwargs.get("dtype") is torch.float64 and summed is not None and summed.dtype in _NARROWER
     return kwargs | {"dtype": torch.float32} if wide and _in_node("Renorm") else kwargs
 
 
