@@ -1,4 +1,4 @@
-"""What tests on a GPU share: a device whose rates need no measuring."""
+"""What tests on a GPU share: a device whose rates need no measuring, and that copies are waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from brim import accelerator
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import RAM, VRAM
+from brim.errors import UnsupportedError
 from brim.measure import probe as probing
+from brim.rehearsal import device
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,3 +40,19 @@ def known_gpu(cache_home: Path, known_machine: Hardware) -> Iterator[Hardware | 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache_home))
         yield machine
+
+
+@pytest.fixture(autouse=True)
+def nothing_out_of_order() -> Iterator[None]:
+    """On the rehearsal device: no two streams touch the same memory without one waiting for the other.
+
+    It looks where it was started with ``--order late`` or ``seeded``.
+    """
+    try:
+        rehearsed = device.loaded()
+    except UnsupportedError:
+        yield
+        return
+    rehearsed.reset()
+    yield
+    assert rehearsed.hazards() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -173,6 +174,45 @@ TRAINING = """
     result["hazards"] = device.hazards()
 """
 
+# A model whose blocks come from RAM and from disk, with one wait taken out of the code that moves them.
+STREAMED = """
+    import os, torch
+    from torch import nn
+    from brim.memory import streams
+    from brim.memory.transfer import Done
+    from brim.rehearsal.device import loaded
+    from placed import place
+
+    def without(planted):
+        if planted == "the copy":  # before a block computes, or its slot is filled anew
+            streams.StreamPoint.wait = lambda self: None
+            streams._IssuedLater.wait = lambda self: self.ticket.wait()
+        if planted == "the compute":  # that still uses a slot
+            streams.StreamEngine.mark = lambda self: Done()
+        if planted == "the staging buffer":  # that a copy still reads
+            waits = streams._HostWait.wait
+            streams._IssuedLater.synchronize = lambda self: self.ticket.wait()
+            streams._HostWait.wait = lambda self: (
+                None if isinstance(getattr(self._condition, "condition", self._condition), streams.StreamPoint)
+                else waits(self)
+            )
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(12)])
+
+    with torch.no_grad():
+        x = torch.ones(2, 256, device="cuda")
+        expected, model = net().cuda()(x).cpu(), net()
+        without(os.environ["PLANTED"])
+        handle = place(model, vram=1 << 20, ram=3 << 19, device="cuda", activations="64KiB")
+        kinds = sorted(set(handle.plan.choices("weight_streaming").values()))
+        loaded().reset()
+        right = [torch.equal(model(x).cpu(), expected) for _ in range(3)]
+        result = {"kinds": kinds, "right": all(right), "hazards": loaded().hazards()}
+        os._exit(print("\\n" + __import__("json").dumps(result), flush=True) or 0)  # waits were taken out for good
+"""
+
 
 @pytest.fixture(scope="module")
 def copies(on_device: OnDevice) -> Any:
@@ -247,3 +287,18 @@ def test_a_seed_settles_when_copies_happen(on_device: OnDevice) -> None:
 
 def test_ordinary_training_has_no_hazards(on_device: OnDevice) -> None:
     assert on_device.run(HEAD + TRAINING, order="late")["hazards"] == []
+
+
+@pytest.mark.parametrize("planted", ["", "the copy", "the compute", "the staging buffer"])
+def test_a_wait_that_is_missing_in_a_streamed_model_is_noticed(
+    on_device: OnDevice, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    """``tests/gpu`` fails of it: there a hazard is an error of the test that had it."""
+    monkeypatch.setenv("PLANTED", planted)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    found = on_device.run(STREAMED, values="all", order="late")
+    assert {"stream:disk", "stream:ram"} <= set(found["kinds"])
+    if planted:  # the host's own writes are no accesses of a stream: they show in what the device gets
+        assert found["hazards"] != [] or not found["right"]
+    else:
+        assert found["right"] and found["hazards"] == []

@@ -239,6 +239,7 @@ class RamStore:
         self._views = self.layout.views(self._buffer.tensor)
         self._sample = torch.empty(0)
         self._saved: Waitable = Done()
+        self._loaded: Waitable = Done()
 
     def fill_from_files(self, label: str) -> Waitable:
         return self._memory.engine.read(self.layout.runs, self._buffer, label, [])
@@ -249,7 +250,8 @@ class RamStore:
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
         way = (RAM, self._memory.compute.tier)
         self._take_sample()
-        return self._memory.engine.copy(self._buffer.tensor, slot, label, [*after, self._saved], way)
+        self._loaded = self._memory.engine.copy(self._buffer.tensor, slot, label, [*after, self._saved], way)
+        return self._loaded
 
     def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
         way, whole = (self._memory.compute.tier, RAM), slot.tensor[: self.layout.bytes]
@@ -287,6 +289,7 @@ class RamStore:
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         self.settle()
+        self._memory.engine.finish(Settled(self._loaded))  # a copy that was prefetched may still read the old values
         for view, tensor in zip(self._views, tensors, strict=True):
             if self._memory.fake or tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)

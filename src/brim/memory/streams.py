@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +140,7 @@ class StreamEngine:
         self._threads = ThreadEngine(recorder, files, make_bounce)
         self._there = _Lane("issue"), self._on.new_stream()
         self._back = _Lane("issue-back"), self._on.new_stream()
+        self._filled: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     def read(self, runs: Sequence[ReadRun], target: Buffer, label: str, after: Sequence[Waitable]) -> Ticket:
         # The slot that is read into may be the source of a copy still in the stream: that needs the host to wait.
@@ -148,6 +150,11 @@ class StreamEngine:
         self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
     ) -> Waitable:
         lane, stream = self._back if way[1] == RAM else self._there
+        if way[1] != RAM and target not in self._filled:
+            # Its memory may be what compute that is still queued has let go of: the caching allocator orders the
+            # uses on one stream, and this is another.
+            after = [*after, self.mark()]
+            self._filled.add(target)
         later = _IssuedLater(self._on)
         # Not an event yet: a stream cannot wait for it, and the caller should not.
         if any(_is_pending_on_host(condition) for condition in after):
