@@ -306,9 +306,20 @@ def test_torch_cuda_is_asked_for_what_only_cuda_has():
     assert unused == []
 
 
-def test_a_model_is_not_fitted_to_what_only_can_be_measured():
-    with pytest.raises(UnsupportedError, match=r"Intel XPU(.|\n)*probe"):
-        brim.fit(torch.nn.Linear(2, 2), device="xpu")
+def test_a_model_is_fitted_to_what_is_here_and_has_streams_and_takes_parameters(present):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match=r"sees no Intel XPU"):
+        brim.fit(model, device="xpu")
+    present(mps())
+    with pytest.raises(UnsupportedError, match=r"Apple MPS has one queue(.|\n)*probe"):
+        brim.fit(model, device="mps")
+    words = dict.fromkeys(("Stream", "Event", "stream"))
+    present(Accelerator(type="npu", module=SimpleNamespace(**words), device=torch.device("meta")))
+    with pytest.raises(UnsupportedError, match=r"parameters that were made on the CPU"):
+        brim.fit(model, device="npu")
+    for name in ("tpu", "xpu:", "xpu:one", "cpu:0", "auto:1"):
+        with pytest.raises(UsageError, match="Devices are"):
+            brim.fit(model, device=name)
 
 
 def test_without_an_accelerator_there_is_none():

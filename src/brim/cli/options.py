@@ -82,15 +82,18 @@ class _DescribedModel(_Model):
         return known or paths(ctx, param, incomplete)
 
 
+_NUMBERED = ("cuda", "xpu", "npu")  # kinds of accelerators of which a machine may have several
+
+
 class _Device(click.Choice):  # type: ignore[type-arg]
     """Where to compute. Of several GPUs one by its number; whether it is there is for the command to say."""
 
     def __init__(self) -> None:
-        super().__init__(["auto", "cuda", "cpu"])
+        super().__init__(["auto", *_NUMBERED, "cpu"])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         kind, colon, number = str(value).partition(":")
-        if kind == "cuda" and colon and number.isascii() and number.isdigit():
+        if kind in _NUMBERED and colon and number.isascii() and number.isdigit():
             return f"{kind}:{int(number)}"
         return super().convert(value, param, ctx)
 

@@ -81,7 +81,8 @@ def fit(
             model holds of it already, less a tenth.
         ram: Budget of host memory, written alike. Where the model computes in RAM, the smaller of the two budgets
             holds.
-        device: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (one of several), ``"cpu"``, or ``"emulated"``: a part of RAM
+        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (one of
+            several), ``"cpu"``, or ``"emulated"``: a part of RAM
             plays VRAM, to try plans without a GPU.
         example: What the model is called with: a tensor, a tuple or list of positional inputs, or a dictionary of
             named ones. Activations are predicted from it; nothing is run.

@@ -14,7 +14,7 @@ from brim import accelerator
 from brim.core import Hardware, Link, Plan, Tier, Timeline
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, UnsupportedError, UsageError
-from brim.measure.capacity import free_bytes
+from brim.measure.capacity import device_free_bytes, free_bytes
 from brim.measure.probe import probe
 from brim.memory.tiers import Memory, cpu_memory, device_memory, emulated_memory, fake_memory
 from brim.run.fit.step_memory import watch_example
@@ -36,7 +36,7 @@ __all__ = [
 ]
 __all__ += ["make_plan", "partitions", "predict", "put_in_force"]
 
-Device = Literal["auto", "cuda", "cpu", "emulated"]  # or one of several: "cuda:1"
+Device = Literal["auto", "cuda", "xpu", "npu", "cpu", "emulated"]  # or one of several: "cuda:1"
 _FREE_SHARE = 0.9  # one block too many turns a run into swapping; a tenth stays free
 
 
@@ -58,42 +58,74 @@ def forward_need(
 
 @contextlib.contextmanager
 def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
-    """Within, the CUDA device that ``device`` names (``"cuda:1"``), or else that ``model`` lies on, is the current
-    one: what is measured, planned and allocated is so there. Gives the device without its number.
+    """Within, the device of an accelerator that ``device`` names (``"cuda:1"``), or else that ``model`` lies on, is
+    the current one: what is measured, planned and allocated is so there. Gives the device without its number.
 
-    Raises UsageError for a name that means no device, and for a model on several of them.
+    Raises UsageError for a name that means no device, and for a model on several of them; UnsupportedError for an
+    accelerator that is not here, or has no streams to move weights by.
     """
-    kind, _, number = device.partition(":")
-    index = int(number) if number.isdecimal() else None
-    if kind in accelerator.NAMES and kind != accelerator.CUDA:
-        raise UnsupportedError(
-            f"Device {device!r} was asked for.",
-            f"brim moves weights, caches and activations by CUDA's streams and page-locked memory; of "
-            f"{accelerator.NAMES[kind]} it knows memory and rates only (brim.probe(device={kind!r})).",
-            "Use device cpu.",
-        )
-    if kind not in get_args(Device) or (number and (kind != "cuda" or index is None)):
-        raise UsageError(
-            f"Device {device!r} was asked for.", f"Devices are {', '.join(get_args(Device))} and cuda:NUMBER."
-        )
-    if index is None and kind in ("auto", "cuda") and model is not None:
-        found = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    kind, colon, number = device.partition(":")
+    kinds = accelerator.kinds()
+    if kind not in (*kinds, *get_args(Device)) or (colon and (kind not in kinds or not number.isdecimal())):
+        known = ", ".join(dict.fromkeys((*get_args(Device), *kinds)))
+        raise UsageError(f"Device {device!r} was asked for.", f"Devices are {known}, and of several cuda:NUMBER.")
+    index = int(number) if colon else None
+    if index is None and kind in ("auto", *kinds) and model is not None:
+        found = {p.device for p in model.parameters() if p.device.type in ((kind,) if kind != "auto" else kinds)}
         if len(found) > 1:
             raise UsageError(
                 f"{type(model).__name__} was to be fitted.",
-                f"It lies on several devices: {', '.join(f'cuda:{one}' for one in sorted(found))}.",
+                f"It lies on several devices: {', '.join(sorted(map(str, found)))}.",
                 "Move it to one of them, or to the CPU, before.",
             )
-        index = next(iter(found), None)
-    if index is None:
+        for where in found:
+            kind, index = where.type, where.index
+    here = computing(kind)
+    if here is None or index is None:
         yield cast(Device, kind)
         return
-    here = accelerator.available(accelerator.CUDA)
-    count = 0 if here is None else here.count()
-    if index >= count:
-        raise UsageError(f"Device {device!r} was asked for.", f"torch sees {count} CUDA devices.")
-    with accelerator.of(torch.device(accelerator.CUDA, index)).current():
+    if index >= here.count():
+        count, name = here.count(), accelerator.NAMES.get(kind, kind)
+        raise UsageError(f"Device {device!r} was asked for.", f"torch sees {count} {name} devices.")
+    with accelerator.of(torch.device(kind, index)).current():
         yield cast(Device, kind)
+
+
+def computing(device: str) -> accelerator.Accelerator | None:
+    """The accelerator that computes where ``device`` (without a number) is asked for; None: the processor does.
+
+    Raises UnsupportedError for one that is not here, or that has one queue for all its work (MPS): brim moves weights
+    beside what is computed. "cuda" without CUDA is left to the probe, which says what is missing.
+    """
+    if device in ("cpu", "emulated"):
+        return None
+    kind = accelerator.CUDA if device == "auto" else device
+    here = accelerator.available(kind)
+    if kind == accelerator.CUDA:
+        return here
+    name = accelerator.NAMES.get(kind, kind)
+    if here is None:
+        raise UnsupportedError(
+            f"Device {device!r} was asked for.",
+            f"torch {torch.__version__} sees no {name} on this machine.",
+            f"Use device auto or cpu, or install a build of torch for {name}.",
+        )
+    if not here.has_streams:
+        raise UnsupportedError(
+            f"Device {device!r} was asked for.",
+            f"brim moves weights, caches and activations in streams of their own, and PyTorch's module for {name} "
+            f"has one queue for all work; brim knows memory and rates of it (brim.probe(device={kind!r})).",
+            "Use device cpu.",
+        )
+    probed = torch.empty(0, device=here.device)
+    if not torch._has_compatible_shallow_copy_type(torch.empty(0), probed):
+        raise UnsupportedError(
+            f"Device {device!r} was asked for.",
+            f"brim points a model's parameters at memory of the device while they are used, and PyTorch's backend "
+            f"for {name} does not allow that of parameters that were made on the CPU.",
+            "Use device cpu.",
+        )
+    return here
 
 
 def machine(device: Device) -> Hardware:
@@ -169,8 +201,9 @@ def budgets(
         amounts = [parse_bytes(value, whole) for value in (vram, ram) if value is not None]
         budget = {RAM: min(amounts) if amounts else int(free_bytes(RAM) * _FREE_SHARE)}
     else:
-        on = VRAM if device != "emulated" else RAM
-        free = {RAM: free_bytes(RAM), VRAM: free_bytes(on) + held_vram_bytes}
+        on = computing(device)
+        free = {RAM: free_bytes(RAM), VRAM: held_vram_bytes}
+        free[VRAM] += free[RAM] if on is None else device_free_bytes(on)
         budget = {
             tier: int(free[tier] * _FREE_SHARE)
             if value is None
@@ -192,7 +225,7 @@ def held_vram_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     if optimizer is not None:
         held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    on_device = [tensor.untyped_storage() for tensor in held if tensor.device.type == "cuda"]
+    on_device = [tensor.untyped_storage() for tensor in held if tensor.device.type in accelerator.kinds()]
     return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
 
 
@@ -219,7 +252,9 @@ def make_memory(plan: Plan, hardware: Hardware, device: str, timeline: Timeline)
         return cpu_memory(timeline, ram_bytes=budget[RAM])
     if device == "emulated":
         return emulated_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM])
-    current = torch.device(accelerator.CUDA, accelerator.of(torch.device(accelerator.CUDA)).index)
+    on = computing(device)
+    assert on is not None, "its plan computes in VRAM"
+    current = torch.device(on.type, on.index)
     return device_memory(timeline, vram_bytes=budget[VRAM], ram_bytes=budget[RAM], device=current)
 
 

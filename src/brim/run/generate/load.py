@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from brim.accelerator import CUDA, available
 from brim.core import Hardware
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, ModelError, UsageError
@@ -17,7 +16,7 @@ from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.checksums import Checksum
-from brim.run.fit.machine import Device, budgets, machine, on, put_in_force
+from brim.run.fit.machine import Device, budgets, computing, machine, on, put_in_force
 from brim.run.fit.step_memory import Inputs, watch_inference
 from brim.run.generate.choose import GenerationCase, Wanted, search_generation
 from brim.run.generate.pass_seconds import PassSeconds
@@ -57,7 +56,8 @@ def load(
         vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of all that it has. None: what is free less a tenth.
         ram: Budget of host memory, written alike: for the growth of the process from this call on, whatever it is
             for.
-        device: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (one of several), ``"cpu"``, or ``"emulated"``: a part of RAM
+        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (one of
+            several), ``"cpu"``, or ``"emulated"``: a part of RAM
             plays VRAM.
         inputs: The largest step to make room for. None: one sequence of 1,024 tokens, or fewer where the budget is
             small.
@@ -105,7 +105,7 @@ def load_opened(
     module = opened.module
     materialize(module, opened)
     sizes = [inputs] if inputs else [Inputs(prompt=total // 2, total=total) for total in _TOTALS]
-    warm_up(module, hardware, max(size.prompt for size in sizes))
+    warm_up(module, hardware, max(size.prompt for size in sizes), device)
     watch_inference(module, Inputs(prompt=1, total=1))  # what that itself leaves behind is measured too
     spent_bytes = spent(start_bytes)
     for size in sizes:
@@ -213,22 +213,23 @@ def _read(source: TensorSource) -> torch.Tensor:
     return tensor
 
 
-def warm_up(module: nn.Module, hardware: Hardware, rows: int) -> None:
+def warm_up(module: nn.Module, hardware: Hardware, rows: int, device: str = "auto") -> None:
     """Touch the libraries' code and buffers, so that what they take is measured and not guessed.
 
     Matrix libraries keep scratch memory by the size of the product, so the model's own shapes are multiplied.
     """
     computed = (p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
     dtype = next(computed, torch.float32)
-    device = CUDA if hardware.compute == VRAM and available(CUDA) is not None else "cpu"
+    accelerator = computing(device) if hardware.compute == VRAM else None
+    where = "cpu" if accelerator is None else accelerator.device
     shapes = {tuple(min(size, _WARM_SIZE) for size in p.shape) for p in module.parameters() if p.dim() == 2}
     with torch.no_grad():
         for out_features, in_features in shapes:
-            weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
+            weight = torch.zeros(out_features, in_features, dtype=dtype, device=where)
             for count in (1, min(rows, _WARM_ROWS)):
-                x = nn.functional.linear(torch.zeros(1, count, in_features, dtype=dtype, device=device), weight)
+                x = nn.functional.linear(torch.zeros(1, count, in_features, dtype=dtype, device=where), weight)
                 nn.functional.silu(x).softmax(-1)
-        x = torch.zeros(1, 4, min(rows, _WARM_ROWS), 64, dtype=dtype, device=device)
+        x = torch.zeros(1, 4, min(rows, _WARM_ROWS), 64, dtype=dtype, device=where)
         nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from brim.accelerator import CUDA, available
-from brim.core.hardware import VRAM
 from brim.errors import UnsupportedError
 from brim.model_cache import cache_input
 from brim.run.generate.inputs import Batch
@@ -114,8 +112,7 @@ def run_batch(
     """
     module: Any = loaded.module
     count, longest = batch.ids.shape
-    memory = loaded.handle.memory
-    device = CUDA if memory.compute.tier == VRAM and available(CUDA) is not None else "cpu"
+    device = loaded.handle.memory.device
     chunk = loaded.strategy.sizes.chunk
     options: dict[str, Any] = {"prefill_chunk_size": chunk} if chunk < longest else {}
     if count > 1:

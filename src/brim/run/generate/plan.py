@@ -74,7 +74,7 @@ def load_for_generation(
     """
     module = opened.module
     materialize(module, opened)
-    warm_up(module, hardware, max(wanted.lengths) * (wanted.batch or 1))
+    warm_up(module, hardware, max(wanted.lengths) * (wanted.batch or 1), device)
     case = generation_case(opened, hardware, budget, wanted, lambda: spent(start_bytes))
     strategy = search_generation(case) if fixed is None else follow(case, fixed)
     telling = replace(case.weights, loaded=_Told(strategy, on_loaded))
