@@ -82,18 +82,16 @@ class _DescribedModel(_Model):
         return known or paths(ctx, param, incomplete)
 
 
-_NUMBERED = ("cuda", "xpu", "npu")  # kinds of accelerators of which a machine may have several
-
-
 class _Device(click.Choice):  # type: ignore[type-arg]
     """Where to compute. Of several GPUs one by its number; whether it is there is for the command to say."""
 
-    def __init__(self) -> None:
-        super().__init__(["auto", *_NUMBERED, "cpu"])
+    def __init__(self, *accelerators: str) -> None:
+        super().__init__(["auto", *accelerators, "cpu"])
+        self._accelerators = accelerators
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         kind, colon, number = str(value).partition(":")
-        if kind in _NUMBERED and colon and number.isascii() and number.isdigit():
+        if kind in self._accelerators and colon and number.isascii() and number.isdigit():
             return f"{kind}:{int(number)}"
         return super().convert(value, param, ctx)
 
@@ -212,7 +210,8 @@ MODEL, DESCRIBED_MODEL, GPU = _Model(), _DescribedModel(), _Gpu()
 _ANY = 1  # a whole to try a share on
 VRAM_HELP = "Budget of the compute device: 8GiB, or 80% of all it has.  [default: 90 % of what is free]"
 RAM_HELP = "Budget of host memory: 8GiB, or 80% of all there is.  [default: 90 % of what is free]"
-BYTES, BUDGET, DEVICE = _Bytes(), _Budget(), _Device()
+BYTES, BUDGET = _Bytes(), _Budget()
+DEVICE, PROGRAM_DEVICE = _Device("cuda", "xpu", "npu"), _Device("cuda")
 
 
 def json_option(command: F) -> F:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from brim.cli.options import BUDGET, DEVICE, HTML, JSON, RAM_HELP, VRAM_HELP, Command, OutputFile, paths
+from brim.cli.options import BUDGET, HTML, JSON, PROGRAM_DEVICE, RAM_HELP, VRAM_HELP, Command, OutputFile, paths
 
 
 class ProgramCommand(Command):
@@ -38,7 +38,7 @@ class ProgramCommand(Command):
 )
 @click.option(
     "--device",
-    type=DEVICE,
+    type=PROGRAM_DEVICE,
     default="auto",
     show_default=True,
     help="cpu: what the program does with CUDA is done on the CPU where there is no CUDA. cuda:1: the program sees "
