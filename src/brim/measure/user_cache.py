@@ -159,8 +159,12 @@ def _alone(path: Path) -> Iterator[None]:
     while True:
         with open(path, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Whoever held it before has removed the file that was waited for: then it is another's by now.
-            if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+            # Whoever held it before has removed the file that was waited for: then it is another's by now, or none's.
+            try:
+                same = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+            except FileNotFoundError:
+                same = False
+            if not same:
                 continue
             try:
                 yield

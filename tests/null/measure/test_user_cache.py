@@ -89,6 +89,27 @@ def test_of_two_at_once_one_makes_it(tmp_path: Path) -> None:
     assert len(made) == 1 and [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
+def test_a_lock_that_goes_while_it_is_looked_at_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever held the lock removes its file, and the next one makes another: between any two looks at it too."""
+    found = Path.stat
+    looks: list[Path] = []
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.name == ".name.lock":
+            looks.append(path)
+            if len(looks) <= 2:
+                path.unlink()
+            if len(looks) == 1:
+                path.touch()  # another process holds the lock that stands here now, and is done before the next look
+        return found(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    build_once(tmp_path / "name", _fill)
+    assert len(looks) == 3 and [path.name for path in tmp_path.iterdir()] == ["name"]
+
+
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".name.partial-abc").mkdir()
     (tmp_path / ".name.lock").touch()
