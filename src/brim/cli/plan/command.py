@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from brim.cli import verdict
-from brim.cli.loading import load
+from brim.cli.loading import MODELS, load
 from brim.cli.options import (
     BUDGET,
     DESCRIBED_MODEL,
@@ -161,7 +161,7 @@ def plan(
     if price is not None:
         raise UsageError("--price was given without --compare-gpus.", todo="Give --compare-gpus 1,2,4.")
     _leave_out_several(options)
-    load("brim.run.plan.search")
+    load("brim.run.plan.search", MODELS)
     from brim.run.plan.request import Request
 
     request = Request(model=model, **options)
