@@ -86,6 +86,14 @@ class Recorder:
         self.phase = Phase.FORWARD
         self.step_starts.append(self._tick + 1)
 
+    def make_one_step(self) -> None:
+        """Let all that was recorded be of one step: of a program whose steps nothing told apart."""
+        self.step, self.step_starts = 0, [0]
+        for one in (*self.runs, *self.lives):
+            one.step = 0
+            if one.phase is Phase.BUILD:
+                one.phase = Phase.FORWARD
+
     def begin_op(self, name: str, phase: Phase, module: int) -> int:
         """Open an operation and give its index, for ``describe_op`` once its outputs are known."""
         self.runs.append(Run(name=name, phase=phase, step=self.step, at=self.tick(), module=module))

@@ -19,7 +19,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
 from brim.core import Category, Trace
-from brim.errors import BrimError, UsageError
+from brim.errors import BrimError, ModelError, UsageError
 from brim.predict import failures, patches, side_effects
 from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
@@ -153,8 +153,16 @@ class _ProgramSteps:
                 handle.remove()
 
     def finish(self) -> Trace:
-        """The program is over."""
-        self._begin()
+        """The program is over. Without a module that was called, all of it is one step."""
+        recorder = self._mode.recorder
+        if not recorder.lives:
+            raise ModelError(
+                "The program was run to its end.",
+                "It made no tensor.",
+                "If it needs arguments to begin, give them after --.",
+            )
+        if not recorder.step_starts:
+            recorder.make_one_step()
         _categorize(self._mode)
         return self._write()
 

@@ -125,9 +125,21 @@ def test_a_program_without_an_optimizer_is_traced_to_its_end(run: Run) -> None:
     assert json.loads(out)["at_peak_bytes"]["parameters"] == 4 * (256 * 257 + 257)
 
 
+def test_a_program_that_calls_no_module_is_one_step(run: Run) -> None:
+    text = "x = torch.zeros(1024, 1024, device='cuda')\ny = torch.zeros(1024, 1024, device='cuda')\nz = x @ y"
+    code, out, err = run(text, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["peak_bytes"]["allocated"] >= 3 * 4 * 1024 * 1024
+    code, out, err = run("model = net()", "--json")
+    assert code == 0, err
+    assert json.loads(out)["at_peak_bytes"]["parameters"] == 4 * (256 * 257 + 257)
+
+
 @pytest.mark.parametrize(
     ("text", "words", "told"),
     [
+        ("print('usage')", [], "It made no tensor.\nIf it needs arguments to begin, give them after --."),
         (LOOP, ["--lr", "3"], "Options of the program go after --."),
         (LOOP, ["--batch", "3"], "--batch was given for its place/train.py."),
         (LOOP, ["--explain-formula"], "--explain-formula was given"),
