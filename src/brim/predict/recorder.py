@@ -89,7 +89,8 @@ class Recorder:
     def make_one_step(self) -> None:
         """Let all that was recorded be of one step: of a program whose steps nothing told apart."""
         self.step, self.step_starts = 0, [0]
-        for one in (*self.runs, *self.lives):
+        recorded: list[Run | Life] = [*self.runs, *self.lives]
+        for one in recorded:
             one.step = 0
             if one.phase is Phase.BUILD:
                 one.phase = Phase.FORWARD
