@@ -11,6 +11,7 @@ from brim.core import EventKind, Timeline
 from brim.report.held import Numbers, durations_ns, times_ns
 
 MOST_LANES = 24
+MOST_PHASES = 5_000  # 50 KB of the page
 _KINDS = (EventKind.COMPUTE, EventKind.COPY, EventKind.IDLE)
 
 
@@ -26,6 +27,22 @@ class Lane:
     bytes: Numbers
     count: Numbers
     label: list[str]  # of the longest in each span
+
+
+def phases_of_spans(timeline: Timeline) -> list[tuple[str, int]]:
+    """The parts of the steps of a run in order of time: name, and number of the event that tells of it.
+
+    They are the spans of its first compute lane. Where those have one name only, as the tokens of a text have, or are
+    more than ``MOST_PHASES``, they tell nothing: none.
+    """
+    times, kinds = times_ns(timeline), np.asarray(timeline.column("kind"))
+    rows = np.flatnonzero((kinds == EventKind.COMPUTE) & (np.asarray(timeline.column("stream")) == 0))
+    if times is None or not 1 < len(rows) <= MOST_PHASES:
+        return []
+    rows = rows[np.argsort(times[rows], kind="stable")]
+    number, names = timeline.texts("label")
+    found = [(names[number[row]], int(row)) for row in rows.tolist()]
+    return found if len({name for name, _ in found}) > 1 else []
 
 
 def lanes(timeline: Timeline, most_spans: int) -> list[Lane]:

@@ -181,9 +181,13 @@ function showMoment(chart, event, pixel) {
   tooltip.show(event, head, rows);
 }
 
+const endOf = (phase) => (phase.duration_ns > 0 ? phase.time_ns + phase.duration_ns : Infinity);
+
 function momentText(panel, event, time_s) {
   const at = time_s === null ? "" : `${formatSeconds(time_s)}, `;
-  const phase = panel.view.phases.findLast((one) => one.event <= event);
+  const phase = panel.view.phases.findLast((one) =>
+    time_s === null ? one.event <= event : one.time_ns <= time_s * 1e9 && time_s * 1e9 < endOf(one),
+  );
   return `${at}event ${formatCount(event)}${phase ? ` (${phase.name})` : ""}`;
 }
 

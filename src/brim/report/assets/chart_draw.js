@@ -168,8 +168,10 @@ function drawPhases(chart) {
   const { phases } = panel.view;
   const [top, floor, right] = [17, height - chart.bottom, width - RIGHT];
   phases.forEach((phase, index) => {
-    const at = (one) => Math.min(Math.max(range.toPixel(panel.timed ? one.time_ns : one.event, width), LEFT), right);
-    const [from, to] = [at(phase), index + 1 < phases.length ? at(phases[index + 1]) : right];
+    const pixel = (x) => Math.min(Math.max(range.toPixel(x, width), LEFT), right);
+    const at = (one) => pixel(panel.timed ? one.time_ns : one.event);
+    const next = index + 1 < phases.length ? at(phases[index + 1]) : right;
+    const [from, to] = [at(phase), phase.duration_ns > 0 ? pixel(phase.time_ns + phase.duration_ns) : next];
     if (to - from < 1) return;
     context.fillStyle = css(index % 2 ? "page" : "grid");
     context.fillRect(from, top, to - from, 16);

@@ -16,7 +16,7 @@ from brim.core.timeline import CONTEXT_BYTES
 from brim.report.held import Held, Numbers, durations_ns, frames_of, held, module_of, tiers_of, times_ns
 from brim.report.html.packing import integers, plain, texts
 from brim.report.html.pyramid import levels
-from brim.report.lanes import lanes
+from brim.report.lanes import lanes, phases_of_spans
 from brim.report.occupancy import moments, ranked
 
 _MOST_FRAMES = 40  # of a stack, from the innermost
@@ -52,7 +52,9 @@ def view_data(
 ) -> dict[str, Any]:
     """Everything that the page shows of one timeline."""
     times = times_ns(timeline)
-    ends = [0] if times is None else times + durations_ns(timeline)
+    durations = durations_ns(timeline)
+    ends = [0] if times is None else times + durations
+    phases = phases or phases_of_spans(timeline)
     return {
         "title": plain(title),
         "measured": timeline.measured,
@@ -60,7 +62,12 @@ def view_data(
         "events": len(timeline),
         "end_ns": int(np.max(ends)),
         "phases": [
-            {"name": plain(name), "event": event, "time_ns": 0 if times is None else int(times[event])}
+            {
+                "name": plain(name),
+                "event": event,
+                "time_ns": 0 if times is None else int(times[event]),
+                "duration_ns": int(durations[event]),  # 0: until the next begins
+            }
             for name, event in phases
         ],
         "panels": [_panel(timeline, tier, plan, detail) for tier in tiers_of(timeline)],

@@ -189,6 +189,24 @@ def test_lanes_keep_every_busy_second_however_few_spans_are_kept() -> None:
     assert idle.name == "idle vram" and len(idle.label) == 100
 
 
+def test_a_runs_phases_are_the_spans_of_its_model_and_tokens_are_none() -> None:
+    def run(*spans: tuple[str, float]) -> Timeline:
+        timeline = Timeline("run", measured=True)
+        timeline.add(EventKind.ALLOC, "vram", 100, time_s=0.0, storage=0)
+        for label, time_s in spans:  # as they become known: not in order of time
+            timeline.add(EventKind.COMPUTE, "vram", 0, time_s=time_s, duration_s=0.5, label=label, stream=0)
+            timeline.add(EventKind.COMPUTE, "vram", 0, time_s=time_s, duration_s=0.1, label="layers.0", stream=1)
+        return timeline
+
+    told = view_data(run(("backward", 2.0), ("forward", 1.0), ("update", 3.0)), "a run", None, Detail())["phases"]
+    assert [(one["name"], one["time_ns"] / 1e9, one["duration_ns"] / 1e9) for one in told] == [
+        ("forward", 1, 0.5),
+        ("backward", 2, 0.5),
+        ("update", 3, 0.5),
+    ]
+    assert view_data(run(("forward", 1.0), ("forward", 2.0)), "a text", None, Detail())["phases"] == []
+
+
 def test_without_times_there_are_no_lanes_and_events_are_the_axis() -> None:
     timeline = Timeline("predicted", measured=False)
     timeline.add(EventKind.ALLOC, "vram", 10, storage=0)
