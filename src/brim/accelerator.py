@@ -120,7 +120,10 @@ class Accelerator:
 
     def new_event(self, *, timed: bool = False) -> Any:
         """A mark that a stream can record, and others and the host can wait for. ``timed``: it tells when it was."""
-        return self._ask("Event", enable_timing=True) if timed else self._ask("Event")
+        if timed:
+            return self._ask("Event", enable_timing=True)
+        # Threads wait for copies of milliseconds: CUDA lets them spin on a core that compute may want, unless told.
+        return self._ask("Event", blocking=True) if self.type == CUDA else self._ask("Event")
 
     def random_states(self) -> list[torch.Tensor]:
         """Of the generator of each device; of the only one where the backend has one."""

@@ -11,6 +11,7 @@ import pytest
 
 from brim.errors import FormatError, TransferError, UnsupportedError
 from brim.rehearsal import build as building
+from brim.rehearsal import values_library
 from brim.rehearsal.build import build, cuda_version
 from brim.rehearsal.elf import ElfFile
 from brim.rehearsal.settings import DeviceSettings
@@ -110,6 +111,17 @@ def test_it_is_built_once_and_anew_when_pytorch_changes(site: Path, tmp_path: Pa
     assert build(site, tmp_path / "cache") == first and len(compiled) == 1
     library.write_bytes(b"another")
     assert build(site, tmp_path / "cache") != first and len(compiled) == 2
+
+
+def test_so_are_its_values(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[Path] = []
+    monkeypatch.setattr(values_library, "_compile", lambda into, torch: filled.append(into))
+    library = site / "torch" / "lib" / "libtorch_cpu.so"
+    for text in ("one", "another"):
+        library.write_text(text)
+        assert not values_library.is_built(site)
+        assert values_library.built(site) == values_library.built(site) and values_library.is_built(site)
+    assert len(filled) == 2
 
 
 def test_an_interrupted_build_leaves_nothing(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from brim import cli
+from brim.cli.rehearse import notes_of
 from brim.rehearsal.rehearse import Rehearsal, Request, rehearse_program
 
 if TYPE_CHECKING:
@@ -81,6 +82,41 @@ def test_what_a_program_held_is_known_however_it_leaves(
     found = rehearsed(on_device, tmp_path, PROGRAM.format(end=end))
     assert (found.ended, found.message) == (ended, told)
     assert [one.allocated_bytes for one in found.devices] == [HELD] and found.snapshot is not None
+
+
+TOO_MUCH = """
+import os, sys, torch
+
+def too_much():
+    torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+
+try:
+    too_much()
+except torch.OutOfMemoryError as error:
+    {handling}
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("handling", "after", "ended", "told"),
+    [
+        ("sys.exit('no memory')", "", "out of memory", "So the program failed: no memory"),
+        ("raise ValueError('cannot train') from error", "", "out of memory", "ValueError: cannot train"),
+        ("os._exit(9)", "", "out of memory", "it ended with exit code 9"),
+        ("pass", "torch.ones(1, device='cuda')", "finished", ""),
+        ("pass", "raise ValueError('another')", "failed", "ValueError: another"),
+    ],
+    ids=["exits", "raises another", "leaves", "goes on", "fails later"],
+)
+def test_memory_that_ran_out_is_told_whatever_the_program_makes_of_it(
+    on_device: OnDevice, tmp_path: Path, handling: str, after: str, ended: str, told: str
+) -> None:
+    found = rehearsed(on_device, tmp_path, TOO_MUCH.format(handling=handling, after=after))
+    assert found.ended == ended and told in found.message
+    assert ("Tried to allocate 32768.00 GiB" in found.message) == (ended == "out of memory")
+    assert found.fits == {"out of memory": False, "finished": True, "failed": None}[ended]
+    assert found.ran_out == 1 and ("Memory ran out once" in " ".join(notes_of(found))) == (found.fits is not False)
 
 
 def test_of_a_program_that_was_killed_only_that_is_said(

@@ -67,6 +67,17 @@ def test_a_build_of_the_same_version_is_fetched_once_and_put_first(cpu: Interpre
     assert prepare(python, confirm=pytest.fail, folder=folder) == made == find(python, folder=folder)
 
 
+def test_when_pytorch_is_another_version_its_build_is_fetched_beside(cpu: Interpreter, tmp_path: Path) -> None:
+    python, folder = cpu.with_pip(INSTALLS), tmp_path / "cache"
+    prepare(python, confirm=lambda _: True, folder=folder)
+    version = tmp_path / "site" / "torch" / "version.py"
+    version.write_text(version.read_text().replace("2.13.0", "2.14.1"))
+    assert find(python, folder=folder) is None
+    made = prepare(python, confirm=lambda _: True, folder=folder)
+    assert made.first == folder / "torch-2.14.1-cpython-311" and cpu.installs()[1].endswith("torch===2.14.1")
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_nothing_is_fetched_without_consent(cpu: Interpreter, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="530 MB"):
         prepare(cpu.with_pip(INSTALLS), confirm=lambda _: False, folder=tmp_path / "cache")

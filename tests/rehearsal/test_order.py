@@ -213,6 +213,63 @@ STREAMED = """
         os._exit(print("\\n" + __import__("json").dumps(result), flush=True) or 0)  # waits were taken out for good
 """
 
+# A training whose activations and optimizer states go to RAM and back, with one wait taken out.
+TRAINED = """
+    import os, torch
+    from torch import nn
+    from brim.core import Timeline
+    from brim.memory import streams
+    from brim.memory.tiers import device_memory
+    from brim.memory.transfer import Done
+    from brim.rehearsal.device import loaded
+    from brim.techniques.activation_offload import technique as activation_offload
+    from brim.techniques.optimizer_offload import technique as optimizer_offload
+
+    def without(planted):
+        if planted == "the copy":  # of an activation back, before the backward pass reads it
+            streams.StreamPoint.wait = lambda self: None
+            streams._IssuedLater.wait = lambda self: self.ticket.wait()
+        if planted == "the compute":  # that makes what is sent away, and reads what came back
+            streams.StreamEngine.mark = lambda self: Done()
+        if planted == "the gradients":  # on their way to RAM, before they are stepped there
+            streams.StreamEngine.finish = lambda self, condition: None
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(x)))
+
+    def losses(offloads):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[Block() for _ in range(6)]).cuda()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        if offloads:
+            where = torch.device("cuda", torch.cuda.current_device())
+            memory = device_memory(Timeline("t", measured=True), vram_bytes=1 << 30, ram_bytes=1 << 30, device=where)
+            held = activation_offload.apply(net, [str(i) for i in range(6)], memory, window_bytes=8 << 20)
+            away = optimizer_offload.apply(net, optimizer, memory, states="ram", block_bytes=2 << 20)
+        made = []
+        for step in range(3):
+            x = torch.full((256, 256), step / 3, device="cuda")
+            loss = net(x).pow(2).mean()
+            with away.final() if offloads else torch.enable_grad():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.append(loss.item())
+        return made
+
+    expected = losses(False)
+    loaded().reset()
+    without(os.environ["PLANTED"])
+    found = losses(True)
+    right = bool(torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4))
+    result = {"right": right, "hazards": loaded().hazards()}
+    os._exit(print("\\n" + __import__("json").dumps(result), flush=True) or 0)
+"""
+
 
 @pytest.fixture(scope="module")
 def copies(on_device: OnDevice) -> Any:
@@ -299,6 +356,18 @@ def test_a_wait_that_is_missing_in_a_streamed_model_is_noticed(
     found = on_device.run(STREAMED, values="all", order="late")
     assert {"stream:disk", "stream:ram"} <= set(found["kinds"])
     if planted:  # the host's own writes are no accesses of a stream: they show in what the device gets
+        assert found["hazards"] != [] or not found["right"]
+    else:
+        assert found["right"] and found["hazards"] == []
+
+
+@pytest.mark.parametrize("planted", ["", "the copy", "the compute", "the gradients"])
+def test_so_is_one_in_a_training_that_offloads(
+    on_device: OnDevice, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    monkeypatch.setenv("PLANTED", planted)
+    found = on_device.run(TRAINED, values="all", order="late")
+    if planted:
         assert found["hazards"] != [] or not found["right"]
     else:
         assert found["right"] and found["hazards"] == []

@@ -270,8 +270,16 @@ def _read(one: dict[str, Any]) -> str:
 def notes_of(found: Rehearsal) -> list[str]:
     """What was assumed, and what cannot be known."""
     notes = [_OTHERS] if found.other_processes else []
+    if found.ran_out and found.fits is not False:
+        times = "once" if found.ran_out == 1 else f"{found.ran_out} times"
+        notes.append(f"Memory ran out {times}, and the program went on.")
     notes += [_CUDNN] if found.uses_cudnn else []
     notes += [_RANKS] if found.rank is not None else []
+    if found.left_bytes:
+        notes.append(
+            f"{format_bytes(found.left_bytes)} of weights that the program made on the CPU were left zero: so they "
+            "take no RAM here."
+        )
     if found.not_computed:
         notes.append(f"Not computed for want of a CPU kernel: {', '.join(found.not_computed)}.")
     return [*notes, *_UNKNOWN] if found.devices else notes

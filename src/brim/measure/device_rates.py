@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,7 +23,17 @@ _COPY_BYTES = 128 * MIB
 _READ_BYTES = 1024 * MIB
 _COPIES = 8
 _ROUNDS = 5
+_WARM_S, _MOST_WARM_S, _RISES = 0.3, 1.5, 1.02
 _SIMT, _TENSOR_CORES = "ieee", "tf32"
+
+
+def warm_clocks(on: Accelerator) -> None:
+    """Multiply until products get no faster: a GPU that was idle begins at a low clock, and its rates are kept."""
+    begin_s, rate = time.monotonic(), 0.0
+    while (spent_s := time.monotonic() - begin_s) < _MOST_WARM_S:
+        before, rate = rate, _rate(on, _product(on, torch.bfloat16))
+        if spent_s >= _WARM_S and rate < _RISES * before:
+            return
 
 
 def links(on: Accelerator) -> tuple[Link, Link]:

@@ -143,6 +143,7 @@ def _measured(on: Accelerator | None, directory: Path, facts: dict[str, Any]) ->
         from brim.measure import device_rates
 
         with device_rates.unnoticed(on):
+            device_rates.warm_clocks(on)
             tiers.insert(0, Tier(name=VRAM, capacity_bytes=0, bytes_per_s=device_rates.vram_read_rate(on)))
             links += device_rates.links(on)
             rates = device_rates.matrix_rates(on)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from brim.errors import UnsupportedError, UsageError
 from brim.rehearsal import device
+from brim.rehearsal.host_weights import HostWeights
 from brim.run.script.import_hook import when_imported
 
 VARIABLE = "BRIM_REHEARSAL_VALUES"
@@ -70,6 +71,7 @@ class InForce:
         self._native = values_library.load(Path(torch.__file__).parents[1])
         self._libraries: list[torch.library.Library] = []  # what they register ends with them
         self._native.brim_values_mode(int(mode == "all"))
+        self.host_weights: HostWeights | None = None  # where everything is computed, so are weights
 
     @classmethod
     def put(cls, mode: str) -> InForce:
@@ -82,6 +84,8 @@ class InForce:
             made._references()
             made._replace()
             made._join_device()
+            if mode == "whole":
+                made._leave_host_weights()
         cls.now = made
         return made
 
@@ -109,6 +113,13 @@ class InForce:
             library.cudaStreamIsCapturing,
         )
         self._native.brim_values_device(*(ctypes.cast(one, ctypes.c_void_p) for one in functions))
+
+    def _leave_host_weights(self) -> None:
+        if self._native.brim_values_host_copies():
+            raise UnsupportedError(
+                "Copies on the host were to be replaced.", self._native.brim_values_error().decode()
+            )
+        self.host_weights = HostWeights()
 
     def _callbacks(self) -> None:
         import torch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import linecache
 import sys
 import sysconfig
@@ -16,6 +14,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+
+from brim.rehearsal.branches import branches_of
 
 PLAUSIBLE = 1.0  # what values.cpp fills floats with
 
@@ -93,9 +93,10 @@ def _compared(base: str, inputs: Sequence[torch.Tensor], number: float | None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """A made-up number that a program looked at. ``decides``: the statement there is a branch, or the number a size.
+    """A made-up number that a program looked at, or (``decides``) the branch that hangs on it, or the size.
 
-    ``line`` and ``file`` are the program's own where its stack has such, "" where not (in a backward pass).
+    ``line`` and ``file`` are the program's own where its stack has such, "" where not (in a backward pass). ``what``
+    says which number; of a branch in another line, where it was read.
     """
 
     file: str
@@ -115,13 +116,15 @@ class Reads:
 
     def note(self, what: str, whole: bool) -> None:
         """A number was read by the code that runs. ``whole``: a whole number or a boolean."""
-        frame = _own_frame(sys._getframe().f_back)  # None in a backward pass, whose threads run no Python
-        file, line, function = ("", 0, "") if frame is None else _place(frame)
-        branch = _branches(file)(line) if file else False
-        source = linecache.getline(file, line).strip() if file else ""
-        found = Read(file=file, line=line, function=function, what=what, decides=whole or branch, source=source)
+        own, inner = _frames(sys._getframe().f_back)  # None in a backward pass, whose threads run no Python
+        file, line, function = ("", 0, "") if own is None else _place(own)
+        branches = branches_of(inner)
+        here = {one for one in branches_of(own) if one.reads and one.file == file}
+        found = [_read(file, line, function, what, whole or bool(here))]
+        of = f"{what} of line {line}"
+        found += [_read(one.file, one.line, one.function, of, True) for one in branches if one not in here]
         with self._lock:
-            self.counts[found] += 1
+            self.counts.update(found)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
@@ -146,36 +149,26 @@ _LIBRARIES = tuple(
 _OWN = str(Path(__file__).parents[1])
 
 
-def _own_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the program itself; else of a library that is not PyTorch."""
-    library: FrameType | None = None
+def _frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+    """The innermost frame of the program itself, else of a library that is not PyTorch; and the innermost of both."""
+    inner: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
         main = frame.f_globals.get("__name__") == "__main__"
         if (main or not file.startswith("<")) and not file.startswith(_OWN):
-            if not file.startswith(_LIBRARIES) and "site-packages" not in file:
-                return frame
-            if library is None and "/torch/" not in file and "site-packages" in file:
-                library = frame
+            is_program = not file.startswith(_LIBRARIES) and "site-packages" not in file
+            if inner is None and (is_program or ("/torch/" not in file and "site-packages" in file)):
+                inner = frame
+            if is_program:
+                return frame, inner
         frame = frame.f_back
-    return library
+    return inner, inner
 
 
 def _place(frame: FrameType) -> tuple[str, int, str]:
     return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
 
 
-@functools.cache
-def _branches(file: str) -> Callable[[int], bool]:
-    """Whether a line of a file belongs to the condition of a branch."""
-    lines: set[int] = set()
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return lambda _: False
-    for node in ast.walk(tree):
-        test = getattr(node, "test", None)  # if, while, assert, conditional expressions
-        tests = [test] if test is not None else getattr(node, "ifs", [])  # comprehensions
-        for one in tests:
-            lines.update(range(one.lineno, (one.end_lineno or one.lineno) + 1))
-    return lines.__contains__
+def _read(file: str, line: int, function: str, what: str, decides: bool) -> Read:
+    source = linecache.getline(file, line).strip() if file else ""
+    return Read(file=file, line=line, function=function, what=what, decides=decides, source=source)

@@ -88,6 +88,7 @@ class Rehearsal:
         message: The program's own error, if there was one.
         steps: Optimizer steps that were done.
         grew_until: The last step with a new peak; None without steps.
+        ran_out: How often memory ran out, errors that the program got over included.
         devices: Peaks of every GPU that was used.
         memory_bytes: Memory of one GPU.
         context_bytes: What the CUDA context takes of it.
@@ -96,6 +97,7 @@ class Rehearsal:
         kernels: Attention's kernels by name, and how often they were launched.
         reads: Where the program read numbers that were made up.
         not_computed: Operators that were not computed, for want of a CPU kernel.
+        left_bytes: Of weights that the program made on the CPU and that were left zero, so that they take no RAM.
         uses_cudnn: Whether cuDNN was used, whose workspaces are not counted.
         other_processes: How many processes that the program started used CUDA too, each on a device of its own of
             which nothing else is known.
@@ -110,6 +112,7 @@ class Rehearsal:
     message: str
     steps: int
     grew_until: int | None
+    ran_out: int = 0
     devices: tuple[DevicePeak, ...]
     memory_bytes: int
     context_bytes: int
@@ -118,6 +121,7 @@ class Rehearsal:
     kernels: dict[str, int] = field(default_factory=dict)
     reads: tuple[dict[str, Any], ...] = ()
     not_computed: tuple[str, ...] = ()
+    left_bytes: int = 0
     uses_cudnn: bool = False
     other_processes: int = 0
     torch: str = ""
@@ -262,6 +266,7 @@ def _read(
         message=message,
         steps=len(steps),
         grew_until=grew[-1] if grew else None,
+        ran_out=document.get("ran_out", 0),
         devices=tuple(used),
         memory_bytes=settings.memory_bytes,
         context_bytes=settings.context_bytes,
@@ -270,6 +275,7 @@ def _read(
         kernels=document.get("kernels", {}),
         reads=tuple(document.get("reads", ())),
         not_computed=tuple(document.get("not_computed", ())),
+        left_bytes=document.get("left_bytes", 0),
         uses_cudnn=bool(document.get("cudnn")),
         other_processes=count,
         torch=document.get("torch", ""),
@@ -358,13 +364,13 @@ def _program_of(step: Callable[[], object], folder: Path, steps: int) -> Path:
     except ImportError:
         import pickle as pickler
     file, program = folder / "step.pickle", folder / "step.py"
+    asked, todo = "A step was to be taken to a process of its own.", "Define it in a module, or install cloudpickle."
     try:
-        file.write_bytes(pickler.dumps(step))
+        taken = pickler.dumps(step)
     except Exception as error:
-        raise UsageError(
-            "A step was to be taken to a process of its own.",
-            f"It cannot be pickled: {error}.",
-            "Define it in a module, or install cloudpickle.",
-        ) from error
+        raise UsageError(asked, f"It cannot be pickled: {error}.", todo) from error
+    if pickler.__name__ == "pickle" and b"__main__" in taken:  # by name alone, which there is another's
+        raise UsageError(asked, "It is of this notebook or program itself, where only cloudpickle finds it.", todo)
+    file.write_bytes(taken)
     program.write_text(_CALL.format(paths=sys.path, file=str(file), steps=steps), encoding="utf-8")
     return program

@@ -22,6 +22,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <mutex>
 #include <string>
@@ -527,6 +530,68 @@ class Kernel : public c10::OperatorKernel {
   c10::SafeKernelFunction original_;
 };
 
+// Whether no page that lies wholly in this memory of the host was ever written: it reads as zeros. PyTorch has what is
+// larger than 32 MiB from the system, and not from what it let go of.
+bool is_untouched(const void* begin, size_t bytes) {
+  static const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  size_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page;
+  size_t behind = (reinterpret_cast<uintptr_t>(begin) + bytes) / page;
+  if (pagemap < 0 || first >= behind) return false;
+  std::vector<uint64_t> entries(std::min<size_t>(behind - first, 1 << 15));
+  while (first < behind) {
+    size_t count = std::min(behind - first, entries.size());
+    ssize_t length = static_cast<ssize_t>(count * sizeof(uint64_t));
+    if (pread(pagemap, entries.data(), length, static_cast<off_t>(first * sizeof(uint64_t))) != length) return false;
+    for (size_t at = 0; at < count; at++)
+      if (entries[at] >> 62) return false;  // in RAM or in swap (Linux, Documentation/admin-guide/mm/pagemap.rst)
+    first += count;
+  }
+  return true;
+}
+
+// Whether PyTorch has the memory from the system, and not from a file, whose pages are absent before they are read.
+bool is_own(const Tensor& t) {
+  const at::DataPtr& memory = t.storage().data_ptr();
+  return memory.get_deleter() == at::getCPUAllocator()->raw_deleter();
+}
+
+// Copies on the host, casts among them, without what nobody ever wrote: a model that is cast on the CPU would take RAM
+// for zeros otherwise. What is copied is the same.
+class HostCopy : public c10::OperatorKernel {
+ public:
+  explicit HostCopy(const OperatorHandle& handle)
+      : original_(handle.getComputedKernelForDispatchKey(DispatchKey::CPU)) {}
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) {
+    size_t begin = stack->size() - handle.schema().arguments().size();
+    Tensor target = (*stack)[begin].toTensor(), source = (*stack)[begin + 1].toTensor();
+    if (!is_large(target) || !is_large(source) || target.sizes() != source.sizes() ||
+        target.strides() != source.strides() || !target.is_non_overlapping_and_dense())
+      return original_.callBoxed(original_.opHandle(), keys, stack);
+    Plain plain;
+    Tensor to = target.as_strided({target.numel()}, {1}), from = source.as_strided({source.numel()}, {1});
+    for (int64_t at = 0; at < to.numel(); at += PIECE) {
+      int64_t count = std::min(PIECE, to.numel() - at);
+      Tensor into = to.narrow(0, at, count), piece = from.narrow(0, at, count);
+      if (!untouched(piece) || !untouched(into)) into.copy_(piece);
+    }
+    torch::jit::drop(*stack, stack->size() - begin);
+    stack->emplace_back(target);
+  }
+
+ private:
+  static constexpr int64_t PIECE = 1 << 18;  // elements: small enough to be copied by PyTorch's own kernel
+  static bool is_large(const Tensor& t) {
+    return t.device().is_cpu() && t.layout() == at::kStrided && t.is_floating_point() && !t.is_neg() && is_own(t) &&
+        t.numel() * static_cast<int64_t>(t.element_size()) > LIMIT_BYTES / 2;  // cast to half of what is large
+  }
+  static bool untouched(const Tensor& t) {
+    return is_untouched(t.const_data_ptr(), static_cast<size_t>(t.numel()) * t.element_size());
+  }
+  c10::SafeKernelFunction original_;
+};
+
 Operator described(const OperatorHandle& handle, bool random) {
   Operator op;
   const auto& schema = handle.schema();
@@ -558,7 +623,14 @@ Operator described(const OperatorHandle& handle, bool random) {
   return op;
 }
 
-torch::Library* library = nullptr;  // never destroyed: it goes with the process
+// Never destroyed: they go with the process.
+torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr;
+
+bool was_never_written(const Tensor& t) {
+  size_t bytes = static_cast<size_t>(t.numel()) * t.element_size();
+  size_t before = std::min<size_t>(bytes, 2 << 20);  // the C library's note before a block may have a huge page
+  return is_own(t) && t.is_contiguous() && is_untouched(static_cast<const char*>(t.const_data_ptr()) + before, bytes - before);
+}
 std::string told;
 
 }  // namespace
@@ -575,6 +647,21 @@ __attribute__((visibility("default"))) int brim_values_replace(const char* name,
     std::string full = std::string(name) + (*overload ? std::string(".") + overload : "");
     library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(
                                     std::make_unique<Kernel>(described(handle, random != 0), handle)));
+  } catch (const std::exception& error) {
+    told = error.what();
+    return 1;
+  }
+  return 0;
+}
+// Leave out of the host's copies what nobody ever wrote, and let Python ask for that. Not from several threads at once.
+__attribute__((visibility("default"))) int brim_values_host_copies() {
+  try {
+    on_host = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CPU, __FILE__, __LINE__);
+    auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+    on_host->impl("copy_", torch::CppFunction::makeFromBoxedFunctor(std::make_unique<HostCopy>(handle)));
+    asked = new torch::Library(torch::Library::FRAGMENT, "brim_rehearsal", std::nullopt, __FILE__, __LINE__);
+    asked->def("was_never_written(Tensor tensor) -> bool");
+    asked->impl("was_never_written", torch::dispatch(DispatchKey::CPU, was_never_written));
   } catch (const std::exception& error) {
     told = error.what();
     return 1;

@@ -65,7 +65,7 @@ class Watch:
         self._run = run
         self._steps_of: dict[int, int] = {}  # optimizer -> its steps
         self.steps: list[dict[str, Any]] = []
-        self.out_of_memory: list[str] = []
+        self.ran_out = 0  # how often
         self._begun = False
         self._process = os.getpid()
 
@@ -103,6 +103,7 @@ class Watch:
     def _ran_out(self, device: int, *_: int) -> None:
         """Where the allocation fails, before anything is undone: this may be the end."""
         if self.here:
+            self.ran_out += 1
             self.write_snapshot()
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
@@ -187,7 +188,9 @@ def _look_before_leaving(run: Run, watch: Watch) -> None:
     def look_and_leave(status: int) -> NoReturn:
         try:
             if watch.here:
-                _write_or_tell(run, watch, *_ended(SystemExit(status)))
+                error = SystemExit(status)
+                error.__context__ = sys.exc_info()[1]  # what the program was handling
+                _write_or_tell(run, watch, *_ended(error))
         finally:
             leave(status)
 
@@ -199,11 +202,28 @@ def _ended(error: BaseException | None) -> tuple[str, str]:
         return "finished", ""
     if isinstance(error, _Enough):
         return "enough", ""
-    if isinstance(error, SystemExit):
-        return "failed", f"it ended with exit code {error.code}" if isinstance(error.code, int) else str(error.code)
-    if "torch" in sys.modules and isinstance(error, sys.modules["torch"].OutOfMemoryError):
+    ran_out = _ran_out_of_memory(error)
+    if ran_out is error:
         return "out of memory", str(error)
-    return "failed", f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, SystemExit):
+        told = f"it ended with exit code {error.code}" if isinstance(error.code, int) else str(error.code)
+    else:
+        told = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return ("failed", told) if ran_out is None else ("out of memory", f"{ran_out}\nSo the program failed: {told}")
+
+
+def _ran_out_of_memory(error: BaseException | None) -> BaseException | None:
+    """The GPU's out-of-memory error that the program ended with, or was handling when it ended."""
+    if "torch" not in sys.modules:
+        return None
+    kind: type[BaseException] = sys.modules["torch"].OutOfMemoryError
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, kind):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _write_or_tell(run: Run, watch: Watch, ended: str, told: str) -> None:
@@ -216,6 +236,7 @@ def _write_or_tell(run: Run, watch: Watch, ended: str, told: str) -> None:
 
 def _write(run: Run, watch: Watch, ended: str, told: str) -> None:
     document: dict[str, Any] = {"ended": ended, "message": told, "steps": watch.steps, "devices": []}
+    document["ran_out"] = watch.ran_out
     if "torch" in sys.modules:
         import torch
 
@@ -233,6 +254,7 @@ def _write(run: Run, watch: Watch, ended: str, told: str) -> None:
         document["attention"] = values.attention
         document["reads"] = values.reads.to_json()
         document["not_computed"] = values.not_computed
+        document["left_bytes"] = 0 if values.host_weights is None else values.host_weights.left_bytes
     document["host_peak_bytes"] = _host_peak_bytes()
     Path(run.result).write_text(json.dumps(document), encoding="utf-8")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from brim.accelerator import CUDA
 from brim.errors import UnsupportedError
 from brim.memory.pool import Buffer
 from brim.techniques.experts.cache import ExpertCache
@@ -87,12 +88,12 @@ class ExpertCall:
         """All of them in slots at once; where they are more than the slots, as many at a time as there are."""
         if len(experts) <= self._cache.size:
             with self._acquired(experts) as table:
-                return self._forward(hidden, table.to(index.device)[index], weights)
+                return self._forward(hidden, _sent(table, index.device)[index], weights)
         pairs = index.reshape(-1)  # (tokens * chosen,): each token with each of its experts
         chosen, unweighted = index.shape[-1], None
         for begin in range(0, len(experts), self._cache.size):
             with self._acquired(experts[begin : begin + self._cache.size]) as table:
-                slots = table.to(index.device)[pairs]
+                slots = _sent(table, index.device)[pairs]
                 (rows,) = torch.nonzero(slots >= 0, as_tuple=True)
                 if rows.numel() == 1 and implementation(self.module) == "batched_mm":
                     rows = rows.expand(2)  # a batch of one would be another kernel
@@ -178,6 +179,12 @@ class _Rows:
 
     def __getitem__(self, expert: Any) -> torch.Tensor:
         return self._lookup.get(int(expert), self._position)
+
+
+def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``table`` on the device. Out of pageable memory the host would wait for all that the stream waits for first,
+    and the experts that are on their way are among that."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == CUDA else table.to(device)
 
 
 def shares_of(index: torch.Tensor, count: int) -> dict[int, float]:

@@ -152,6 +152,18 @@ class Turns:
         return _call_impl
 
 
+def without_casts(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` of a model of which nothing is streamed, with no copies in 16 bits kept of its weights (autocast)."""
+
+    def _call_impl(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        with autocast_cache(False):
+            return call(*args, **kwargs)
+
+    return _call_impl
+
+
 class Recover:
     """The first pre-hook of the whole model: what an interrupted step left is let go."""
 

@@ -34,6 +34,7 @@ from brim.techniques.streaming.hooks import (
     check_rows,
     note_steps,
     settle_first,
+    without_casts,
 )
 from brim.techniques.streaming.offloaded_parameter import reveal
 from brim.techniques.streaming.placement import (
@@ -238,6 +239,8 @@ class WeightStreaming:
         if self._streamed_blocks:
             self._make_ring()
             self._install()
+        elif self._backward is None and not self.memory.fake and not self._has_room_for_casts():
+            self._guards.replace(self.model, "_call_impl", without_casts(self.model._call_impl))
         if staging is not None:
             staging.attach([s.store for s in self._streamed_blocks if isinstance(s.store, DiskStore)])
         self._guards.install(self, self._streamed_blocks)
@@ -247,6 +250,13 @@ class WeightStreaming:
         groups = [(block.name, block.tensors) for block in partition.blocks]
         groups += [("outside blocks", partition.loose)] if partition.loose else []
         self.blocks = [(name, [self._parameters[tensor] for tensor in tensors]) for name, tensors in groups]
+
+    def _has_room_for_casts(self) -> bool:
+        """Whether the budget holds, beside what is promised, what autocast makes of each float32 weight and keeps."""
+        tier, half = self.memory.compute.tier, torch.bfloat16.itemsize
+        casts_bytes = sum(half * p.numel() for p in self._parameters.values() if p.dtype == torch.float32)
+        budget, promised = self.plan.budget_bytes, self.plan.promise.peak_bytes
+        return tier not in budget or promised.get(tier, 0) + casts_bytes <= budget[tier]
 
     def _moves(self, block: Block) -> bool:
         """Whether the block ever comes to the compute tier: also to be updated there."""

@@ -143,3 +143,20 @@ def test_autocast_keeps_no_copy_of_weights(where):
     kept = stays // 2 if where == "inside" else 0  # such a region is not seen where nothing is streamed
     assert max(held) <= kept + (3 << 20)  # the layer's own copy, and what it makes
     handle.remove()
+
+
+@pytest.mark.parametrize(("vram", "kept"), [(60 << 20, 0), (120 << 20, 24 << 20)], ids=["no room", "room"])
+@torch.no_grad()
+def test_where_nothing_is_streamed_autocast_keeps_copies_that_the_budget_holds(vram, kept):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(12)])
+    x, held = torch.ones(2, 1024, device="cuda"), []
+    handle = place(model, vram=vram, device="cuda", activations="3MiB")
+    assert set(handle.plan.choices("weight_streaming").values()) == {"resident"}
+    begin = torch.cuda.memory_allocated()
+    model[-1].register_forward_hook(lambda *_: held.append(torch.cuda.memory_allocated() - begin))
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x)
+    assert kept <= max(held) <= kept + (3 << 20)
+    handle.remove()
