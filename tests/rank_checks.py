@@ -20,7 +20,7 @@ from transformers import (
 from brim.estimation.ranks.estimate import cpu_bytes, cpu_ram_bytes
 from brim.estimation.ranks.split import Split
 from brim.run.data.dataset import Batches, open_data
-from brim.run.model.training_model import add_lora
+from brim.run.model.training_model import with_adapters
 from splitting import BATCH, LR, SEQ, STEPS, trained
 from tiny_model import save_tokenizer
 from trainings import weights
@@ -148,7 +148,7 @@ def check_adapter(losses: list[float], output: Path, one: tuple[list[float], dic
 def adapted(model: Path, data: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and adapters of plain PyTorch and peft in one process."""
     batches = Batches(open_data(data, AutoTokenizer.from_pretrained(model), SEQ), BATCH, seed=0, pad_to=SEQ)
-    module = add_lora(AutoModelForCausalLM.from_pretrained(model), 0).train()
+    module = with_adapters(AutoModelForCausalLM.from_pretrained(model), 0).train()
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=LR)
     losses = []
     for _ in range(STEPS):

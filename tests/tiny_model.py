@@ -15,7 +15,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 CHAT_TEMPLATE = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
 
 
-def save_llama(folder: Path, *, layers: int = 3, hidden: int = 512, positions: int = 4096, **options: Any) -> Path:
+def save_llama(
+    folder: Path,
+    *,
+    layers: int = 3,
+    hidden: int = 512,
+    positions: int = 4096,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Path:
     """3 layers of 15 MB unless told otherwise; ``options`` go to ``save_pretrained``."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -29,7 +37,7 @@ def save_llama(folder: Path, *, layers: int = 3, hidden: int = 512, positions: i
         bos_token_id=0,
         eos_token_id=None,  # it goes on for as long as it is asked to
     )
-    LlamaForCausalLM(config).save_pretrained(folder, **options)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder, **options)
     save_tokenizer(folder)
     return folder
 

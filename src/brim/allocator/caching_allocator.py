@@ -204,13 +204,6 @@ class CachingAllocator:
 
     # Finding a block
 
-    def would_hit(self, nbytes: int, stream: int = 0, pool: PoolId | None = None) -> bool:
-        """Whether a cached block would serve this request now. Changes nothing."""
-        size = self.config.round_size(nbytes)
-        blocks = self._pool_for(size, stream, pool)
-        keys = blocks.free.get(stream)
-        return keys is not None and self._best_fit(blocks, keys, size) is not None
-
     def _find_free(self, pool: BlockPool, size: int, stream: int) -> Block | None:
         if self._collects:
             pool.get_free_calls += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -382,14 +383,8 @@ def _vary(
 
 def largest_that_fits(values: Sequence[str], fits: Callable[[str], bool]) -> str | None:
     """The last of ``values`` for which ``fits``, where no value after one that does not fit does. None: not one."""
-    low, high = 0, len(values)  # all before low fit, none from high on
-    while low < high:
-        middle = (low + high) // 2
-        if fits(values[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return values[low - 1] if low else None
+    count = bisect_left(values, True, key=lambda value: not fits(value))
+    return values[count - 1] if count else None
 
 
 def with_option(arguments: Sequence[str], option: str, value: str) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from brim.estimation.breakdown import Breakdown, at_peak
 from brim.estimation.depth import repeated
 from brim.estimation.layer_extrapolation import Template
 from brim.estimation.models import Source, find_model, place_in, short
+from brim.estimation.ordinary import PROGRAM
 from brim.estimation.repetition import TRACED_TOKENS, stretched
 from brim.estimation.silence import quiet
 from brim.estimation.simulation import Place, place_of, simulate
@@ -78,6 +79,8 @@ class Estimate:
         out_of_memory: The operation that does not fit, with PyTorch's message; ``""`` where all fits.
         is_program: Whether a whole program was looked at, which decides by itself what ``workload`` says of others.
         by: ``"trace"``, or ``"rehearsal"`` (a program run by PyTorch's CUDA build on a GPU that is not there).
+        differs: What brim's own commands make otherwise than the ordinary program that was looked at, by part of the
+            step (``"optimizer"``, ``"cache"``, ...). Empty where they make the same step, and for users' own code.
     """
 
     model: str
@@ -97,6 +100,7 @@ class Estimate:
     out_of_memory: str = ""  # the operation that does not fit, and PyTorch's message
     is_program: bool = False  # which decides itself what ``workload`` tells of others
     by: str = "trace"
+    differs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -109,6 +113,12 @@ class Estimate:
     def describe(self) -> str:
         """What was asked, in one line."""
         return f"{self.title}: {self.settings}"
+
+    @property
+    def program(self) -> str:
+        """Whose step this is, and what brim's own commands make otherwise."""
+        parts = "; ".join(f"{part}: {text}" for part, text in self.differs.items())
+        return f"the step is of {PROGRAM}" + (f", and brim plan tells of another. {parts}" if parts else "")
 
     @property
     def context_bytes(self) -> int:
@@ -128,6 +138,8 @@ class Estimate:
             "not_modelled": list(self.not_modelled),
             "fits": self.fits,
             "by": self.by,
+            "program": PROGRAM,
+            "brim_differs": dict(self.differs),
         }
 
 
@@ -242,6 +254,7 @@ class Study:
             notes=self._notes(),
             out_of_memory=failure,
             is_program=self.source.program is not None,
+            differs=self.job.differs,
         )
 
     def _crowded(self) -> Trace | None:

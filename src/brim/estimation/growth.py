@@ -242,13 +242,8 @@ def _below(most: int, fits: Callable[[int], bool]) -> int:
     fails, stride, found = most + 1, 1, most
     while found > 0 and not fits(found):
         fails, found, stride = found, max(found - stride, 0), 2 * stride
-    while fails - found > 1:
-        middle = (found + fails) // 2
-        if fits(middle):
-            found = middle
-        else:
-            fails = middle
-    return found
+    between = range(found + 1, fails)
+    return found + bisect.bisect_left(between, True, key=lambda size: not fits(size))
 
 
 __all__ = ["NOTHING", "NOT_ALIKE", "Growth", "Known", "Point", "Setting", "solve"]

@@ -15,13 +15,15 @@ from torch import nn
 from brim.errors import ModelError, UnsupportedError, UsageError
 from brim.estimation import inputs as making
 from brim.estimation.layer_extrapolation import Template
-from brim.estimation.models import Source, class_of, short, transformers_config
+from brim.estimation.models import Source, class_of, transformers_config
 from brim.estimation.optimizers import make_optimizer
+from brim.estimation.ordinary import differences
 from brim.estimation.quantization import SCHEMES, lora_layers, quantize
 from brim.estimation.silence import quiet
 from brim.estimation.workload import DEFAULT_NEW_TOKENS, Workload
 from brim.techniques.checkpointing.technique import selective_contexts
 from brim.techniques.dry_run import as_arguments
+from brim.techniques.lora import add_lora
 
 Step = Callable[[], Any]
 
@@ -40,6 +42,7 @@ class Job:
         self.ignored: list[str] = []  # settings that mean nothing to this model
         self.notes: dict[str, str] = {}  # what was assumed, by subject
         self.shapes: list[tuple[int, ...]] = []  # of the parameters that are trained
+        self.differs: dict[str, str] = {}  # what brim's own commands make otherwise, by part
 
     def with_layers(self, field: str, layers: int) -> Job:
         """The job of the same model with ``layers`` in its configuration's ``field``."""
@@ -49,7 +52,7 @@ class Job:
     def adopt(self, done: Job) -> None:
         """Take over what another job of this model found out."""
         self.workload, self.ignored, self.notes = done.workload, done.ignored, done.notes
-        self.most_tokens = done.most_tokens
+        self.most_tokens, self.differs = done.most_tokens, done.differs
 
     @property
     def has_windows(self) -> bool:
@@ -80,11 +83,13 @@ class Job:
         asked = self.source.architecture
         if asked and asked != kind.__name__:
             self.notes["architecture"] = f"transformers has no class {asked}; {kind.__name__} was taken"
-        self._set_precision(str(getattr(config, "dtype", None) or "float32"))
+        stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        self._set_precision(stored)
         with no_init_weights():
             model: nn.Module = kind._from_config(config, dtype=_weights_dtype(self.workload))
         model.tie_weights()  # type: ignore[operator]  # left out where weights are not initialised
         self._resolve(model, config)
+        self.differs = differences(self.workload, stored, language_model=model.can_generate())  # type: ignore[operator]
         return model
 
     def _resolve(self, model: Any, config: Any) -> None:
@@ -125,9 +130,8 @@ class Job:
         self.workload = self.workload.resolved(seq=None, precision="fp32", new_tokens=None)
         return model
 
-    def _set_precision(self, of_config: str) -> None:
-        dtype = of_config.removeprefix("torch.")
-        precision = _HALF.get(dtype, "fp32")
+    def _set_precision(self, stored: str) -> None:
+        precision = _HALF.get(stored, "fp32")
         self.workload = dataclasses.replace(self.workload, precision=self.workload.precision or precision)
 
     def _quantize(self, model: nn.Module) -> None:
@@ -281,26 +285,17 @@ def _weights_dtype(workload: Workload) -> torch.dtype:
 
 
 def _with_lora(model: nn.Module, source: Source, workload: Workload) -> nn.Module:
-    """PEFT's defaults where nothing else was given: rank 8 in the layers that it names for this kind of model, else
-    in every linear layer."""
-    from peft import LoraConfig, get_peft_model
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
+    """PEFT's defaults where nothing else was given."""
     targets: list[str] | str | None = None
     if source.library == "diffusers":
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
-    elif source.config.get("model_type") not in KNOWN:
-        targets = "all-linear"
     given = workload.lora_targets
     if given is not None:
         targets = given[0] if given == ("all-linear",) else list(given)
-    config = LoraConfig(target_modules=targets)
-    config.r = workload.lora_rank or config.r
-    config._register_custom_module(lora_layers())
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise UnsupportedError(f"LoRA was asked for {source.name}.", f"PEFT cannot add it: {short(error)}") from error
+    rank = {} if workload.lora_rank is None else {"r": workload.lora_rank}
+    kind = str(source.config.get("model_type"))
+    made: nn.Module = add_lora(model, source.name, model_type=kind, targets=targets, layers=lora_layers(), **rank)
+    return made
 
 
 def _checkpoint(model: nn.Module, checkpointing: str, source: Source) -> None:

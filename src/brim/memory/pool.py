@@ -122,6 +122,10 @@ class Buffer:
         assert self._tensor is not None, f"{self.label} was used after it was freed"
         return self._tensor
 
+    def part(self, begin: int, end: int) -> Buffer:
+        """Bytes ``[begin, end)`` as the target of a move; the pool goes on counting the whole."""
+        return Buffer(self.pool, self.tensor[begin:end], end - begin, self.storage, self.label)
+
     def free(self) -> None:
         """Give the bytes back to the pool. A second call does nothing."""
         if self._tensor is not None:

@@ -75,6 +75,21 @@ class Done:
         """It is done."""
 
 
+class All:
+    """All of several conditions; the first failure is everybody's."""
+
+    def __init__(self, conditions: Sequence[Waitable]) -> None:
+        self._conditions = tuple(conditions)
+
+    @property
+    def done(self) -> bool:
+        return all(condition.done for condition in self._conditions)
+
+    def wait(self) -> None:
+        for condition in self._conditions:
+            condition.wait()
+
+
 class Settled:
     """Waits for a move whose failure does not matter to the next one: a buffer is free however it went."""
 

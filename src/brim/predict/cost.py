@@ -27,7 +27,6 @@ class Overheads:
 # flagos-ai/FlagGems#4812 on CUDA). Between back-to-back kernels 0.9 us are lost: 3.8 us per launch of a kernel of
 # 2.9 us on a V100 (NVIDIA, "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs).
 EAGER = Overheads(dispatch_s=7e-6, kernel_s=0.9e-6)
-NO_OVERHEADS = Overheads()
 
 # Rates to take, in this order, for a dtype that the machine has no figure for: the arithmetic then runs in that type.
 FALLBACKS = {
@@ -108,11 +107,6 @@ def op_s(op: Op, hardware: Hardware, *, tf32_matmul: bool = False, tf32_conv: bo
     other than products compute in float32 units whatever their dtype.
     """
     return max(_op_limits(op, hardware, tf32_matmul, tf32_conv))
-
-
-def step_s(trace: Trace, hardware: Hardware, *, step: int | None = None, overheads: Overheads = EAGER) -> float:
-    """Seconds of one step of the trace; by default its last, where optimizer state exists already."""
-    return step_cost(trace, hardware, step=step, overheads=overheads).step_s
 
 
 def step_cost(

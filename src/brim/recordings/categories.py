@@ -56,11 +56,6 @@ _OF_THE_START = {
 } | _FIXED
 
 
-def phase_of(frames: Iterable[str]) -> Phase:
-    """The phase that a stack tells."""
-    return phases_of([tuple(frames)])[0]
-
-
 def phases_of(stacks: Iterable[Sequence[str]]) -> list[Phase]:
     """The phase that each stack tells. Every frame is looked at once, however many stacks share it."""
     known: dict[str, int] = {}

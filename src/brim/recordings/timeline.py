@@ -64,19 +64,15 @@ class RecordedRun:
     capacity_bytes: int | None
 
 
-def recorded_timeline(history: History, name: str, *, stacks: Sequence[Sequence[str]] = ()) -> Timeline:
-    """The events of ``history`` with the bytes that blocks took, as ``torch.cuda.memory_allocated`` counts them.
+def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]] = ()) -> RecordedRun:
+    """The events of ``history`` with the bytes that blocks took, as ``torch.cuda.memory_allocated`` counts them; the
+    replay that they are made of, and its moments.
 
     Leading events at 0 s hold what was there at the start, which the history does not tell and its undoing does.
     ``stacks`` are the frames that ``history.stacks`` numbers, the innermost first: they give stacks, labels and
     inferred categories. Seconds count from the first event.
     Raises FormatError for events that no allocator can have written.
     """
-    return recorded_run(history, name, stacks=stacks).timeline
-
-
-def recorded_run(history: History, name: str, *, stacks: Sequence[Sequence[str]] = ()) -> RecordedRun:
-    """``recorded_timeline``, the replay that it is made of, and the moments of that replay."""
     facts = {"device": float(history.device)} | ({INFERRED: 1.0} if stacks else {})
     made = Timeline(name, measured=True, facts=facts)
     if not history.actions:

@@ -18,8 +18,6 @@ from brim.predict.compiled.torch_compile import is_traced, note_not_compiled
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.forward_override import StandIn, in_force
 
-NAME = "compiling"
-
 
 def apply(model: nn.Module, names: Iterable[str] | None = None, *, backend: str = "inductor") -> Compiling:
     """Compile the modules of these paths, each by itself; without names every block.

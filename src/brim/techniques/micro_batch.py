@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from brim.errors import BudgetError, UsageError
 from brim.units import format_bytes
 
-NAME = "micro_batch"
 _IGNORED = -100  # the label that no loss of PyTorch or transformers counts
 
 
@@ -57,12 +56,6 @@ def split(
         if weight:
             pieces.append(MicroBatch(inputs=_piece(batch, start, end, rows), weight=weight))
     return pieces
-
-
-def even(rows: int, micro_batch: int) -> int:
-    """The smallest size that needs no more pieces of ``rows`` than ``micro_batch`` does: 8 rows by 7 are 4 and 4."""
-    pieces = -(-rows // micro_batch)
-    return -(-rows // pieces)
 
 
 def largest(predict: Callable[[int], int], budget_bytes: int, upper: int) -> int:

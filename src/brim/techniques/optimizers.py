@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from brim.errors import UnsupportedError, UsageError
 from brim.predict.formulas import optimizer_state
 
-NAME = "optimizers"
+# Made as PyTorch's fused kernels, which take nothing beside the states. PyTorch has no fake kernels of others', and
+# a plan is a prediction.
+FUSED = ("adamw", "adam")
 
 
 class Lion(Optimizer):

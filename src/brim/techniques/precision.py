@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.optimizer_offload.rounding import WideSteps
 
-NAME = "precision"
 PRECISIONS = ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16", "bf16-stochastic", "bf16-master", "fp8")
 _MIXED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 _MARK = "brim_precision"

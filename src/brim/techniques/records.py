@@ -18,7 +18,7 @@ from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.layout import ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, round_up
 from brim.memory.tiers import Memory
-from brim.memory.transfer import Done, Settled, Waitable
+from brim.memory.transfer import All, Done, Settled, Waitable
 
 
 @dataclass(eq=False)
@@ -240,11 +240,11 @@ class Records:
             place.displaced += [other, *other.displaced]
         after = self._freed(place.displaced)
         if empty:
-            place.ready = _Both(after)
+            place.ready = All(after)
         else:
             extent = self._extents[record]
             run = ReadRun(path=extent.path, offset=extent.offset, bytes=bytes, at=0, direct=True)
-            target = _part(self._buffer, place.begin, bytes)
+            target = self._whole_buffer().part(place.begin, place.begin + bytes)
             place.ready = self._memory.engine.read([run], target, f"{self._label} {record}", after)
             self.read_bytes += bytes
         self._places.append(place)
@@ -282,21 +282,6 @@ class Records:
         return self._memory.engine.write(self._view(place), self._extents[place.record], label, [])
 
 
-class _Both:
-    """All of several conditions; the first failure is everybody's."""
-
-    def __init__(self, conditions: Sequence[Waitable]) -> None:
-        self._conditions = conditions
-
-    @property
-    def done(self) -> bool:
-        return all(condition.done for condition in self._conditions)
-
-    def wait(self) -> None:
-        for condition in self._conditions:
-            condition.wait()
-
-
 def _failed(condition: Waitable) -> bool:
     """Whether it is over and went wrong."""
     if not getattr(condition, "done", False):
@@ -306,9 +291,3 @@ def _failed(condition: Waitable) -> bool:
     except BrimError:
         return True
     return False
-
-
-def _part(buffer: Buffer | None, begin: int, bytes: int) -> Buffer:
-    """A part of a buffer as the target of a move; the pool goes on counting the whole."""
-    assert buffer is not None
-    return Buffer(buffer.pool, buffer.tensor[begin : begin + bytes], bytes, buffer.storage, buffer.label)

@@ -16,7 +16,7 @@ CATEGORIES = {
 }  # fmt: skip
 KEYS = {
     "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "fits",
-    "by",
+    "by", "program", "brim_differs",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 from brim import catalog
 from brim.core import Hardware, Op, Phase, Tier, Trace
 from brim.errors import UsageError
-from brim.predict.cost import EAGER, NO_OVERHEADS, Overheads, flops_per_s, op_s, step_cost, step_s
+from brim.predict.cost import EAGER, Overheads, flops_per_s, op_s, step_cost
 
 GPU = Hardware(
     name="made up",
@@ -97,7 +97,7 @@ def test_small_operations_wait_for_the_cpu():
     cost = step_cost(small, GPU)
     assert cost.step_s == pytest.approx(1000 * EAGER.dispatch_s, rel=1e-3)
     assert cost.limited_by == "dispatch"
-    assert step_s(small, GPU, overheads=NO_OVERHEADS) == pytest.approx(1000 * 1000 / 1e12)
+    assert step_cost(small, GPU, overheads=Overheads()).step_s == pytest.approx(1000 * 1000 / 1e12)
 
 
 def test_large_operations_hide_the_cpu():
@@ -112,7 +112,7 @@ def test_large_operations_hide_the_cpu():
 def test_a_slow_start_is_caught_up_only_as_far_as_the_cpu_runs_ahead():
     """Ten small operations, then a long one: the long one starts when the CPU has issued it."""
     mixed = trace(*(op(written=1) for _ in range(10)), op(flops=10**12, written=1))
-    found = step_s(mixed, GPU, overheads=Overheads(dispatch_s=1e-3))
+    found = step_cost(mixed, GPU, overheads=Overheads(dispatch_s=1e-3)).step_s
     assert found == pytest.approx(11 * 1e-3 + 10**12 / 1e14)
 
 
@@ -120,7 +120,7 @@ def test_on_a_cpu_nothing_overlaps():
     tier = Tier(name="ram", capacity_bytes=1, bytes_per_s=1e10)
     cpu = Hardware(name="cpu", compute="ram", tiers=(tier,), flops_per_s={"float32": 1e11})
     one = op(flops=10**9, dtype="float32", written=1)
-    found = step_s(trace(one, one), cpu, overheads=Overheads(dispatch_s=1e-3))
+    found = step_cost(trace(one, one), cpu, overheads=Overheads(dispatch_s=1e-3)).step_s
     assert found == pytest.approx(2 * (1e-3 + 1e-2))
 
 
@@ -132,9 +132,9 @@ def test_the_last_step_is_taken_and_phases_are_told_apart():
         op("aten.view.default", written=0, step=1),
         op("aten.mul.Tensor", written=10**9, step=-1, phase=Phase.BUILD),
     )
-    cost = step_cost(steps, GPU, overheads=NO_OVERHEADS)
+    cost = step_cost(steps, GPU, overheads=Overheads())
     assert cost.step_s == pytest.approx(3e-3)
     assert cost.phase_s == {"forward": pytest.approx(1e-3), "backward": pytest.approx(2e-3), "optimizer": 0.0}
-    assert step_s(steps, GPU, step=0, overheads=NO_OVERHEADS) == pytest.approx(1e-2)
+    assert step_cost(steps, GPU, step=0, overheads=Overheads()).step_s == pytest.approx(1e-2)
     with pytest.raises(UsageError, match="Step 2"):
-        step_s(steps, GPU, step=2)
+        step_cost(steps, GPU, step=2)

@@ -8,7 +8,6 @@ import pytest
 
 from brim import catalog
 from brim.predict import formulas
-from brim.predict.formulas import layers
 
 GPT = {"sequence": 2048, "micro_batch": 4, "hidden": 6144, "heads": 64}
 LLAMA, GEMMA = catalog.model("llama-3-70b").config, catalog.model("gemma-2-9b").config
@@ -44,16 +43,6 @@ RESULTS = [
     formulas.optimizer_state("adamw8bit-bitsandbytes", [(300, 400), (40,)]),
     formulas.optimizer_state("adafactor", [(3, 30, 40), (40,)]),
     formulas.optimizer_state("sgd", [(30, 40)]),
-    layers.linear(30, 40),
-    layers.conv(6, 12, (3, 5), groups=3),
-    layers.conv_transpose(6, 12, 4, groups=2),
-    layers.batch_norm_buffer_bytes(64),
-    layers.multihead_attention(64, kdim=8, add_bias_kv=True),
-    layers.recurrent("lstm", 5, 8, num_layers=2, bidirectional=True, proj_size=3),
-    layers.recurrent("gru", 5, 8, bias=False),
-    layers.conv_output(32, 3, stride=2, padding=1),
-    layers.conv_transpose_output(9, 4, stride=2, padding=1, output_padding=1),
-    layers.feature_map(2, 3, (224, 224), dtype="bf16"),
 ]
 
 

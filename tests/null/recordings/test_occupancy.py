@@ -14,7 +14,7 @@ from brim.allocator.out_of_memory import OutOfMemory
 from brim.core import EventKind
 from brim.core.trace import Category
 from brim.recordings import snapshot
-from brim.recordings.categories import Phase, phase_of
+from brim.recordings.categories import Phase, phases_of
 from brim.recordings.labels import label_of, telling_frames
 from brim.recordings.occupancy import Moment
 from brim.recordings.timeline import RecordedRun, recorded_run
@@ -113,7 +113,7 @@ def test_a_real_run_adds_up_at_every_moment(path):
     ],
 )
 def test_a_stack_tells_the_phase(frames, phase):
-    assert phase_of(frames) is phase
+    assert phases_of([frames]) == [phase]
 
 
 ALLOC, FREE = ("alloc",), ("free_requested", "free_completed")

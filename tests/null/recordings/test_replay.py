@@ -21,7 +21,7 @@ from brim.core import EventKind, Timeline
 from brim.errors import FormatError
 from brim.recordings import snapshot
 from brim.recordings.replay import recorded_config, replay
-from brim.recordings.timeline import recorded_timeline
+from brim.recordings.timeline import recorded_run
 from brim.recordings.what_if import best, what_if
 from brim.units import GIB, KIB, MIB
 
@@ -67,7 +67,7 @@ def test_a_real_run_is_replayed_exactly(path):
     for history in found.devices:
         result = replay(history)
         assert result.exact, result
-        timeline = recorded_timeline(history, path.stem)
+        timeline = recorded_run(history, path.stem).timeline
         assert timeline.peak_bytes("vram", segments=True) == result.peak_reserved_measured_bytes
         assert timeline.peak_bytes("vram") == result.peak_allocated_replayed_bytes
         own = what_if(history, recorded_config(history))
@@ -272,7 +272,7 @@ def test_a_timeline_holds_the_start_and_every_change():
     random_run(made, 3, 200)
     drop = next(index for index, event in enumerate(made.events) if event["action"] == "free_completed") + 1
     (history,) = snapshot.parse(made.dump(drop)).devices
-    timeline = recorded_timeline(history, "run")
+    timeline = recorded_run(history, "run").timeline
     assert timeline.measured
     assert timeline.peak_bytes("vram", segments=True) == made.stats.reserved_peak_bytes
     assert timeline.peak_bytes("vram") == made.stats.allocated_peak_bytes

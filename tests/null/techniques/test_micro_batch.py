@@ -119,13 +119,6 @@ def test_misuse() -> None:
         micro_batch.split({"labels": torch.ones(3)}, 1, labels="answers")
 
 
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_even_pieces_are_as_many(rows: int, size: int) -> None:
-    even = micro_batch.even(rows, size)
-    assert even <= size or size > rows
-    assert -(-rows // even) == -(-rows // size)
-
-
 @given(st.integers(1, 4096), st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(0, 4000))
 def test_the_largest_that_fits_of_any_rising_prediction(upper: int, steps: list[int], budget: int) -> None:
     def predict(size: int) -> int:

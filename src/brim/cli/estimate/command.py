@@ -309,7 +309,9 @@ def _write_page(
     ]
     table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
     failed = [found.out_of_memory] if found.fits is False else []
-    told = Table(title="What was assumed", columns=("note",), rows=tuple((note,) for note in found.notes))
+    told = Table(
+        title="What was assumed", columns=("note",), rows=tuple((note,) for note in (*found.notes, found.program))
+    )
     sentence = verdict.of_estimate(found, total_bytes, growth.largest_batch if growth else None)
     title, settings = found.title, found.settings
     write_html(path, views, title=title, verdict=sentence, tables=[table, told], notes=[settings, *failed])
@@ -415,7 +417,7 @@ def _last_lines(console: Console, found: Estimate, growth: Growth) -> None:
         console.print(f"{found.flops:,} FLOP a step{time}", markup=False)
     if found.not_modelled:
         console.print(f"not modelled inside: {', '.join(found.not_modelled)}", markup=False)
-    for note in found.notes:
+    for note in (*found.notes, found.program):
         console.print(note, markup=False, soft_wrap=True)
 
 

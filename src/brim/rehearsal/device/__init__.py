@@ -6,7 +6,6 @@ A process runs on the device where ``DeviceSettings.environment(libraries)`` was
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from brim.errors import UnsupportedError
 
 LIBRARY = "libbrimdevice.so"
 SOURCES = Path(__file__).parent
-
-_OBSERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
 
 
 @dataclass(frozen=True)
@@ -79,17 +76,6 @@ class Device:
         without being ordered before or after is a hazard."""
         self.library.brim_device_kernel_access(stream, address, size_bytes, writes, name.encode())
 
-    def observe_launches(self, observer: Callable[[str, int], None] | None) -> object:
-        """Calls ``observer(kernel, stream)`` at every launch; the returned object must be kept while it is wanted."""
-
-        def called(name: bytes, stream: int | None) -> None:
-            if observer:
-                observer(name.decode(), stream or 0)
-
-        function = _OBSERVER(called) if observer else _OBSERVER()
-        self.library.brim_device_on_launch(function)
-        return function
-
 
 def loaded() -> Device:
     """The device that this process runs on. Raises UnsupportedError where it runs on none."""
@@ -114,7 +100,6 @@ def loaded() -> Device:
         "reset": (None, []),
         "begin_kernel": (None, [ctypes.c_void_p]),
         "kernel_access": (None, [ctypes.c_void_p, ctypes.c_void_p, size, ctypes.c_int, text]),
-        "on_launch": (None, [_OBSERVER]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"brim_device_{name}")

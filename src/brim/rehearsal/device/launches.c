@@ -74,20 +74,8 @@ API size_t brim_device_kernels(size_t index, const char **name, uint64_t *count)
   return registered;
 }
 
-/* void brim_device_on_launch(void (*observer)(const char *name, void *stream)): called at each launch, before it is
- * counted; NULL takes the observer away. */
-static void (*observer)(const char *, void *);
-API void brim_device_on_launch(void (*function)(const char *, void *)) { observer = function; }
-
 Error launch(const void *handle, Dim3 grid, Dim3 block, size_t shared_bytes, void *stream) {
   (void)grid, (void)block, (void)shared_bytes;
-  if (observer) {
-    lock();
-    Kernel *kernel = kernel_of(handle);
-    const char *name = kernel ? kernel->name : "?";
-    unlock();
-    observer(name, stream);
-  }
   if (stream_of(stream)->capture) return submit(stream, (Item){.kind = ITEM_KERNEL, .what = "a kernel", .to = (void *)handle});
   count_launch(handle);
   return SUCCESS;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from importlib import resources
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +16,6 @@ _WINDOW = 256  # tokens at once: logits of a large vocabulary are what this take
 def bundled_text() -> str:
     """About 800 words of plain English prose, written for this purpose."""
     return resources.files("brim.run.model").joinpath("quality.txt").read_text(encoding="utf-8")
-
-
-def quality(model: nn.Module, tokenizer: Any, text: str | None = None) -> float:
-    """Perplexity of a causal language model on ``text``; None: on the bundled one."""
-    ids = tokenizer(bundled_text() if text is None else text, return_tensors="pt").input_ids
-    return perplexity(model, ids)
 
 
 def perplexity(model: nn.Module, ids: torch.Tensor, *, window: int = _WINDOW) -> float:

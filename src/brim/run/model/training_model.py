@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from brim.errors import ModelError, UnsupportedError
+from brim.errors import ModelError
 from brim.run.generate.load import by_parameter, materialize, verifier
 from brim.run.model.opening import OpenedModel, open_model
 from brim.techniques import optimizers
+from brim.techniques.lora import add_lora
 from brim.techniques.streaming.weight_streaming import Weights
 
 Method = Literal["full", "lora"]
 _RANK = 8
-_FUSED = ("adamw", "adam")  # PyTorch has no fake kernels for the others, and a plan is a prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ def open_training_model(
         weights = Weights(sources=sources, verify=verify)
         return TrainingModel(module=opened.module.train(), weights=weights, opened=opened, method=method)
     first = {id(parameter): name for name, parameter in opened.module.named_parameters()}
-    module = add_lora(opened.module, seed)
+    module = with_adapters(opened.module, seed)
     renamed = {name: first[id(p)] for name, p in module.named_parameters() if first.get(id(p)) in sources}
     weights = Weights(
         sources={name: replace(sources[old], name=name) for name, old in renamed.items()},
@@ -97,25 +96,14 @@ def _renaming(
     return lambda name, value: verify(names[name], value)
 
 
-def add_lora(module: nn.Module, seed: int) -> Any:
-    """peft's adapters of rank 8 in the layers that it names for this kind of model, else in every linear layer."""
-    from peft import LoraConfig, get_peft_model
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
-
+def with_adapters(module: nn.Module, seed: int) -> Any:
+    """``module`` with LoRA adapters of rank 8, initialised from ``seed``."""
     config: Any = module.config
-    targets = None if config.model_type in KNOWN else "all-linear"
     torch.manual_seed(seed)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
-            return get_peft_model(module, LoraConfig(r=_RANK, target_modules=targets, task_type="CAUSAL_LM"))
-    except ValueError as error:
-        raise UnsupportedError(
-            f"LoRA was asked for {type(module).__name__}.", f"peft cannot add it: {' '.join(str(error).split())}"
-        ) from error
+    return add_lora(module, type(module).__name__, model_type=config.model_type, r=_RANK, task_type="CAUSAL_LM")
 
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
     """The optimizer of what is trained in ``module``; by PyTorch's fused kernels, which take nothing."""
-    known = {"fused": True} if name in _FUSED else {}
+    known = {"fused": True} if name in optimizers.FUSED else {}
     return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -228,14 +229,7 @@ def largest(above: int, least: int, fits: Callable[[int], bool]) -> int | None:
         sizes.append(sizes[-1] * 2)
     if least >= above or not fits(least):
         return None
-    low, high = 0, len(sizes)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            low = middle
-        else:
-            high = middle
-    return sizes[low]
+    return sizes[bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) - 1]
 
 
 def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> Iterator[Nearest]:

@@ -16,22 +16,13 @@ from rich.table import Table
 from brim.core.hardware import RAM
 from brim.planner.passes import BlockCost, move_s, ways_of
 from brim.run.generate.choose import search_generation
-from brim.run.plan.opening import open_subject
 from brim.run.plan.precision_rows import Form, Row
-from brim.run.plan.request import Machine, Request
+from brim.run.plan.request import Machine
 from brim.run.plan.subject import Subject
 from brim.techniques.streaming.placement import FROM_DISK, FROM_RAM
 from brim.units import format_bytes, format_seconds
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-
-
-def precision_table(request: Request, machine: Machine, precisions: Sequence[str] = ("fp16", "int8")) -> list[Row]:
-    """A row for each kind of block, in the order of the model. Blocks that are only looked up in are left out.
-
-    Raises UnsupportedError where the model cannot be had in one of ``precisions``.
-    """
-    return rows_of([open_subject(request, machine, name) for name in precisions])
 
 
 def rows_of(subjects: Sequence[Subject]) -> list[Row]:

@@ -25,7 +25,7 @@ from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
 from brim.run.generate.load import warm_up
 from brim.run.model import factory
 from brim.run.model.factory import is_factory
-from brim.run.model.training_model import add_lora, make_optimizer
+from brim.run.model.training_model import make_optimizer, with_adapters
 from brim.run.plan.plan_file import described
 from brim.run.plan.request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.script.program_share import most_grown
@@ -230,7 +230,7 @@ def _model(request: Request, precision: str) -> nn.Module:
     model.config.use_cache = False
     if request.method == "lora":
         with torch.device("meta"):
-            model = add_lora(model, 0)
+            model = with_adapters(model, 0)
     made: nn.Module = model.train()
     return made
 

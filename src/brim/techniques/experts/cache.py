@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
-import torch
-
-from brim.errors import BrimError, UnsupportedError
+from brim.errors import UnsupportedError
 from brim.memory.backing_store import BackingStore
 from brim.memory.pool import Buffer
+from brim.memory.slots import Slot, Slots
 from brim.memory.tiers import Memory
-from brim.memory.transfer import Done, Settled, Waitable
 
 # After so many visits of the layer a use counts half. Over router traces with and without favourites, that change and
 # that do not (bench/experts.py), 0.569 of the experts needed are there; with the latest use alone (LRU) 0.545, with
@@ -48,16 +45,6 @@ class Usage:
         return score * math.exp(-self._decay * (self._visits - visit))
 
 
-@dataclass
-class _Slot:
-    index: int
-    part: Buffer
-    holds: int | None = None  # the expert that is in it, or on its way into it
-    users: int = 0
-    ready: Waitable = field(default_factory=Done)
-    idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
-
-
 class ExpertCache:
     """The slots of one layer: ``acquire`` gives the slot of an expert, ``expect`` says what a call will ask for.
 
@@ -67,9 +54,9 @@ class ExpertCache:
     def __init__(
         self, memory: Memory, stores: Sequence[BackingStore], label: str, slots: Buffer, slot_bytes: int
     ) -> None:
-        self.stores, self._memory, self._label = stores, memory, label
-        parts = [_part(slots, at, slot_bytes) for at in range(0, slots.bytes, slot_bytes)]
-        self._slots = [_Slot(index, part) for index, part in enumerate(parts)]
+        self.stores, self._label = stores, label
+        parts = [slots.part(at, at + slot_bytes) for at in range(0, slots.bytes, slot_bytes)]
+        self._parts, self._slots = parts, Slots(memory, dict(enumerate(stores)), self._name, parts)
         self._wanted: list[int] = []  # by the call under way, in the order of use; what was used is gone
         self.usage = Usage()
         self.hits = self.loads = 0
@@ -93,35 +80,25 @@ class ExpertCache:
     def fill(self) -> None:
         """Have an expert in every slot."""
         for expert, slot in enumerate(self._slots):
-            self._load(slot, expert)
+            self._slots.load(slot, expert)
 
     def acquire(self, expert: int) -> int:
         """The number of the slot that holds ``expert``, after whatever wait that takes. Pair with ``release``.
 
         Raises UnsupportedError when every slot is in use.
         """
-        slot, ahead = self._find(expert), True
+        slot, ahead = self._slots.find(expert), True
         if slot is None:
             slot, ahead = self._any_slot(expert), False
-            self._load(slot, expert)
-        slot.users += 1
-        try:
-            self._await(slot, expert, ahead)
-        except BaseException:
-            slot.users -= 1
-            slot.holds = None
-            self.forget()  # what was fetched with it may have met the same error
-            if self._memory.staging is not None:
-                self._memory.staging.reclaim()
-            raise
+            self._slots.load(slot, expert)
+        with self._slots.entering(slot):
+            self._slots.wait(slot, expert, ahead=ahead)
         return slot.index
 
     def release(self, expert: int) -> None:
-        slot = self._find(expert)
+        slot = self._slots.find(expert)
         assert slot is not None and slot.users
-        slot.users -= 1
-        if not slot.users:
-            slot.idle = self._memory.engine.mark()
+        if self._slots.leave(slot):
             if expert in self._wanted:
                 self._wanted.remove(expert)
             self._fetch_ahead()
@@ -129,40 +106,24 @@ class ExpertCache:
     def done(self) -> None:
         """The call is over, however it ended."""
         self._wanted.clear()
-        for slot in self._slots:
-            if slot.users:  # it was interrupted
-                slot.users, slot.idle = 0, self._memory.engine.mark()
+        self._slots.interrupted()
 
     def forget(self, experts: Collection[int] | None = None) -> None:
-        """Drop what is there and not in use: the values changed, or an error broke the sequence. All unless told."""
-        for slot in self._slots:
-            if not slot.users and (experts is None or slot.holds in experts):
-                slot.holds = None
+        """Drop what is there and not in use: the values changed. All unless told."""
+        self._slots.forget(experts)
 
     def part(self, slot: int) -> Buffer:
-        return self._slots[slot].part
-
-    def _await(self, slot: _Slot, expert: int, ahead: bool) -> None:
-        begin_s = self._memory.recorder.now_s()
-        try:
-            slot.ready.wait()
-        except BrimError:
-            if not ahead:
-                raise
-            slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
-            self._load(slot, expert)
-            slot.ready.wait()
-        self._memory.recorder.waited(self._memory.compute.tier, begin_s, self._name(expert))
+        return self._parts[slot]
 
     def _fetch_ahead(self) -> None:
         for expert in self._wanted:
-            if self._find(expert) is None:
+            if self._slots.find(expert) is None:
                 slot = self._least_used(keep=self._wanted)
                 if slot is None:
                     return
-                self._load(slot, expert)
+                self._slots.load(slot, expert)
 
-    def _any_slot(self, expert: int) -> _Slot:
+    def _any_slot(self, expert: int) -> Slot:
         """For what nobody foresaw: also one that holds what the call wants later."""
         slot = self._least_used(keep=self._wanted) or self._least_used(keep=())
         if slot is None:
@@ -173,24 +134,10 @@ class ExpertCache:
             )
         return slot
 
-    def _least_used(self, keep: Sequence[int]) -> _Slot | None:
+    def _least_used(self, keep: Sequence[int]) -> Slot | None:
         free = [slot for slot in self._slots if not slot.users and slot.holds not in keep]
         # An empty one first.
         return min(free, key=lambda s: (-1.0, 0) if s.holds is None else self.usage.rank(s.holds), default=None)
 
-    def _find(self, expert: int) -> _Slot | None:
-        return next((slot for slot in self._slots if slot.holds == expert), None)
-
-    def _load(self, slot: _Slot, expert: int) -> None:
-        after = [slot.idle, Settled(slot.ready)]
-        slot.holds = expert
-        slot.ready = self.stores[expert].load(slot.part, self._name(expert), after)
-
     def _name(self, expert: int) -> str:
         return f"{self._label}, expert {expert}"
-
-
-def _part(buffer: Buffer, begin: int, bytes: int) -> Buffer:
-    """A part of a buffer as the target of a move; the pool goes on counting the whole."""
-    part: torch.Tensor = buffer.tensor[begin : begin + bytes]
-    return Buffer(buffer.pool, part, bytes, buffer.storage, buffer.label)

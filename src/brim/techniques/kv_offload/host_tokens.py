@@ -10,23 +10,8 @@ from brim.core.hardware import RAM
 from brim.core.trace import Category
 from brim.memory.pool import Buffer, Pool
 from brim.memory.tiers import Memory
-from brim.memory.transfer import Done, Settled, Waitable
+from brim.memory.transfer import All, Done, Settled, Waitable
 from brim.techniques.streaming.ring import Ring
-
-
-class _After:
-    """Stands for several moves."""
-
-    def __init__(self, moves: Sequence[Waitable]) -> None:
-        self._moves = list(moves)
-
-    def wait(self) -> None:
-        for move in self._moves:
-            move.wait()
-
-    @property
-    def done(self) -> bool:
-        return all(move.done for move in self._moves)
 
 
 class RestingLayers:
@@ -166,7 +151,7 @@ class Resting:
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
         size = min(self._length, self._resting) * self._record
         if not size:
-            return _After(after)  # compute is about to write where something may still be saved from
+            return All(after)  # compute is about to write where something may still be saved from
         way = (RAM, self._memory.compute.tier)
         source = self._older.tensor[:size]
         self._loaded = self._memory.engine.copy(source, slot, label, [*after, self._saved], way)
@@ -174,8 +159,7 @@ class Resting:
 
     def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
         begin, end = (tokens * self._record for tokens in self._unsaved)
-        older, way = self._older, (self._memory.compute.tier, RAM)
-        place = Buffer(older.pool, older.tensor[begin:end], end - begin, older.storage, older.label)
+        place, way = self._older.part(begin, end), (self._memory.compute.tier, RAM)
         waits = [*after, Settled(self._saved)]
         self._saved = self._memory.engine.copy(slot.tensor[begin:end], place, label, waits, way)
         return self._saved

@@ -22,7 +22,6 @@ from brim.techniques.kv_offload import attention_kernels
 from brim.techniques.parallel.collectives import gathered
 from brim.techniques.parallel.context_attention import Ring, attention
 
-NAME = "context_parallel"
 _IGNORED = -100  # a label that does not count
 _ATTENTION = "brim_context_parallel"
 _SLIDING = ("sliding_window", "attention_chunk_size")

@@ -24,8 +24,6 @@ from brim.errors import UnsupportedError, UsageError
 from brim.techniques.experts.technique import find_experts
 from brim.techniques.parallel.collectives import gathered, scattered
 
-NAME = "expert_parallel"
-
 
 def apply(block: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> Spread:
     """Keep of each layer of experts in ``block``, in place, those of this rank on ``mesh`` (one axis) only.

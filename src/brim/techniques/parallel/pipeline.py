@@ -27,7 +27,6 @@ from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.parallel.context_parallel import Context
 from brim.techniques.parallel.tensor_parts import is_norm
 
-NAME = "pipeline"
 _OF_LAYERS = re.compile("layer|block")  # as configurations name what they have one of for each layer
 
 

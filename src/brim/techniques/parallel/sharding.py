@@ -40,7 +40,6 @@ from brim.techniques.parallel import context_parallel, expert_parallel, sharding
 from brim.techniques.parallel.pipeline import Stage
 from brim.techniques.parallel.sharding_plan import split_block, split_outside, tied_weights
 
-NAME = "sharding"
 AXES = ("shard", "tp")
 
 

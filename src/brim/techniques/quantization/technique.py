@@ -30,10 +30,9 @@ from brim.techniques.quantization.linear import (
     sides,
 )
 
-__all__ = ["GROUPS", "NAME", "SCHEMES", "Quantization", "QuantizationHandle", "Quantized", "QuantizedLinear"]
+__all__ = ["GROUPS", "SCHEMES", "Quantization", "QuantizationHandle", "Quantized", "QuantizedLinear"]
 __all__ += ["apply", "chosen", "expand", "quantize", "quantize_meta", "stored_bytes"]
 
-NAME = "quantization"
 _MARK = "brim_quantization"
 
 

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from brim.errors import BrimError, UnsupportedError
+from brim.errors import UnsupportedError
 from brim.memory.pool import Buffer
+from brim.memory.slots import Loads, Slot, Slots
 from brim.memory.tiers import Memory
-from brim.memory.transfer import Done, Settled, Waitable
+from brim.memory.transfer import Settled, Waitable
 from brim.techniques.streaming.order import OrderPredictor
 
 # How far ahead a block on disk is brought into RAM, in blocks: enough to find the next few of them.
 _STAGE_AHEAD = 64
 
 
-class Carried(Protocol):
+class Carried(Loads, Protocol):
     """What the ring asks of a ``brim.memory.backing_store.BackingStore``."""
 
     def stage(self) -> bool: ...
 
-    def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable: ...
-
     def save(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable: ...
-
-
-@dataclass
-class _Slot:
-    index: int
-    buffer: Buffer
-    holds: int | None = None  # the block that is in it, or on its way into it
-    users: int = 0
-    ready: Waitable = field(default_factory=Done)
-    idle: Waitable = field(default_factory=Done)  # compute is done with what was in it
-    saved: Waitable = field(default_factory=Done)  # what was changed in it has been taken out of it
 
 
 class Ring:
@@ -46,9 +33,9 @@ class Ring:
         self, memory: Memory, stores: Mapping[int, Carried], names: Mapping[int, str], buffers: Sequence[Buffer]
     ) -> None:
         self._memory, self._stores, self._names = memory, stores, names
-        self._slots = [_Slot(index, buffer) for index, buffer in enumerate(buffers)]
+        self._slots = Slots(memory, stores, names.__getitem__, buffers)
         self._by_storage = {slot.buffer.tensor.untyped_storage()._cdata: slot for slot in self._slots}
-        self._ahead: list[_Slot] = []  # prefetched, in the order of expected use
+        self._ahead: list[Slot] = []  # prefetched, in the order of expected use
         self._order = OrderPredictor(sorted(stores))
         self.misses = 0
 
@@ -63,7 +50,7 @@ class Ring:
             slot = self._free_slot(block)
             if slot is None:
                 break
-            self._load(slot, block)
+            self._slots.load(slot, block)
             self._ahead.append(slot)
         if self._memory.staging is not None:
             self._stage()
@@ -83,37 +70,18 @@ class Ring:
         self._order.observe(block)
         misses = self.misses
         slot = self._take(block)
-        slot.users += 1
         try:
-            self.prefetch()
-            self._await(slot, block, prefetched=misses == self.misses)
+            with self._slots.entering(slot):
+                self.prefetch()
+                self._slots.wait(slot, block, ahead=misses == self.misses)
         except BaseException:
-            slot.users -= 1
-            slot.holds = None
-            self.forget()  # what was prefetched may have met the same error
+            self._ahead.clear()
             self._order.restart()
-            if self._memory.staging is not None:
-                self._memory.staging.reclaim()
             raise
         return slot.buffer
 
-    def _await(self, slot: _Slot, block: int, *, prefetched: bool) -> None:
-        begin_s = self._memory.recorder.now_s()
-        try:
-            slot.ready.wait()
-        except BrimError:
-            if not prefetched:
-                raise
-            slot.holds = None  # it failed while nobody needed it: whether it still does is known only now
-            self._load(slot, block)
-            slot.ready.wait()
-        self._memory.recorder.waited(self._memory.compute.tier, begin_s, self._names[block])
-
     def release(self, block: int) -> None:
-        slot = self._in_use(block)
-        slot.users -= 1
-        if slot.users == 0:
-            slot.idle = self._memory.engine.mark()
+        if self._slots.leave(self._in_use(block)):
             self.prefetch()
 
     def save(self, block: int) -> None:
@@ -130,31 +98,26 @@ class Ring:
         """The slot of ``block``, which is in use."""
         return self._in_use(block).buffer
 
-    def _in_use(self, block: int) -> _Slot:
-        return next(slot for slot in self._slots if slot.holds == block and slot.users)
+    def _in_use(self, block: int) -> Slot:
+        slot = self._slots.find(block, in_use=True)
+        assert slot is not None, f"{self._names[block]} is not in use"
+        return slot
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
-        """Drop what is prefetched or kept, but not in use: the values changed, or an error broke the sequence.
-
-        Of all blocks unless told.
-        """
-        for slot in self._slots:
-            if not slot.users and (blocks is None or slot.holds in blocks):
-                slot.holds = None
+        """Drop what is prefetched or kept, but not in use: all of it unless told."""
+        self._slots.forget(blocks)
         self._ahead = [slot for slot in self._ahead if slot.holds is not None]
 
     def let_go(self) -> None:
         """What counts as in use was interrupted, and so perhaps was our own accounting: begin anew."""
-        if any(slot.users for slot in self._slots):
-            for slot in self._slots:
-                slot.users, slot.idle = 0, self._memory.engine.mark()
+        if self._slots.interrupted():
             self.forget()
             self._order.restart()
 
-    def _take(self, block: int) -> _Slot:
-        for slot in self._slots:
-            if slot.holds == block and slot.users:
-                return slot
+    def _take(self, block: int) -> Slot:
+        slot = self._slots.find(block, in_use=True)
+        if slot is not None:
+            return slot
         for position, slot in enumerate(self._ahead):
             if slot.holds == block:
                 self._ahead = self._ahead[position + 1 :]  # those before it did not come
@@ -171,18 +134,10 @@ class Ring:
                 f"The ring has {len(self._slots)} slots, so no more blocks than that can be in use at once.",
                 "Give a budget that holds one of them.",
             )
-        self._load(chosen, block)
+        self._slots.load(chosen, block)
         return chosen
 
-    def _free_slot(self, block: int) -> _Slot | None:
+    def _free_slot(self, block: int) -> Slot | None:
         free = [slot for slot in self._slots if not slot.users and slot not in self._ahead]
         # The emptiest first; one that still holds the very block is best of all.
         return min(free, key=lambda slot: (slot.holds != block, slot.holds is not None), default=None)
-
-    def _load(self, slot: _Slot, block: int) -> None:
-        if slot.holds == block:
-            return
-        after = [slot.idle, slot.saved, Settled(slot.ready)]
-        slot.holds = None  # until the load is under way: what fails before that has brought nothing
-        slot.ready = self._stores[block].load(slot.buffer, self._names[block], after)
-        slot.holds, slot.saved = block, Done()

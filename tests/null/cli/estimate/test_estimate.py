@@ -27,6 +27,8 @@ def test_json_is_one_document_with_the_promised_keys(model, capsys):
     assert set(document) == {
         "peak_bytes", "upper_bound_bytes", "at_peak_bytes", "per_module", "step_s", "flops", "not_modelled", "fits",
         "by",
+        "program",
+        "brim_differs",
     }  # fmt: skip
     assert set(document["at_peak_bytes"]) == {
         "parameters", "gradients", "optimizer_state", "activations", "temporary", "kv_cache", "inputs", "workspaces",

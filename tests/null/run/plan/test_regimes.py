@@ -14,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from brim.errors import UsageError
-from brim.run.plan.precision_table import precision_table, shown
+from brim.run.plan.opening import open_subject
+from brim.run.plan.precision_rows import Row
+from brim.run.plan.precision_table import rows_of, shown
 from brim.run.plan.regimes import (
     BOTH,
     PAGING,
@@ -104,12 +106,15 @@ def test_a_ratio_below_one_is_refused(asked: Request) -> None:
 
 
 def test_int8_moves_half_of_16_bits_and_wins_where_the_link_is_slow(asked: Request) -> None:
-    rows = precision_table(asked, machine_of(asked))
+    def in_both(machine: Machine) -> list[Row]:
+        return rows_of([open_subject(asked, machine, precision) for precision in ("fp16", "int8")])
+
+    rows = in_both(machine_of(asked))
     (layers,) = (row for row in rows if row.kind.endswith("layers.*"))
     assert layers.count == LLAMA["num_hidden_layers"]
     assert layers.forms["int8"].bytes < 0.55 * layers.forms["fp16"].bytes
     assert layers.streamed == "int8"
-    fast = precision_table(asked, slower_link(machine_of(asked), 1e-4))
+    fast = in_both(slower_link(machine_of(asked), 1e-4))
     (quick,) = (row for row in fast if row.kind.endswith("layers.*"))
     assert quick.forms["int8"].move_s < quick.forms["int8"].compute_s
     text = io.StringIO()

@@ -6,6 +6,7 @@ Each rung adds one technique to those above it. What the user ordered holds on e
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,14 +182,7 @@ def _first(values: Sequence[int], holds: Callable[[int], bool]) -> int:
     where none does. The very first is asked first: mostly it is that one."""
     if not values or holds(values[0]):
         return 0
-    fails, found = 0, len(values)
-    while found - fails > 1:
-        middle = (fails + found) // 2
-        if holds(values[middle]):
-            found = middle
-        else:
-            fails = middle
-    return found
+    return bisect_left(values, True, lo=1, key=holds)
 
 
 def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool:
