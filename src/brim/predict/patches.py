@@ -231,6 +231,8 @@ def _as_numbers(data: Any) -> Any:
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """aten/src/ATen/native/Onehot.cpp scatters into zeros; for fake tensors it would compare with every class."""
+    if num_classes == -1 and tensor.dtype == torch.long and tensor.numel():
+        num_classes = int(tensor.max().item()) + 1
     if num_classes <= 0 or tensor.dtype != torch.long:
         return torch.nn.functional.one_hot(tensor, num_classes)
     shape = (*tensor.shape, num_classes)
