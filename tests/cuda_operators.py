@@ -257,6 +257,8 @@ CASES: dict[str, Build] = {
         lambda x: torch.zeros(300, 500).to("cuda", torch.bfloat16, non_blocking=True), (1,), grad=False
     ),
     "converted before it goes": _of(lambda x: x.to("cpu", torch.float64, non_blocking=True), (300, 500), grad=False),
+    "gradients of parts that meet": _of(lambda x: sum(part.exp().sum() for part in x.hsplit(3)), (300, 60)),
+    "Bessel function": _of(torch.special.i1e, (300, 60)),
     "matrix times vector": _of(lambda x, y: x @ y, (30, 100), (100,)),
     "batched product": _of(lambda x, y: x @ y, (3, 10, 100), (3, 100, 5)),
     "dropout": _of(lambda x: F.dropout(x, 0.1), (100, 300)),

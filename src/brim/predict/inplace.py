@@ -77,9 +77,12 @@ def accumulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
+# Nodes whose own formula adds two tensors; every other sum made in C++ is of gradients that meet at one input.
+_ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "LuUnpack", "SpecialI1E", "Svd", "Cumprod", "Prod")
+
+
 def _formula_adds() -> bool:
-    """Whether a node's own formula adds two tensors: gradients that meet at an input are added between nodes."""
-    return torch._C._current_autograd_node() is not None
+    return _in_node(*_ADDING)
 
 
 def _in_node(*names: str) -> bool:

@@ -23,6 +23,7 @@ from torch.optim import optimizer
 
 from brim.predict import failures, sparse
 from brim.predict.dispatch import RecordingMode, wraps
+from brim.predict.lazy_parameters import carried
 from brim.predict.lowering import cuda_attention, cuda_formulas, cuda_norms, cuda_recurrent
 from brim.predict.patches import ValueMode
 from brim.predict.torch_cuda import Generator, in_place, torch_cuda
@@ -146,7 +147,7 @@ class PretendCuda(ValueMode):
         inside = torch._C._functorch.peek_interpreter_stack() is not None
         if tensor.requires_grad and torch.is_grad_enabled() and isinstance(tensor, FakeTensor) and not inside:
             return _Moved.apply(tensor, self.recording, cuda, dtype, options)  # type: ignore[no-any-return,no-untyped-call]
-        return _copied(self.recording, tensor, cuda, dtype, options)
+        return carried(tensor, _copied(self.recording, tensor, cuda, dtype, options))
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.pop("device", None)

@@ -332,6 +332,33 @@ def test_the_gradient_of_what_went_to_the_host_comes_back_to_the_device():
     assert [storage.bytes for storage in made.storages] == [600_000, 600_000], "weight and gradient"
 
 
+def test_lazy_modules_take_their_shapes_from_the_first_batch():
+    def build(*layers: nn.Module):
+        net = nn.Sequential(*layers).cuda()
+        net(torch.randn(2, 3, 16, 16, device="cuda"))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step() -> None:
+            net(torch.randn(4, 3, 16, 16, device="cuda")).sum().backward()
+            optimizer.step()
+
+        return step
+
+    lazy = trace(
+        lambda: build(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)), steps=2
+    )
+    plain = trace(lambda: build(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(1568, 10)))
+    assert held(lazy, Category.PARAMETER) == held(plain, Category.PARAMETER)
+    assert held(lazy, Category.BUFFER) == held(plain, Category.BUFFER)
+    assert [storage.bytes for storage in lazy.storages if storage.born > lazy.step_starts[0]] == [
+        storage.bytes for storage in plain.storages if plain.step_starts[0] < storage.born < plain.step_starts[2]
+    ]
+
+
+def held(made: Trace, category: Category) -> int:
+    return sum(storage.bytes for storage in made.storages if storage.category is category)
+
+
 def test_where_to_split_is_read_on_the_host():
     shapes = []
 
