@@ -4,9 +4,11 @@
     python bench/operators.py --python VENV/bin/python --output measurements/operators.json
     python bench/operators.py --python VENV/bin/python --most 5 sort topk     # some, more of each
 
-A sample is exact where both allocate as much at the peak, blocks of 512 bytes and libraries' workspaces included. By
-values: its sizes hang on what the device computes, which the rehearsal device does not. Refused is right only with a
-BrimError that names a line. A process that ends is begun again behind the sample that ended it, and counted.
+A sample is exact where both allocate as much at the peak, blocks of 512 bytes and libraries' workspaces included. The
+rehearsal device does not compute: operators of which a sample is not exact are run once more with values, which the
+CPU computes, without the temporaries of kernels that count and sort. By values: what neither run can tell, as sizes
+hang on what a device computes. Refused is right only with a BrimError that names a line. A process that ends is begun
+again behind the sample that ended it, and counted.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from brim.rehearsal import force
 from brim.rehearsal.environment import find
 from brim.rehearsal.settings import DeviceSettings
 
@@ -30,6 +33,7 @@ _BY_VALUES = {
     "argwhere", "combinations", "index_put", "masked_select", "nonzero", "nonzero_static", "repeat_interleave",
     "unique", "unique_consecutive", "where",
 }  # fmt: skip
+_NOT_TOLD = ("off", "not on the device", "by values")
 
 
 def run(how: str, python: str, variables: dict[str, str], most: int, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -54,17 +58,19 @@ def run(how: str, python: str, variables: dict[str, str], most: int, names: list
         begin = current["number"] + 1
 
 
-def verdict(trace: dict[str, Any], device: dict[str, Any] | None) -> str:
+def verdict(trace: dict[str, Any], *devices: dict[str, Any] | None) -> str:
+    """``devices``: without values, and with them."""
     if "aborted" in trace:
         return "aborted"
     if "failed" in trace:
         return "failed"
     if "refused" in trace:
         return "refused" if trace["names_line"] else "refused without a line"
-    if device is None or "peak" not in device:
-        return "not on the device"
-    if trace["peak"] == device["peak"]:
+    peaks = [device["peak"] for device in devices if device is not None and "peak" in device]
+    if trace["peak"] in peaks:
         return "exact"
+    if not peaks:
+        return "not on the device"
     return "by values" if trace["name"].partition(":")[0] in _BY_VALUES or trace["asked"] else "off"
 
 
@@ -85,16 +91,23 @@ def main() -> None:
     traces = {one["name"]: one for one in run("trace", sys.executable, plain, options.most, options.names)}
     found = run("device", str(environment.python), device_variables, options.most, options.names)
     devices = {one["name"]: one for one in found}
+    others = {name.partition(":")[0] for name, one in traces.items() if verdict(one, devices.get(name)) in _NOT_TOLD}
+    computing = device_variables | force.environment("all", device_variables)
+    again = run("device", str(environment.python), computing, options.most, sorted(others)) if others else ()
+    computed = {one["name"]: one for one in again}
     rows = [
-        {"name": name, "verdict": verdict(one, devices.get(name)), "peak_bytes": one.get("peak"),
-         "device_peak_bytes": devices.get(name, {}).get("peak"), "said": one.get("refused") or one.get("failed", "")}
+        {"name": name, "verdict": verdict(one, devices.get(name), computed.get(name)), "peak_bytes": one.get("peak"),
+         "device_peak_bytes": devices.get(name, {}).get("peak"),
+         "computing_device_peak_bytes": computed.get(name, {}).get("peak"),
+         "said": one.get("refused") or one.get("failed", "")}
         for name, one in traces.items()
     ]  # fmt: skip
     counts = Counter(row["verdict"] for row in rows)
     for row in rows:
         if row["verdict"] not in ("exact", "by values"):
             print(
-                f"{row['name']:55} {row['verdict']:25} {row['peak_bytes']} {row['device_peak_bytes']} {row['said']}"
+                f"{row['name']:55} {row['verdict']:25} {row['peak_bytes']} {row['device_peak_bytes']} "
+                f"{row['computing_device_peak_bytes']} {row['said']}"
             )
     print(f"{len(rows)} samples: " + ", ".join(f"{count} {what}" for what, count in counts.most_common()))
     if options.output:

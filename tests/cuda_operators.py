@@ -204,6 +204,61 @@ CASES: dict[str, Build] = {
     "random permutation": _of(lambda x: torch.randperm(100_000, device="cuda"), (1,), grad=False),
     "cumulative sum": _of(lambda x: x.cumsum(0), (30_000,)),
     "multinomial": _of(lambda x: x.exp().multinomial(3), (30, 100), grad=False),
+    "gradient of unpacked LU factors": _of(lambda x: torch.linalg.lu(x)[2], (9, 9)),
+    "likelihood of targets that are trained": _of(
+        lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()), (300, 5), (300, 5)
+    ),
+    "soft margins": _of(lambda x: F.soft_margin_loss(x, torch.ones_like(x)), (300, 5)),
+    "pseudo-inverse": _of(lambda x: torch.linalg.pinv(x), (20, 12)),
+    "reflections that lie by columns": _of(
+        lambda x, y, z: torch.ormqr(x.mT, y, z), (20, 20), (20,), (20, 4), grad=False
+    ),
+    "loss on the host": _of(lambda x: (x * 2).cpu(), (300, 500)),
+    "elements by a mask that is broadcast": _of(
+        lambda x: x.masked_select(torch.zeros(300, 1, dtype=torch.bool, device="cuda")), (300, 50)
+    ),
+    "elements written by a mask": _of(
+        lambda x, y: x.masked_scatter(torch.zeros(300, 50, dtype=torch.bool, device="cuda"), y), (300, 50), (300, 50)
+    ),
+    "counts of whole numbers": _of(lambda x, rows: rows.bincount(minlength=70), (1,), _MANY * 0, grad=False),
+    "sums of segments by lengths": _of(
+        lambda x, rows: torch.segment_reduce(x, "sum", lengths=rows, unsafe=True), (50, 5), _ROWS * 0
+    ),
+    "sums of segments by offsets": _of(
+        lambda x, rows: torch.segment_reduce(x, "sum", offsets=rows, unsafe=True), (50, 5), _ROWS * 0
+    ),
+    "indices that are within bounds": _of(
+        lambda x, rows, columns: torch._unsafe_masked_index(x, rows > 0, [rows.clamp(0, 9), columns], 0.0),
+        (100, 16), _ROWS[:, None], _COLUMNS,
+    ),
+    "Fourier transform of all dimensions": _of(torch.fft.rfftn, (8, 6, 7), grad=False),
+    "CTC": _of(
+        lambda x: F.ctc_loss(
+            x.log_softmax(-1), torch.ones(8, 5, dtype=torch.int64, device="cuda"), torch.full((8,), 50),
+            torch.full((8,), 5),
+        ),
+        (50, 8, 20),
+    ),
+    "loss in chunks of rows": _of(
+        lambda x, w: F.linear_cross_entropy(
+            x, w, torch.zeros(64, dtype=torch.int64, device="cuda"),
+            options=nn.LinearCrossEntropyOptions(batch_chunk_size=16),
+        ),
+        (64, 32), (500, 32),
+    ),
+    "triangular system of a part": _of(
+        lambda x, y: torch.linalg.solve_triangular(x[:30, :30], y, upper=True), (40, 40), (30, 7), grad=False
+    ),
+    "running product of a mask's": _of(
+        lambda x: torch.masked.cumprod(x, 1, mask=torch.ones(30, 40, dtype=torch.bool, device="cuda")), (30, 40)
+    ),
+    "powers": _of(lambda x: torch.linalg.vander(x, N=7), (300,)),
+    "converted after it has come": _of(
+        lambda x: torch.zeros(300, 500).to("cuda", torch.bfloat16, non_blocking=True), (1,), grad=False
+    ),
+    "converted before it goes": _of(lambda x: x.to("cpu", torch.float64, non_blocking=True), (300, 500), grad=False),
+    "gradients of parts that meet": _of(lambda x: sum(part.exp().sum() for part in x.hsplit(3)), (300, 60)),
+    "Bessel function": _of(torch.special.i1e, (300, 60)),
     "matrix times vector": _of(lambda x, y: x @ y, (30, 100), (100,)),
     "batched product": _of(lambda x, y: x @ y, (3, 10, 100), (3, 100, 5)),
     "dropout": _of(lambda x: F.dropout(x, 0.1), (100, 300)),
@@ -212,5 +267,12 @@ CASES: dict[str, Build] = {
     "LSTM cell": _layer(lambda: nn.LSTMCell(64, 96), 16, 64),
     "GRU cell": _layer(lambda: nn.GRUCell(64, 96, bias=False), 16, 64),
     "batch norm, channels last": _layer(lambda: nn.BatchNorm2d(64), 8, 64, 16, 16),
+    "batch norm of rows": _layer(lambda: nn.BatchNorm1d(64), 5000, 64),
+    "batch norm of few rows": _layer(lambda: nn.BatchNorm1d(64), 500, 64),
+    "batch norm of float16 rows": _layer(lambda: nn.BatchNorm1d(64), 5000, 64, dtype=torch.float16),
+    "batch norm without weights": _layer(lambda: nn.BatchNorm2d(64, affine=False), 8, 64, 16, 16),
+    "batch norm evaluated": _layer(lambda: nn.BatchNorm3d(64).eval(), 8, 64, 4, 4, 4),
+    "batch norm of rows evaluated": _layer(lambda: nn.BatchNorm1d(64).eval(), 5000, 64),
+    "bfloat16 batch norm": _layer(lambda: nn.BatchNorm2d(64).bfloat16(), 8, 64, 16, 17, dtype=torch.bfloat16),
     "bfloat16 batch norm, channels last": _layer(lambda: nn.BatchNorm2d(64), 8, 64, 16, 16, dtype=torch.bfloat16),
 }  # fmt: skip

@@ -178,6 +178,9 @@ class Values:
             return self._masked_index(args[0], args[1])
         if func is _aten.masked_select.default:
             source, mask = torch.broadcast_tensors(*args)
+            if mask is not args[1] and (real := known(args[1])) is not None:
+                with _disable_current_modes():
+                    give(mask, real.value.expand(tuple(mask.shape)), real.state.origin)
             return self._masked_index(source, [mask])
         sources = flat_leaves(args, kwargs)
         unknown = [tensor for tensor in sources if known(tensor) is None]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._higher_order_ops.out_dtype import out_dtype, out_dtype_dense
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,6 +42,7 @@ from brim.predict.recorder import Life, Recorder
 from brim.predict.shapes import Answer, result_of
 
 _add = torch.ops.aten.add.Tensor
+_IN_PYTHON = "torch_nn"  # PyTorch writes these operators in Python, of others
 _device_of = torch.ops.prim.device.default
 # Below autograd these are made of others, on every device.
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
@@ -50,8 +52,18 @@ _IN_PARTS = {
     torch.ops.aten._unsafe_masked_index.default: _EXPLICIT,
     torch.ops.aten._unsafe_masked_index_put_accumulate.default: _EXPLICIT,
     torch.ops.aten.cholesky_solve.default: _EXPLICIT,
+    torch.ops.aten.soft_margin_loss_backward.default: _EXPLICIT,
+    torch.ops.aten.soft_margin_loss_backward.grad_input: _EXPLICIT,
+    torch.ops.aten.masked_scatter_backward.default: _EXPLICIT,
     torch.ops.aten._trilinear.default: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
+    torch.ops.aten.linalg_pinv.atol_rtol_tensor: torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
 }
+# PyTorch has kernels of them for the CPU only.
+_NOT_FOR_CUDA = {
+    torch.ops.aten.histogram, torch.ops.aten._histogramdd_bin_edges, torch.ops.aten._histogramdd_from_bin_cts,
+    torch.ops.aten._histogramdd_from_bin_tensors, torch.ops.aten._sparse_mm_reduce_impl,
+    torch.ops.aten._sparse_mm_reduce_impl_backward, torch.ops.aten._spdiags,
+}  # fmt: skip
 # Questions that CUDA answers by other operations (cuda/Equal.cpp, TensorCompare.cpp).
 _COMPARED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.aten.equal.default: lambda first, second: first.shape == second.shape and first.eq(second).all(),
@@ -126,6 +138,9 @@ class RecordingMode(TorchDispatchMode):
         if _decomposes(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if func.namespace == _IN_PYTHON:
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         if func in _IN_PARTS and not any(isinstance(mode, type(self)) for mode in _get_current_dispatch_mode_stack()):
             with self:
                 return func._op_dk(_IN_PARTS[func], *args, **kwargs)
@@ -137,6 +152,8 @@ class RecordingMode(TorchDispatchMode):
             self.recorder.uses_device = True
             with self.placed(True):
                 return self._seen(func, args, kwargs | {"device": _CPU})
+        if self.pretends and func.overloadpacket in _NOT_FOR_CUDA and self._place(func, args, kwargs):
+            raise failures.no_cuda_kernel(func)
         if (self._sparse is not None and sparse.given(args, kwargs)) or sparse.makes(func, args):
             return self._of_sparse(func, args, kwargs)
         func = inplace.as_plain(func, args)

@@ -64,6 +64,14 @@ def no_fake_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
     )
 
 
+def no_cuda_kernel(func: torch._ops.OpOverload) -> UnsupportedError:
+    return UnsupportedError(
+        f"{func} runs on the CPU only: PyTorch has no CUDA kernel of it.",
+        f"Called at {_place()}.",
+        "Move what it is given to the CPU, or write it with other operations.",
+    )
+
+
 def of_operation(error: Exception) -> OperationError | None:
     """What an operation of the program raised, with its line; None where something else of the program raised it.
 

@@ -43,6 +43,9 @@ def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.O
         if len(args) == 2 and _called_by_engine() and _may_be_overwritten(func, args[0]) and not _formula_adds():
             # InputBuffer's accumulate, torch/csrc/autograd/input_buffer.cpp
             return _aten.add_.Tensor if _fits(args[0], args[1]) else func
+    elif func is _aten.mul.Tensor:
+        if _in_node(*_MULTIPLYING) and _called_by_engine() and _may_be_overwritten(func, args[0]):
+            return _aten.mul_.Tensor if _fits(args[0], args[1]) else func
     elif func in _ON_FRESH_TENSOR and _called_by_engine() and _may_be_overwritten(func, args[0]):
         if func in _LOGICAL and not _fits(args[0], args[1]):
             return func
@@ -52,6 +55,7 @@ def as_plain(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> torch._ops.O
 
 # Nodes whose formulas make a copy whatever the tensor: they fill, scatter and add into it.
 _INTO_COPIES = ("ScatterReduce", "IndexReduce", "Xlogy", "SpecialXlog1Py")
+_MULTIPLYING = ("BinaryCrossEntropyBackward",)  # nodes that scale what they have just made
 _LOGICAL = (_aten.logical_and.default, _aten.logical_or.default)
 
 
@@ -60,10 +64,6 @@ def _fits(first: torch.Tensor, second: Any) -> bool:
     if not isinstance(second, torch.Tensor):
         return True
     return first.shape == second.shape or first.shape == torch.broadcast_shapes(first.shape, second.shape)
-
-
-# Nodes whose own formula adds two tensors; every other sum made in C++ is of gradients that meet at one input.
-_ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "Svd", "Cumprod", "Prod")
 
 
 def accumulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +75,10 @@ def accumulated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+
+
+# Nodes whose own formula adds two tensors; every other sum made in C++ is of gradients that meet at one input.
+_ADDING = ("Atan2", "VarMean", "StdMean", "Linalg", "LuUnpack", "SpecialI1E", "Svd", "Cumprod", "Prod")
 
 
 def _formula_adds() -> bool:

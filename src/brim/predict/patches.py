@@ -22,6 +22,7 @@ from brim.predict import packed
 from brim.predict.compiled.torch_compile import as_written
 from brim.predict.dispatch import RecordingMode
 from brim.predict.io_boundary import as_tensor_of_file, models_save_nothing, outside_world
+from brim.predict.lazy_parameters import lazy_parameters
 from brim.predict.lowering import flex_attention
 from brim.predict.unbacked_values import UnknownNumber, mark_made_up, unknown_in, unknown_numbers
 from brim.predict.values import MADE_UP, give, known
@@ -113,7 +114,7 @@ def while_tracing(mode: ValueMode) -> Iterator[None]:
          mock.patch.object(torch, "set_rng_state", _set_rng_state), \
          mock.patch.object(torch.random, "set_rng_state", _set_rng_state), \
          unknown_numbers(mode.recording.values), outside_world(), as_written(mode.recording.recorder), \
-         _transformers_sees_plain_tensors(), models_save_nothing(), mode:  # fmt: skip
+         _transformers_sees_plain_tensors(), models_save_nothing(), lazy_parameters(), mode:  # fmt: skip
         yield
 
 
@@ -231,6 +232,8 @@ def _as_numbers(data: Any) -> Any:
 
 def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """aten/src/ATen/native/Onehot.cpp scatters into zeros; for fake tensors it would compare with every class."""
+    if num_classes == -1 and tensor.dtype == torch.long and tensor.numel():
+        num_classes = int(tensor.max().item()) + 1
     if num_classes <= 0 or tensor.dtype != torch.long:
         return torch.nn.functional.one_hot(tensor, num_classes)
     shape = (*tensor.shape, num_classes)

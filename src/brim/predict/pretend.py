@@ -23,6 +23,7 @@ from torch.optim import optimizer
 
 from brim.predict import failures, sparse
 from brim.predict.dispatch import RecordingMode, wraps
+from brim.predict.lazy_parameters import carried
 from brim.predict.lowering import cuda_attention, cuda_formulas, cuda_norms, cuda_recurrent
 from brim.predict.patches import ValueMode
 from brim.predict.torch_cuda import Generator, in_place, torch_cuda
@@ -57,6 +58,9 @@ class PretendCuda(ValueMode):
             _device.__get__: self._device,
             _is_cpu.__get__: lambda tensor: not self.on_device(tensor),
             torch.nn.functional.scaled_dot_product_attention: self.attention,
+            torch.tensor_split: self._tensor_split,
+            torch.Tensor.tensor_split: self._tensor_split,
+            torch.native_batch_norm: torch._native_batch_norm_legit,  # cuDNN is not asked
             **cuda_formulas.BY_VALUES,
             torch.dropout: self._dropout,
             torch.rms_norm: self.rms_norm,
@@ -136,8 +140,14 @@ class PretendCuda(ValueMode):
         made_outside = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # of the trace, as a data set may be
         if not (made_outside or isinstance(tensor, FakeTensor)) or self.on_device(tensor) == cuda:
             return tensor
-        with self.recording.placed(cuda):
-            return torch.Tensor.to(tensor, tensor.dtype, copy=True)
+        return self._moved(tensor, cuda, tensor.dtype)
+
+    def _moved(self, tensor: torch.Tensor, cuda: bool, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+        """A copy on the other device; its gradient comes back."""
+        inside = torch._C._functorch.peek_interpreter_stack() is not None
+        if tensor.requires_grad and torch.is_grad_enabled() and isinstance(tensor, FakeTensor) and not inside:
+            return _Moved.apply(tensor, self.recording, cuda, dtype, options)  # type: ignore[no-any-return,no-untyped-call]
+        return carried(tensor, _copied(self.recording, tensor, cuda, dtype, options))
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.pop("device", None)
@@ -156,10 +166,18 @@ class PretendCuda(ValueMode):
         if wraps(type(tensor)) and type(tensor).__name__ != "DTensor":
             return torch.Tensor.to(tensor, _CUDA if cuda else torch.device("cpu"), *args, **kwargs)
         moves = self.on_device(tensor) != cuda
-        dtype = kwargs.pop("dtype", None) or (args[0] if args and _is_dtype(args[0]) else tensor.dtype)
-        kwargs.pop("non_blocking", None)
+        if args and _is_dtype(args[0]):
+            kwargs["dtype"], args = args[0], args[1:]
+        kwargs = dict(zip(("non_blocking", "copy"), args, strict=False)) | kwargs
+        dtype = kwargs.pop("dtype", None) or tensor.dtype
+        non_blocking = bool(kwargs.pop("non_blocking", False))
+        if moves and non_blocking:
+            kwargs["non_blocking"] = True
+        copies = bool(kwargs.pop("copy", False))
+        if moves:
+            return self._moved(tensor, cuda, dtype, **kwargs)
         with self.recording.placed(cuda):
-            return torch.Tensor.to(tensor, dtype, copy=moves or bool(kwargs.pop("copy", False)), **kwargs)
+            return torch.Tensor.to(tensor, dtype, copy=copies, **kwargs)
 
     def attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
@@ -170,6 +188,16 @@ class PretendCuda(ValueMode):
             return _jagged_attention(query, key, value, **options)
         with self.recording.factories(self._any_on_device((query,))):
             return cuda_attention.attention(query, key, value, capability=self.capability, **options)
+
+    def _tensor_split(self, tensor: torch.Tensor, where: Any = None, dim: int = 0, **named: Any) -> Any:
+        """C++ reads where to split, from the CPU."""
+        names = ("tensor_indices_or_sections", "indices_or_sections", "indices", "sections")
+        where = next((named[name] for name in names if name in named), where)
+        if isinstance(where, torch.Tensor):
+            if self.on_device(where):
+                raise RuntimeError("tensor_split expected tensor_indices_or_sections to be on cpu, but it's on cuda")
+            where = where.tolist()
+        return torch.tensor_split(tensor, where, dim)
 
     def rms_norm(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.recording.factories(self._any_on_device((input,))):
@@ -193,6 +221,39 @@ class PretendCuda(ValueMode):
         if inplace:
             return torch.dropout_(input, p, training)
         return self._dropout(input, p, training)
+
+
+def _copied(
+    recording: RecordingMode, source: torch.Tensor, cuda: bool, dtype: torch.dtype, options: dict[str, Any]
+) -> torch.Tensor:
+    """On the other device. Where nobody waits, it is converted on the GPU (cuda/Copy.cu), before it goes."""
+    if not cuda and options.get("non_blocking") and dtype != source.dtype:
+        with recording.placed(True):
+            source = torch.Tensor.to(source, dtype)
+    with recording.placed(cuda):
+        return torch.Tensor.to(source, dtype, copy=True, **options)
+
+
+class _Moved(torch.autograd.Function):
+    """A copy on the other device. Its gradient is moved back, as ``ToCopyBackward`` does: underneath, both devices
+    are the CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: torch.Tensor,
+        recording: RecordingMode,
+        cuda: bool,
+        dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        ctx.recording, ctx.cuda, ctx.dtype = recording, cuda, source.dtype
+        return _copied(recording, source, cuda, dtype, options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        with ctx.recording.placed(not ctx.cuda):
+            return torch.Tensor.to(gradient, ctx.dtype, copy=True), None, None, None, None
 
 
 def is_cuda(device: object) -> bool:

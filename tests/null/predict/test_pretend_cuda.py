@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from brim.core import Category, Trace
+from brim.errors import BrimError, OperationError
 from brim.predict.tracer import trace
 
 WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
@@ -311,3 +312,88 @@ def test_what_was_made_before_the_trace_is_copied_to_the_device(move):
     made = trace(build, steps=1, target="cuda")
     assert sizes(made)[:2] == [64 * 32 * 4, 32 * 4]  # the layer's weights
     assert 16 * 64 * 4 in sizes(made)
+
+
+def test_the_gradient_of_what_went_to_the_host_comes_back_to_the_device():
+    places = []
+
+    def build():
+        weight = torch.randn(300, 500, device="cuda", requires_grad=True)
+
+        def step() -> None:
+            loss = (weight.cpu() * 2).sum()
+            loss.backward()
+            places.append((loss.device.type, weight.grad.device.type))
+
+        return step
+
+    made = trace(build, steps=1)
+    assert places == [("cpu", "cuda")]
+    assert [storage.bytes for storage in made.storages] == [600_000, 600_000], "weight and gradient"
+
+
+def test_lazy_modules_take_their_shapes_from_the_first_batch():
+    def build(*layers: nn.Module):
+        net = nn.Sequential(*layers).cuda()
+        net(torch.randn(2, 3, 16, 16, device="cuda"))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step() -> None:
+            net(torch.randn(4, 3, 16, 16, device="cuda")).sum().backward()
+            optimizer.step()
+
+        return step
+
+    lazy = trace(
+        lambda: build(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10)), steps=2
+    )
+    plain = trace(lambda: build(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(1568, 10)))
+    assert held(lazy, Category.PARAMETER) == held(plain, Category.PARAMETER)
+    assert held(lazy, Category.BUFFER) == held(plain, Category.BUFFER)
+    assert [storage.bytes for storage in lazy.storages if storage.born > lazy.step_starts[0]] == [
+        storage.bytes for storage in plain.storages if plain.step_starts[0] < storage.born < plain.step_starts[2]
+    ]
+
+
+def held(made: Trace, category: Category) -> int:
+    return sum(storage.bytes for storage in made.storages if storage.category is category)
+
+
+def test_where_to_split_is_read_on_the_host():
+    shapes = []
+
+    def build():
+        whole = torch.randn(10, 3, device="cuda")
+
+        def step() -> None:
+            shapes.append([len(part) for part in torch.tensor_split(whole, torch.tensor([3, 4]))])
+            whole.tensor_split(torch.tensor([3], device="cuda"))
+
+        return step
+
+    with pytest.raises(OperationError, match="to be on cpu"):
+        trace(build, steps=1)
+    assert shapes == [[3, 1, 6]]
+
+
+def test_a_mask_that_is_broadcast_keeps_its_values():
+    shapes = []
+
+    def build():
+        source, mask = torch.randn(30, 5, device="cuda"), torch.arange(30, device="cuda")[:, None] < 7
+        return lambda: shapes.append(tuple(source.masked_select(mask).shape))
+
+    assert not trace(build, steps=1).notes
+    assert shapes == [(35,)]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: torch.histogram(torch.randn(30, device="cuda"), 5), "histogram.*runs on the CPU only"),
+        (lambda: torch.randn(4, device="cuda").as_strided((4,), (2,)), "out of bounds for storage of size 16"),
+    ],
+)
+def test_what_cuda_refuses_is_refused_with_its_line(call, said: str):
+    with pytest.raises(BrimError, match=rf"(?s){said}.*test_pretend_cuda\.py:\d+"):
+        trace(lambda: call, steps=1)

@@ -20,6 +20,7 @@ _LARGEST_HEADS = (32, 64, 128, 1 << 16)  # of a kernel, by the head's size
 _SMALL_SHARED_MEMORY = ((7, 0), (7, 5), (8, 6), (8, 9), (12, 0))  # 64 to 99 KiB for a block of threads
 _MOST_PARTS = 200  # of a key's gradient that is added up in memory, over all heads
 _MANY_BLOCKS = 256
+_BIAS_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class _Backward:
 def _forward(kernel: Kernel) -> None:
     """The seed and the offset of dropout lie in RAM. Half-precision results that are wider than a block of keys are
     added up in float32."""
-    for output in kernel.result[2:]:
+    for output in kernel.result[2:4]:
         kernel.drop(output)
     kernel.emit()
     query, value = kernel.arg("query"), kernel.arg("value")
@@ -49,9 +50,28 @@ def _forward(kernel: Kernel) -> None:
         kernel.free(kernel.temp(query.size(0) * query.size(1) * query.size(2) * value.size(-1) * 4))
 
 
+def fake_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
+    *args: object, shared_storage_dqdkdv: bool = False, **named: object,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """attention_backward.cu: gradients are dense, or lie in one storage; a bias's rows are of a multiple of 16."""
+    made: list[torch.Tensor | None]
+    if shared_storage_dqdkdv:
+        *outer, heads, size = query.shape
+        made = list(torch.empty(*outer, 3, heads, size, dtype=query.dtype).unbind(-3))
+    else:
+        made = [torch.empty(one.shape, dtype=one.dtype) for one in (query, key, value)]
+    if bias is None:
+        return (*made, None)
+    padded = ceil(bias.size(-1) / _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
+    return (*made, torch.empty(*bias.shape[:-1], padded, dtype=bias.dtype)[..., : bias.size(-1)])
+
+
 def _backward_of(capability: tuple[int, int]) -> Rule:
     def rule(kernel: Kernel) -> None:
         gradient, query, key, value = (kernel.arg(name) for name in ("grad_out_", "query", "key", "value"))
+        if kernel.func is _aten._efficient_attention_backward.default:  # its heads come after the rows
+            gradient, query, key, value = (one.transpose(1, 2) for one in (gradient, query, key, value))
         batch, heads, rows, _ = query.shape
         half = query.dtype in _HALF
         dense = None if gradient.transpose(1, 2).is_contiguous() else kernel.temp(nbytes(gradient))
@@ -65,7 +85,7 @@ def _backward_of(capability: tuple[int, int]) -> Rule:
                 by_row, sums = sums, kernel.temp(sums_bytes)
                 kernel.free(by_row)
             kernel.free(product)
-        workspace = kernel.temp(_workspace_bytes(query, key, value, capability))
+        workspace = kernel.temp(_workspace_bytes(query, value, *_lengths(kernel, query, key), capability))
         kernel.free(sums)
         kernel.free(workspace)
         if dense is not None:
@@ -74,10 +94,20 @@ def _backward_of(capability: tuple[int, int]) -> Rule:
     return rule
 
 
-def _workspace_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> int:
+def _lengths(kernel: Kernel, query: torch.Tensor, key: torch.Tensor) -> tuple[int, int, int]:
+    """Sequences, and the rows of queries and of keys of the longest: packed ones say where each begins."""
+    if kernel.func is not _aten._efficient_attention_backward.default or kernel.arg("cu_seqlens_q") is None:
+        return query.size(0), query.size(2), key.size(2)
+    begins = kernel.arg("cu_seqlens_q")
+    return begins.size(0) - 1, int(kernel.arg("max_seqlen_q")), int(kernel.arg("max_seqlen_k"))
+
+
+def _workspace_bytes(
+    query: torch.Tensor, value: torch.Tensor, batch: int, rows: int, columns: int, capability: tuple[int, int]
+) -> int:
     """Parts of the query's gradient, each with a lock; those of the keys' and values' where registers are too few."""
-    batch, heads, rows, size = query.shape
-    half, columns, value_size = query.dtype in _HALF, key.size(2), value.size(-1)
+    heads, size, value_size = query.size(1), query.size(-1), value.size(-1)
+    half = query.dtype in _HALF
     block = _Backward.of(max(size, value_size), half, capability)
     floats = ceil(rows / block.queries) * ceil(size / block.keys) * (4 + block.queries * block.keys)
     if half and not block.in_registers:
@@ -96,4 +126,6 @@ def rules(capability: tuple[int, int]) -> dict[torch._ops.OpOverload, Rule]:
     return {
         _aten._scaled_dot_product_efficient_attention.default: _forward,
         _aten._scaled_dot_product_efficient_attention_backward.default: _backward_of(capability),
+        _aten._efficient_attention_forward.default: _forward,
+        _aten._efficient_attention_backward.default: _backward_of(capability),
     }

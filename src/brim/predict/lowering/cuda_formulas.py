@@ -82,7 +82,7 @@ def _prod(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _cumprod(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     dim = args[0] if args else kwargs.get("dim")
-    plain = set(kwargs) <= {"dim"} and len(args) <= 1
+    plain = set(kwargs) <= {"dim", "dtype"} and len(args) <= 1 and kwargs.get("dtype") in (None, source.dtype)
     if (
         not plain
         or not isinstance(dim, int)
@@ -94,7 +94,18 @@ def _cumprod(source: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _RunningProduct.apply(source, dim)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def _vander(source: torch.Tensor, *, N: int | None = None) -> torch.Tensor:
+    """LinearAlgebra.cpp, ``linalg_vander``: a column of ones, and running products."""
+    columns = source.shape[-1] if N is None else N
+    if columns <= 1 or not _looks_at_values(source):
+        return torch.linalg.vander(source, N=N)  # type: ignore[no-any-return]
+    shape = (*source.shape, columns - 1)
+    powers = _cumprod(source.unsqueeze(-1).expand(shape), -1)
+    return torch.cat((powers.new_ones((*source.shape, 1)), powers), -1)
+
+
 BY_VALUES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.vander: _vander,
     torch.prod: _prod, torch.Tensor.prod: _prod, torch.cumprod: _cumprod, torch.Tensor.cumprod: _cumprod,
 }  # fmt: skip
 """PyTorch's functions whose backward passes look at values, and what stands in their place."""

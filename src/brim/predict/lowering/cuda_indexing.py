@@ -59,6 +59,66 @@ def _index_of(multiprocessors: int) -> Rule:
     return rule
 
 
+def _masked_select_of(multiprocessors: int) -> Rule:
+    def rule(kernel: Kernel) -> None:
+        """An index of positions, of the mask as it is broadcast."""
+        source, mask = kernel.arg("self"), kernel.arg("mask")
+        shape = torch.broadcast_shapes(source.shape, mask.shape)
+        handles: list[int] = []
+        positions = kernel.result.numel() * max(len(shape), 1) * _INDEX_BYTES
+        _positions(kernel, mask.expand(shape), multiprocessors, _take(kernel, positions, handles))
+        kernel.emit()
+
+    return rule
+
+
+def _masked_scatter(kernel: Kernel) -> None:
+    """cuda/IndexKernel.cu: how many elements of the mask come before each one."""
+    kernel.emit()
+    shape = kernel.result.shape
+    if not kernel.result.numel():
+        return
+    before = kernel.temp(prod(shape) * _INDEX_BYTES)
+    for tensor in (kernel.arg("mask").expand(shape), kernel.arg("source")):
+        if not tensor.is_contiguous():
+            kernel.temp(nbytes(tensor))
+    kernel.free(kernel.temp(cuda_cub.scan_bytes(prod(shape), _INDEX_BYTES)))
+    kernel.free(before)
+
+
+def _bincount(kernel: Kernel) -> None:
+    """cuda/SummaryOps.cu looks at the least and at the largest."""
+    for _ in range(2 if kernel.arg("self").numel() else 0):
+        kernel.temp(kernel.arg("self").element_size())
+    kernel.emit()
+
+
+def _segments(kernel: Kernel) -> None:
+    """cuda/SegmentReduce.cu: where each segment begins is added up from their lengths, and the other way round."""
+    lengths, offsets = kernel.arg("lengths"), kernel.arg("offsets")
+    forward = kernel.func is _aten.segment_reduce.default
+    if not forward:
+        kernel.temp(0 if kernel.arg("grad").is_contiguous() else nbytes(kernel.arg("grad")))
+    if lengths is None:
+        kernel.emit()
+        kernel.temp((offsets.size(-1) - 1) * (offsets.numel() // offsets.size(-1)) * offsets.element_size())
+    else:
+        if forward and not kernel.arg("unsafe"):  # none is negative, and they add up
+            sums = [kernel.temp(lengths.numel() // lengths.size(-1) * _INDEX_BYTES) for _ in range(2)]
+            for handle in sums:
+                kernel.free(kernel.temp(1))
+                kernel.free(handle)
+        kernel.emit()
+        rows = lengths.numel() // max(lengths.size(-1), 1)
+        zeros = kernel.temp(rows * lengths.element_size())
+        begins = rows * (lengths.size(-1) + 1)
+        kernel.temp(begins * lengths.element_size())
+        kernel.free(zeros)
+        kernel.free(kernel.temp(cuda_cub.scan_bytes(begins, lengths.element_size())))
+    if forward and kernel.arg("data").dim() == 1:  # CUB's
+        kernel.free(kernel.temp(1))
+
+
 def _take(kernel: Kernel, bytes: int, handles: list[int]) -> Callable[[], None]:
     return lambda: handles.append(kernel.temp(bytes))
 
@@ -116,6 +176,8 @@ def _put(kernel: Kernel, indices: Sequence[torch.Tensor]) -> None:
 
 def _unsafe(kernel: Kernel) -> bool:
     """Whether indices are known to be within bounds: formulas of backward passes say so."""
+    if kernel.func is _aten._unsafe_index_put.default:  # it says so of its name alone
+        return False
     named = any(argument.name == "unsafe" for argument in kernel.func._schema.arguments)
     return bool(kernel.arg("unsafe")) if named else torch._C._current_graph_task_id() != -1
 
@@ -162,12 +224,14 @@ def _nonzero_of(multiprocessors: int) -> Rule:
 
 def _positions(kernel: Kernel, source: torch.Tensor, multiprocessors: int, write: Callable[[], None]) -> None:
     """What ``nonzero`` of ``source`` takes; ``write`` allocates its result."""
+    dense = kernel.temp(0 if source.is_contiguous() else source.numel() * source.element_size())
     number = kernel.temp(4)
     kernel.free(kernel.temp(cuda_cub.count_bytes(source.numel(), multiprocessors)))
     write()
     if source.dim():
         kernel.free(kernel.temp(cuda_cub.select_bytes(source.numel())))
     kernel.free(number)
+    kernel.free(dense)
 
 
 def _embedding_backward(kernel: Kernel, multiprocessors: int) -> None:
@@ -243,6 +307,14 @@ def _embedding_bag_backward(kernel: Kernel) -> None:
 def rules(multiprocessors: int) -> dict[torch._ops.OpOverload, Rule]:
     return {
         _aten.index.Tensor: _index_of(multiprocessors),
+        _aten._unsafe_index.Tensor: _index_of(multiprocessors),
+        _aten._unsafe_index_put.default: _index_put_of(multiprocessors),
+        _aten.masked_select.default: _masked_select_of(multiprocessors),
+        _aten.masked_scatter.default: _masked_scatter,
+        _aten.masked_scatter_.default: _masked_scatter,
+        _aten.bincount.default: _bincount,
+        _aten.segment_reduce.default: _segments,
+        _aten._segment_reduce_backward.default: _segments,
         _aten.index_put_.default: _index_put_of(multiprocessors),
         _aten.index_put.default: _index_put_of(multiprocessors),
         _aten._index_put_impl_.default: _index_put_of(multiprocessors),

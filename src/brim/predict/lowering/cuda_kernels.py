@@ -20,13 +20,23 @@ from brim.predict.lowering import (
     cuda_reductions,
     cuda_sorting,
 )
-from brim.predict.lowering.cpu_kernels import ctc_backward
 from brim.predict.lowering.cuda_linear_algebra import LinearAlgebra
-from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, is_channels_last, nbytes
+from brim.predict.lowering.kernel import (
+    Kernel,
+    Rule,
+    dense_or_channels_last,
+    has_channels_last,
+    is_channels_last,
+    nbytes,
+)
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
+_MOST_FOURIER_DIMS = 3  # that cuFFT transforms at once
 _CHUNK_BLOCK_BYTES = 128 * 16  # that a block of threads copies
+_MOST_TRAINED_BY_CUDNN, _MOST_EVALUATED_BY_CUDNN = 880_801, 65_535  # samples of a batch norm
+_MOST_ELEMENTS_OF_CUDNN = (1 << 31) - 1
+_LEAST_BLOCKS_OF_CHANNELS = 8  # fewer are not worth it: one block of threads does the work
 _ALWAYS = (_aten.dot.default, _aten.vdot.default)  # they ask for cuBLAS whatever there is to multiply
 _GEMM = (
     _aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.addmm_.default, _aten.addmm.out, _aten.bmm.default,
@@ -80,50 +90,87 @@ def _statistics_in_float(kernel: Kernel) -> None:
         kernel.emit(index, bytes=kernel.outputs[index].numel() * max(4, kernel.outputs[index].element_size()))
 
 
+def _trains(kernel: Kernel) -> bool:
+    names = {argument.name for argument in kernel.func._schema.arguments} & {"training", "train", "update"}
+    return all(kernel.arg(name) for name in names)
+
+
 def _batch_norm(kernel: Kernel) -> None:
     """Normalization.cpp, ``_batch_norm_impl_index``: cuDNN gets a copy of an input of another layout than its two.
-    bfloat16 is PyTorch's own (Normalization.cuh)."""
-    source = kernel.arg("input")
-    if not dense_or_channels_last(source):
+    The others are PyTorch's own (cuda/Normalization.cu), which keep statistics of an evaluation as well."""
+    source, trains = kernel.arg("input"), _trains(kernel)
+    by_cudnn = _by_cudnn(kernel, trains=trains)
+    if by_cudnn and not dense_or_channels_last(source):
         kernel.temp(nbytes(source))
-    _statistics_in_float(kernel)
-    if kernel.arg("training"):
-        _channels_last_parts(kernel, source, 4)
+    kernel.emit(0)
+    for index in (1, 2):
+        kernel.emit(index, bytes=_channel_bytes(source) if trains or not by_cudnn else 0)
+    if trains and not by_cudnn and _channels_last_impl(source):
+        _parts_of_channels(kernel, source, 4)
 
 
 def _batch_norm_backward(kernel: Kernel) -> None:
-    gradient, source = kernel.arg("grad_out"), kernel.arg("input")
-    by_cudnn = kernel.arg("train") and source.dtype is not torch.bfloat16
-    if by_cudnn and not _lies_as(gradient, source):
-        kernel.temp(nbytes(source))
-    if source.dtype is torch.bfloat16 and is_channels_last(source) and kernel.arg("train"):
-        for _ in range(2):
-            kernel.temp(source.size(1) * 4)
-        for index in (1, 2):
-            kernel.emit(index)
-        _channels_last_parts(kernel, source, 2)
+    """cuda/Normalization.cu, ``batch_norm_backward_cuda``: one kernel does all, but for what lies by channels."""
+    gradient, source, trains = kernel.arg("grad_out"), kernel.arg("input"), _trains(kernel)
+    wants_source, *wants_others = kernel.arg("output_mask")
+    by_cudnn = _by_cudnn(kernel, trains=trains)
+    if trains and by_cudnn:
+        if not _lies_as(gradient, source):
+            kernel.temp(nbytes(source))
+        return
+    by_channels = has_channels_last(source) or _channels_last_impl(source)
+    if not (trains or any(wants_others)) or (wants_source and not by_channels):
+        return
+    if by_cudnn:  # it kept nothing of an evaluation
+        kernel.temp(_channel_bytes(source))
+    for _ in range(2):
+        kernel.temp(_channel_bytes(source))
+    for index in range(int(wants_source), len(kernel.outputs)):
+        kernel.emit(index)
+    if _channels_last_impl(source) and _channels_last_impl(gradient):
+        _parts_of_channels(kernel, source, 2)
     kernel.emit()
 
 
+def _by_cudnn(kernel: Kernel, *, trains: bool) -> bool:
+    """Normalization.cpp, ``_select_batch_norm_backend``."""
+    if kernel.func.overloadpacket is _aten._native_batch_norm_legit:
+        return False
+    source, weight = kernel.arg("input"), kernel.arg("weight")
+    known_types = source.dtype is not torch.bfloat16 and weight is not None and weight.dtype is not torch.bfloat16
+    if not known_types or (source.dtype is torch.float16 and weight.dtype is not torch.float32):
+        return False
+    most = _MOST_TRAINED_BY_CUDNN if trains else _MOST_EVALUATED_BY_CUDNN
+    statistics = trains or kernel.arg("running_mean") is not None
+    return statistics and source.dim() >= 3 and source.size(0) <= most and source.numel() < _MOST_ELEMENTS_OF_CUDNN
+
+
+def _channel_bytes(source: torch.Tensor) -> int:
+    """A number for each channel, as wide as sums are."""
+    return source.size(1) * max(4, source.element_size())
+
+
 def _lies_as(gradient: torch.Tensor, source: torch.Tensor) -> bool:
-    if is_channels_last(source):
-        layout = torch.channels_last if source.dim() == 4 else torch.channels_last_3d
-        return gradient.is_contiguous(memory_format=layout)
-    return gradient.is_contiguous()
+    return has_channels_last(gradient) if is_channels_last(source) else gradient.is_contiguous()
 
 
-def _channels_last_parts(kernel: Kernel, source: torch.Tensor, numbers: int) -> None:
+def _channels_last_impl(tensor: torch.Tensor) -> bool:
+    """``batch_norm_choose_impl``: whether channels lie side by side, as those of rows do."""
+    return tensor.stride(1) == 1 if tensor.is_contiguous() else is_channels_last(tensor)
+
+
+def _parts_of_channels(kernel: Kernel, source: torch.Tensor, numbers: int) -> None:
     """``flexible_launch_configs``: several blocks of threads for each channel leave their parts in memory."""
-    if source.dtype is not torch.bfloat16 or not is_channels_last(source):
-        return
     channels = source.size(1)
-    rows = source.numel() // channels
+    rows = source.numel() // max(channels, 1)
+    if not rows:
+        return
     wide = min(1 << (channels.bit_length() - 1), 32)
     high = min(1 << (ceil(rows / 16).bit_length() - 1), 512 // wide)
     wide = min(1 << (channels.bit_length() - 1), 512 // high)
     blocks = min(ceil(rows / (high * 16)), 128)
-    if blocks > 1:
-        parts = kernel.temp(numbers * channels * blocks * 4)
+    if blocks >= _LEAST_BLOCKS_OF_CHANNELS:
+        parts = kernel.temp(numbers * blocks * _channel_bytes(source))
         kernel.free(kernel.temp(ceil(channels / wide) * 4))
         kernel.free(parts)
 
@@ -135,11 +182,13 @@ def _dropout(kernel: Kernel) -> None:
 
 
 def _copy_from_host(kernel: Kernel) -> None:
-    """cuda/Copy.cu: what comes from the host lies as it did there, before it is laid out otherwise."""
+    """cuda/Copy.cu: what comes from the host lies as it did there, before it is laid out otherwise. Where nobody
+    waits for it, it is converted after it has come."""
     kernel.emit()
     source, made = kernel.args[0], kernel.result
-    if kernel.from_host and not made.is_contiguous() and source.stride() != made.stride():
-        kernel.temp(nbytes(made))
+    other_layout = not made.is_contiguous() and source.stride() != made.stride()
+    if kernel.from_host and (other_layout or (kernel.arg("non_blocking") and source.dtype is not made.dtype)):
+        kernel.temp(nbytes(source))
 
 
 def _group_norm(kernel: Kernel) -> None:
@@ -234,10 +283,30 @@ def _cudnn_attention_backward(kernel: Kernel) -> None:
 
 
 def _binary_cross_entropy(kernel: Kernel) -> None:
-    """cuda/Loss.cu: the losses' own storage takes their sum."""
+    """cuda/Loss.cu, Loss.cpp: the losses' own storage takes their sum."""
     if kernel.arg("reduction"):
         kernel.emit(0, bytes=nbytes(kernel.arg("self")))
         kernel.temp(kernel.arg("self").element_size())
+
+
+def _ctc_lengths(kernel: Kernel) -> None:
+    """cuda/LossCTC.cu: where each target begins, and both kinds of lengths, on the device."""
+    scores = kernel.arg("log_probs")
+    batch = scores.size(1) if scores.dim() == 3 else 1
+    for _ in range(3):
+        kernel.temp(batch * 8)
+
+
+def _ctc_loss(kernel: Kernel) -> None:
+    _ctc_lengths(kernel)
+    kernel.emit(1)
+    kernel.emit(0)
+
+
+def _ctc_backward(kernel: Kernel) -> None:
+    _ctc_lengths(kernel)
+    kernel.temp(nbytes(kernel.arg("log_alpha")))
+    kernel.emit()
 
 
 def _log_sigmoid(kernel: Kernel) -> None:
@@ -274,7 +343,12 @@ def _complex_to_real(kernel: Kernel) -> None:
 
 
 def _fourier(kernel: Kernel) -> None:
+    """Where ``use_optimized_cufft_path`` is not so, what is real is first transformed along its last dimension."""
     kernel.emit()
+    dims = kernel.arg("dim")
+    at_once = len(dims) <= _MOST_FOURIER_DIMS and [*dims[:2]] != [0, 1]
+    if kernel.func is _aten._fft_r2c.default and len(dims) > 1 and not at_once:
+        kernel.temp(nbytes(kernel.result))
     _fourier_batches(kernel, kernel.arg("self").stride())
 
 
@@ -356,6 +430,10 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     **cuda_sorting.RULES,
     _aten.native_layer_norm.default: _statistics_in_float,
     _aten.native_batch_norm.default: _batch_norm,
+    _aten._batch_norm_with_update.default: _batch_norm,
+    _aten.batch_norm_backward.default: _batch_norm_backward,
+    _aten._native_batch_norm_legit.default: _batch_norm,
+    _aten._native_batch_norm_legit.no_stats: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.native_dropout.default: _dropout,
     _aten._to_copy.default: _copy_from_host,
@@ -364,15 +442,17 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
     _aten.mse_loss.default: _structured_loss,
     _aten.smooth_l1_loss.default: _structured_loss,
     _aten.huber_loss.default: _elementwise_loss,
-    _aten.soft_margin_loss.default: _elementwise_loss,
+    _aten.soft_margin_loss.default: _binary_cross_entropy,
     _aten.binary_cross_entropy.default: _binary_cross_entropy,
     _aten._softmax.default: _contiguous_after("self"),
     _aten._log_softmax.default: _contiguous_after("self"),
     _aten._softmax_backward_data.default: _softmax_backward,
     _aten._log_softmax_backward_data.default: _contiguous_after("grad_output", "output"),
     _aten._safe_softmax.default: _safe_softmax,
-    _aten._ctc_loss_backward.Tensor: ctc_backward,
-    _aten._ctc_loss_backward.default: ctc_backward,
+    _aten._ctc_loss.default: _ctc_loss,
+    _aten._ctc_loss.Tensor: _ctc_loss,
+    _aten._ctc_loss_backward.Tensor: _ctc_backward,
+    _aten._ctc_loss_backward.default: _ctc_backward,
     _aten.logsumexp.default: _logsumexp,
     _aten.log_sigmoid_forward.default: _log_sigmoid,
     _aten.isinf.default: _isinf,

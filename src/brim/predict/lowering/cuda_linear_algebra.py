@@ -77,8 +77,13 @@ class LinearAlgebra:
     # -- triangular systems ----------------------------------------------------------------------------------------
 
     def _solve_triangular(self, kernel: Kernel) -> None:
+        """``linalg_solve_triangular_out``: a triangle that lies neither by rows nor by columns is copied."""
         kernel.emit()
-        self._triangular(kernel, _Matrices.of(kernel.arg(_triangle(kernel))))
+        triangle = kernel.arg(_triangle(kernel))
+        lies = triangle.is_contiguous() or triangle.mT.is_contiguous()
+        copy = kernel.temp(0 if lies else nbytes(triangle))
+        self._triangular(kernel, _Matrices.of(triangle))
+        kernel.free(copy)
 
     def _triangular(self, kernel: Kernel, of: _Matrices) -> None:
         """``triangular_solve_kernel``: few large systems one by one, others by pointers to each."""
@@ -315,11 +320,10 @@ def _product_of_reflections(kernel: Kernel) -> None:
 
 
 def _multiplied_by_reflections(kernel: Kernel) -> None:
-    """``ormqr_out``: the reflections are copied by columns."""
+    """``ormqr_out``."""
     kernel.emit()
-    by_columns = kernel.temp(nbytes(kernel.arg("self")))
+    _by_columns(kernel, kernel.arg("self"))
     _by_cusolver(kernel)
-    kernel.free(by_columns)
 
 
 def _ldl_solve(kernel: Kernel) -> None:

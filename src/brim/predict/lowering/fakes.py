@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brim.predict.lowering import cuda_norms, cuda_recurrent
+from brim.predict.lowering import cuda_efficient_attention, cuda_norms, cuda_recurrent
 from brim.predict.lowering.kernel import dense_or_channels_last
 from brim.predict.values import known
 
@@ -118,6 +118,23 @@ def _is_padded_at_the_end(*args: object, **named: object) -> bool:
     return False
 
 
+def _as_strided(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """Resize.h, ``checkInBoundsForStorage``: fake storages are not checked."""
+    offset = tensor.storage_offset() if storage_offset is None else storage_offset
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    wanted, given = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if 0 not in size and wanted > given:
+        raise RuntimeError(
+            f"setStorage: sizes {[*size]}, strides {[*stride]}, storage offset {offset}, and itemsize "
+            f"{tensor.element_size()} requiring a storage size of {wanted} are out of bounds for storage of size "
+            f"{given}"
+        )
+    made: torch.Tensor = _aten.as_strided.default(tensor, size, stride, storage_offset)
+    return made
+
+
 def _arrived(tensor: torch.Tensor) -> torch.Tensor:
     """Waiting for a collective gives its result; the kernel for fake tensors makes another."""
     arrived: torch.Tensor = _aten.alias.default(tensor)
@@ -130,6 +147,8 @@ FAKES: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     _aten._thnn_fused_lstm_cell_backward_impl.default: cuda_recurrent.fake_lstm_cell_backward,
     _aten._thnn_fused_gru_cell.default: cuda_recurrent.fake_gru_cell,
     _aten._thnn_fused_gru_cell_backward.default: cuda_recurrent.fake_gru_cell_backward,
+    _aten._efficient_attention_backward.default: cuda_efficient_attention.fake_backward,
+    _aten.as_strided.default: _as_strided,
     _aten._ctc_loss.Tensor: _ctc_loss,
     _aten._ctc_loss_backward.default: _like_second,
     _aten._ctc_loss_backward.Tensor: _like_second,

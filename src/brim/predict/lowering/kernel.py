@@ -85,8 +85,13 @@ Rule = Callable[[Kernel], None]
 
 def dense_or_channels_last(tensor: torch.Tensor) -> bool:
     """Whether its elements lie as its sizes say, or with the channels last."""
+    return tensor.is_contiguous() or has_channels_last(tensor)
+
+
+def has_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether its channels are last; so they are, too, where their number or that of all points is one."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return tensor.is_contiguous() or (layout is not None and tensor.is_contiguous(memory_format=layout))
+    return layout is not None and tensor.is_contiguous(memory_format=layout)
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
