@@ -30,8 +30,8 @@ from brim.rehearsal.settings import DeviceSettings
 CARD = "H100"
 # Their outputs are as long as there are values that fit: the rehearsal device finds none.
 _BY_VALUES = {
-    "argwhere", "combinations", "index_put", "masked_select", "nonzero", "nonzero_static", "repeat_interleave",
-    "unique", "unique_consecutive", "where",
+    "argwhere", "combinations", "index_put", "masked_scatter", "masked_select", "nonzero", "nonzero_static",
+    "repeat_interleave", "unique", "unique_consecutive", "where",
 }  # fmt: skip
 _NOT_TOLD = ("off", "not on the device", "by values")
 

@@ -25,6 +25,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import torch
+
 import _ordinary_worker
 import brim
 from brim.estimation.simulation import simulate
@@ -54,8 +56,17 @@ class Row:
         return None if said is None or not true else said / true - 1
 
 
+def _forget_the_last() -> None:
+    """On the device each program has a process of its own: process groups and accelerate's state end with it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def traced(one: Program) -> Row:
     """Allocated and reserved at the peak, as traced; why not, where it does not trace."""
+    _forget_the_last()
     _ordinary_worker.seed()
     try:
         with warnings.catch_warnings():

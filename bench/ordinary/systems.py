@@ -130,6 +130,29 @@ def data_parallel_over_a_group_of_one() -> Step:
 
 
 @program
+def training_captured_in_a_cuda_graph() -> Step:
+    net, (x, y) = _net().cuda(), _data()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+
+    def step() -> None:
+        x.copy_(torch.randn(x.shape))
+        graph.replay()
+        loss.item()
+
+    return step
+
+
+@program
 def data_parallel_of_one_gpu() -> Step:
     net, (x, y) = nn.DataParallel(_net().cuda()), _data()
     return _fit(net.parameters(), lambda: F.cross_entropy(net(x), y))

@@ -239,6 +239,7 @@ class RecordingMode(TorchDispatchMode):
             from_host = self._placed is True and not any(life.on_device for life in self._lives_of(args, kwargs))
             kernel = Kernel(func, args, kwargs, [tensor for tensor, _ in fresh], result, on_device, from_host)
             if rule is not None:
+                kernel.stream = recorder.stream()
                 rule(kernel)
                 if kernel.unknown:
                     recorder.not_modelled.add(kernel.unknown)

@@ -16,14 +16,14 @@ import torch
 from torch.nn import parameter
 from torch.nn.modules import lazy
 
+_ParameterMeta: Any = type(torch.nn.Parameter)
 _MARK = "_brim_uninitialized"
 
 
 @contextmanager
 def lazy_parameters() -> Iterator[None]:
     """While open, lazy modules make fake tensors without shapes."""
-    kinds: Any = parameter._ParameterMeta  # type: ignore[attr-defined]  # what isinstance(..., Parameter) asks
-    is_instance: Callable[..., bool] = kinds.__instancecheck__
+    is_instance: Callable[..., bool] = _ParameterMeta.__instancecheck__
 
     def instance_check(kind: type, instance: object) -> bool:
         return (kind is parameter.UninitializedParameter and is_lazy(instance)) or is_instance(kind, instance)
@@ -33,7 +33,7 @@ def lazy_parameters() -> Iterator[None]:
             stack.enter_context(mock.patch.object(kind, "__new__", make))
         for module in (parameter, lazy):
             stack.enter_context(mock.patch.object(module, "is_lazy", is_lazy))
-        stack.enter_context(mock.patch.object(kinds, "__instancecheck__", instance_check))
+        stack.enter_context(mock.patch.object(_ParameterMeta, "__instancecheck__", instance_check))
         yield
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend
 from torch.optim import optimizer
 
 from brim.predict import failures, sparse
+from brim.predict.data_parallel import data_parallel
 from brim.predict.dispatch import RecordingMode, wraps
 from brim.predict.lazy_parameters import carried
 from brim.predict.lowering import cuda_attention, cuda_formulas, cuda_norms, cuda_recurrent
@@ -32,6 +34,7 @@ _CUDA = torch.device("cuda", 0)
 _is_cuda: Any = torch.Tensor.is_cuda
 _is_cpu: Any = torch.Tensor.is_cpu
 _device: Any = torch.Tensor.device
+_init_process_group: Any = getattr(torch.distributed, "init_process_group", None)
 _pretended: ContextVar[tuple[int, int] | None] = ContextVar("pretended", default=None)
 
 
@@ -303,9 +306,27 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", mode.attention))
         stack.enter_context(mock.patch.object(functional, "dropout", mode.dropout))
         stack.enter_context(mock.patch.object(functional, "rms_norm", mode.rms_norm))
+        stack.enter_context(data_parallel())
+        if torch.distributed.is_available():
+            stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _group_of_one))
         token = _pretended.set(mode.capability)
         stack.callback(_pretended.reset, token)
         yield
+
+
+def _group_of_one(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    """A group of the one rank that is traced. What CUDA's collectives are to it, gloo's are: nothing is sent."""
+    ranks = kwargs.get("world_size", -1)
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks < 0 else ranks
+    if backend == "fake" or not (backend is None or "nccl" in backend):
+        return _init_process_group(backend, *args, **kwargs)
+    if ranks > 1:
+        raise failures.not_traced(
+            f"A process group of {ranks} ranks", "Trace one rank alone, with a group of one (WORLD_SIZE=1)."
+        )
+    kwargs.pop("device_id", None)
+    kwargs.pop("pg_options", None)
+    return _init_process_group("gloo", *args, **kwargs)
 
 
 def _compiled_kernel(*args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,9 @@ traced without one."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -81,10 +82,8 @@ def torch_cuda(recording: RecordingMode, capability: tuple[int, int]) -> dict[st
         **_memory(recording),
         **_device(recording, capability),
         **{name: _typed(legacy) for name, legacy in _TYPED.items()},
-        "is_current_stream_capturing": lambda: False,
         **streams(),
-        "CUDAGraph": NoGraph,
-        "graph": NoGraph,
+        **_graphs(recording),
         "make_graphed_callables": NoGraph,
         "device_of": Device,
     }
@@ -117,6 +116,58 @@ def _memory(recording: RecordingMode) -> dict[str, Any]:
         "memory_summary": lambda *args, **kwargs: f"{held():,} bytes allocated",
         "mem_get_info": lambda *args: (_VRAM_BYTES, _VRAM_BYTES),
         "empty_cache": lambda: recording.note_op(EMPTY_CACHE),
+    }
+
+
+_FIRST_POOL = 1 << 16  # as the number of a stream, above those that programs make
+
+
+def _graphs(recording: RecordingMode) -> dict[str, Any]:
+    """CUDA graphs: what is captured is traced as it runs. Its memory is taken on a stream of its own, as it serves
+    nothing else, and replaying it takes none."""
+    recorder, numbers = recording.recorder, itertools.count(_FIRST_POOL)
+    before: list[Callable[[], int]] = []  # the stream that is current outside of the capture
+
+    def new_pool() -> tuple[int, int]:
+        return 0, next(numbers)
+
+    class CUDAGraph:
+        def __init__(self, keep_graph: bool = False) -> None:
+            self._pool: tuple[int, int] | None = None
+
+        def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+            self._pool = pool or new_pool()
+            number = self._pool[1]
+            before.append(recorder.stream)
+            recorder.stream = lambda: number
+
+        def capture_end(self) -> None:
+            recorder.stream = before.pop()
+
+        def pool(self) -> tuple[int, int] | None:
+            return self._pool
+
+        instantiate = replay = reset = enable_debug_mode = debug_dump = _nothing
+
+    @contextmanager
+    def graph(
+        cuda_graph: CUDAGraph,
+        pool: tuple[int, int] | None = None,
+        stream: object = None,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
+        recording.note_op(EMPTY_CACHE)
+        cuda_graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            cuda_graph.capture_end()
+
+    return {
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "graph_pool_handle": new_pool,
+        "is_current_stream_capturing": lambda: bool(before),
     }
 
 
@@ -160,10 +211,10 @@ def _typed(legacy: Any) -> type:
 
 
 class NoGraph:
-    """A CUDA graph replays what was captured: there is nothing to see."""
+    """Compares addresses of tensors, which a trace has none of."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoGraph:
-        raise failures.not_traced("A CUDA graph", "Trace the function that is captured, called as it is.")
+        raise failures.not_traced("A graphed callable", "Trace the function that is captured, called as it is.")
 
 
 _Generator = torch.Generator

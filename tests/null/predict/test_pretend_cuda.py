@@ -397,3 +397,10 @@ def test_a_mask_that_is_broadcast_keeps_its_values():
 def test_what_cuda_refuses_is_refused_with_its_line(call, said: str):
     with pytest.raises(BrimError, match=rf"(?s){said}.*test_pretend_cuda\.py:\d+"):
         trace(lambda: call, steps=1)
+
+
+def test_a_matrix_exponential_has_powers_of_the_matrix_and_says_that_norms_decide():
+    made = trace(lambda: lambda: torch.randn(64, 64, device="cuda").matrix_exp(), steps=1)
+    sizes = [storage.bytes for storage in made.storages]
+    assert sizes.count(5 * 64 * 64 * 4) == 2
+    assert any("norms" in what for what in made.not_modelled)

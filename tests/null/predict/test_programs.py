@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +29,12 @@ def parameter_bytes(made: Trace) -> int:
     return sum(storage.bytes for storage in made.storages if storage.category is Category.PARAMETER)
 
 
+def model_on_the_cpu() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
 def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to("cuda")
+    return model_on_the_cpu().to("cuda")
 
 
 def test_a_shuffling_data_loader_with_workers_gives_every_batch():
@@ -417,12 +422,78 @@ def test_memory_statistics_and_one_replica_are_there():
     on_cuda(build)
 
 
-def test_a_cuda_graph_is_refused():
+def test_a_graphed_callable_is_refused():
     def build() -> Step:
-        torch.cuda.CUDAGraph()
+        torch.cuda.make_graphed_callables(model(), (torch.randn(8, 16, device="cuda"),))
         return lambda: None
 
-    with pytest.raises(UnsupportedError, match="A CUDA graph cannot be traced"):
+    with pytest.raises(UnsupportedError, match="A graphed callable cannot be traced"):
+        on_cuda(build)
+
+
+def test_what_a_cuda_graph_captures_is_traced_and_replayed_for_nothing():
+    def build() -> Step:
+        layer, source = model(), torch.randn(8, 16, device="cuda")
+        graph, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            assert torch.cuda.is_current_stream_capturing()
+            result = layer(source)
+            result.sum().backward()
+        with torch.cuda.graph(second, pool=graph.pool()):
+            result.exp_()
+        assert not torch.cuda.is_current_stream_capturing()
+
+        def step() -> None:
+            layer.zero_grad(set_to_none=False)
+            source.copy_(torch.randn(8, 16))
+            graph.replay()
+            second.replay()
+
+        return step
+
+    made = on_cuda(build, steps=2)
+    assert all(storage.born < made.step_starts[0] for storage in made.storages)
+    streams = {storage.stream for storage in made.storages if storage.category is Category.GRADIENT}
+    assert len(streams) == 1 and streams != {0}, "in the graph's pool"
+    assert {storage.stream for storage in made.storages if storage.category is Category.PARAMETER} == {0}
+
+
+def test_data_parallel_training_over_a_group_of_one_asks_for_nccl(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+
+    def build() -> Step:
+        torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
+        net = nn.parallel.DistributedDataParallel(model(), device_ids=[0])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            net(torch.randn(8, 16, device="cuda")).sum().backward()
+            optimizer.step()
+
+        return step
+
+    try:
+        made = on_cuda(build)
+    finally:
+        torch.distributed.destroy_process_group()
+    weights = sum(parameter.numel() for parameter in model_on_the_cpu().parameters()) * 4
+    assert parameter_bytes(made) == weights
+    assert weights in [storage.bytes for storage in made.storages], "a bucket of all gradients"
+
+
+def test_a_group_of_several_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    def build() -> Step:
+        torch.distributed.init_process_group("nccl")
+        return lambda: None
+
+    with pytest.raises(UnsupportedError, match=r"(?s)group of 8 ranks.*test_programs\.py:\d+"):
         on_cuda(build)
 
 

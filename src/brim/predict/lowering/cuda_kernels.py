@@ -55,7 +55,7 @@ class Workspaces:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._bytes = cublas_workspace_bytes(capability)
-        self._taken: set[tuple[bool, bool]] = set()  # on the device, in backward
+        self._taken: set[tuple[bool, bool, int]] = set()  # on the device, in backward, on which stream
 
     def rule(self, kernel: Kernel) -> None:
         """Operands that cuBLAS cannot read as they lie are copied (Blas.cpp, ``prepare_matrix_for_cublas``)."""
@@ -69,9 +69,9 @@ class Workspaces:
         self.keep(kernel)
 
     def keep(self, kernel: Kernel) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if (kernel.on_device, in_backward) not in self._taken:
-            self._taken.add((kernel.on_device, in_backward))
+        place = (kernel.on_device, torch._C._current_graph_task_id() != -1, kernel.stream)
+        if place not in self._taken:
+            self._taken.add(place)
             kernel.keep(self._bytes, "cuBLAS")
 
 

@@ -19,6 +19,7 @@ _aten = torch.ops.aten
 _FEW_SYSTEMS, _LARGE_SYSTEM = 8, 64  # triangular_solve_kernel: these are solved one by one
 _FEW_ROWS = 256
 _LARGEST_BATCHED = 128  # matrices that lu_factor takes many at a time
+_POWERS = 5  # of the polynomial of the highest degree, 18
 _POINTER_BYTES = _INDEX_BYTES = 8
 _INFO_BYTES = _PIVOT_BYTES = 4
 
@@ -69,6 +70,7 @@ class LinearAlgebra:
             _aten._cholesky_solve_helper.default: self._cholesky_solve,
             _aten.linalg_cholesky_ex.default: _cholesky,
             _aten.linalg_ldl_solve.default: _ldl_solve,
+            _aten.linalg_matrix_exp.default: self._exponential,
             _aten._linalg_eigh.default: _factored,
             _aten._linalg_svd.default: _factored,
             _aten._linalg_check_errors.default: check_errors,
@@ -240,6 +242,19 @@ class LinearAlgebra:
         kernel.free(sign)
         kernel.free(kernel.temp(kernel.arg("A").abs().element_size() * of.count * of.rows))
         kernel.free(info)
+
+    def _exponential(self, kernel: Kernel) -> None:
+        """``mexp``: of how many powers a polynomial is made depends on each matrix's norm; here of the most."""
+        kernel.emit()
+        bytes = nbytes(kernel.arg("self"))
+        if kernel.arg("self").size(-1) < 2 or not bytes:
+            return
+        for _ in range(2):  # those of large norms, and the same scaled down
+            kernel.temp(bytes)
+        kernel.temp(_POWERS * bytes)
+        self._keep(kernel)
+        kernel.temp(_POWERS * bytes)  # sums of powers
+        kernel.unknown = "linalg_matrix_exp: temporaries that depend on norms"
 
     # -- Cholesky --------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class Kernel:
     result: Any
     on_device: bool = True  # False: of tensors on the host, which are the device's in a program that names none
     from_host: bool = False  # whether a device's result is made of what lies on the host
+    stream: int = 0  # the number of the stream that it runs on
     script: list[tuple[str, int, int]] = field(default_factory=list)  # (what, handle or output, bytes)
     library: str = ""
     unknown: str = ""  # what the kernel takes besides, of unknown size
