@@ -27,12 +27,36 @@ _SIMPLE = (bool, int, float, str, type(None), torch.dtype, tuple)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depth:
-    """``layers`` of a model, of which the first ``special`` are not like the others; ``field`` sets their number."""
+class Stack:
+    """The list of a model's layers; the first ``special`` are not like the others."""
 
-    field: str
+    path: str
     layers: int
     special: int
+
+    def place(self, name: str) -> int | None:
+        """The number of the layer that ``name`` is in; None outside of them."""
+        if not name.startswith(f"{self.path}."):
+            return None
+        return int(name[len(self.path) + 1 :].partition(".")[0])
+
+    def renamed(self, name: str, places: Mapping[int, int]) -> str | None:
+        """``name`` with its layer's number in ``places``; None where that layer is left out."""
+        layer = self.place(name)
+        if layer is None:
+            return name
+        if layer not in places:
+            return None
+        _, _, rest = name[len(self.path) + 1 :].partition(".")
+        return f"{self.path}.{places[layer]}" + (f".{rest}" if rest else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """The layers of a model, and the ``field`` of its configuration that sets their number."""
+
+    field: str
+    stack: Stack
 
 
 def repeated(job: Job, traced: Callable[[Job], Trace]) -> tuple[Trace, Template] | None:
@@ -40,14 +64,28 @@ def repeated(job: Job, traced: Callable[[Job], Trace]) -> tuple[Trace, Template]
     depth = depth_of(job.source)
     if depth is None:
         return None
-    few = depth.special + _REGULAR
+    few = depth.stack.special + _REGULAR
     shallow_jobs = [job.with_layers(depth.field, few + more) for more in range(3)]
     traces = [traced(shallow) for shallow in shallow_jobs]
-    deep = deepened(traces, depth.layers - few)
+    deep = deepened(traces, depth.stack.layers - few)
     if deep is None:
         return None
     job.adopt(shallow_jobs[0])
     return deep.trace, Template(field=depth.field, layers=few + 1, trace=traces[1], storages=deep.templates)
+
+
+def find_stack(model: nn.Module) -> Stack | None:
+    """The one list of many layers that are alike; None where there is none, or more than one."""
+    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    lists = [(path, m) for path, m in lists if len(m) >= _FEWEST_LAYERS]
+    outer = [(p, m) for p, m in lists if not any(p.startswith(f"{other}.") for other, _ in lists)]
+    if len(outer) != 1:
+        return None
+    path, stack = outer[0]
+    special = next((n for n in range(len(stack) - 1) if alike(stack, n)), len(stack))
+    if len(stack) - special < _FEWEST_LAYERS:
+        return None
+    return Stack(path=path, layers=len(stack), special=special)
 
 
 def depth_of(source: Source, model: nn.Module | None = None) -> Depth | None:
@@ -65,13 +103,12 @@ def depth_of(source: Source, model: nn.Module | None = None) -> Depth | None:
     if not _is_even(source.config, layers):
         return None
     model = on_meta(source, config) if model is None else model
-    stack = None if model is None else _stack(model, layers)
-    if stack is None:
+    stack = None if model is None else find_stack(model)
+    if stack is None or stack.layers != layers:
         return None
-    special = next((n for n in range(layers - 1) if alike(stack, n)), layers)
-    if 3 * (special + _REGULAR + 1) > layers:  # no less work than a trace of all
+    if 3 * (stack.special + _REGULAR + 1) > layers:  # no less work than a trace of all
         return None
-    return Depth(field=field, layers=layers, special=special)
+    return Depth(field=field, stack=stack)
 
 
 def _is_even(config: Mapping[str, Any], layers: int) -> bool:
@@ -98,12 +135,6 @@ def on_meta(source: Source, config: Any) -> nn.Module | None:
     except Exception:  # what is wrong with the configuration the trace will tell
         return None
     return model
-
-
-def _stack(model: nn.Module, layers: int) -> nn.ModuleList | None:
-    """The one list of as many modules as the model has layers."""
-    found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
-    return found[0] if len(found) == 1 else None
 
 
 def alike(stack: nn.ModuleList, first: int) -> bool:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from brim.errors import UnsupportedError, UsageError
+from brim.predict.formulas.optimizers import MADE
 
 TASKS = ("train", "generate")
 PRECISIONS = ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8", "int8", "int4")
-OPTIMIZERS = (
-    "adamw", "adam", "sgd", "sgd-momentum", "adafactor", "rmsprop", "adagrad", "lion", "adamw8bit",
-)  # fmt: skip
+OPTIMIZERS = MADE
 _FROZEN = ("int8", "int4")  # weights that no gradient reaches
 _FULL_NAMES = {"adamw8bit": "adamw8bit (torchao)"}  # bitsandbytes has another of the same name
 METHODS = ("full", "lora")

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from brim.core.hardware import RAM, Link
+from brim.measure.waiting import Stopwatch
 from brim.units import MIB
 
 _SCRATCH_BYTES = 256 * MIB  # several times the last-level cache of most processors
@@ -19,13 +20,17 @@ _FRESH_BYTES, _FRESH_ROUNDS = 32 * MIB, 7
 _CPU_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def median_s(
-    run: Callable[[], object], *, rounds: int = 5, synchronize: Callable[[], object] = lambda: None
-) -> float:
-    """Median seconds of ``run`` after one call to warm up."""
+def median_s(run: Callable[[], object], *, rounds: int = 5, synchronize: Callable[[], object] | None = None) -> float:
+    """Median seconds of ``run`` after one call to warm up. ``synchronize`` waits for a device; None: ``run`` computes
+    on the processor alone, and waiting for that to be free does not count."""
     run()
     seconds = []
     for _ in range(rounds):
+        if synchronize is None:
+            watch = Stopwatch()
+            run()
+            seconds.append(watch.read_s())
+            continue
         synchronize()
         began_s = time.perf_counter()
         run()
@@ -67,11 +72,11 @@ def fresh_memory_s_per_byte() -> float:
     def written() -> tuple[float, float]:
         pages = mmap.mmap(-1, _FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         tensor = torch.frombuffer(pages, dtype=torch.float32)
-        begin_s = time.perf_counter()
+        watch = Stopwatch()
         tensor.fill_(1.0)
-        middle_s = time.perf_counter()
+        new_s, watch = watch.read_s(), Stopwatch()
         tensor.fill_(2.0)
-        return middle_s - begin_s, time.perf_counter() - middle_s
+        return new_s, watch.read_s()
 
     more_s = statistics.median(new_s - again_s for new_s, again_s in (written() for _ in range(_FRESH_ROUNDS)))
     return max(0.0, more_s) / _FRESH_BYTES
@@ -95,7 +100,7 @@ def matrix_rate(
     *,
     target_s: float,
     largest: int,
-    synchronize: Callable[[], object] = lambda: None,
+    synchronize: Callable[[], object] | None = None,
 ) -> float:
     """Operations per second (2 n^3 per product) at a size that takes about ``target_s``.
 

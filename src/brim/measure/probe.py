@@ -21,7 +21,7 @@ from brim.measure.capacity import disk_free_bytes, ram_capacity_bytes
 from brim.measure.user_cache import cache_folder, keep, kept
 
 # Raised when what is measured, or how, changes: what was remembered before is measured again.
-_METHOD = 3
+_METHOD = 4
 # Processors and memory stay what they are. A drive fills up, wears, and has others who use it.
 _DISK_GOOD_FOR_S = 24 * 3600.0
 _OF_DISK = ", disk of "  # begins what a source says of it

@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brim.errors import UnsupportedError, UsageError
-from brim.predict.formulas import optimizer_state
+from brim.predict.formulas.optimizers import MADE, optimizer_state
 
+OPTIMIZERS = MADE
 # Made as PyTorch's fused kernels, which take nothing beside the states. PyTorch has no fake kernels of others', and
 # a plan is a prediction.
 FUSED = ("adamw", "adam")
@@ -133,4 +134,3 @@ _MAKERS: dict[str, Callable[..., Optimizer]] = {
     "lion": Lion,
 }
 _FIXED: dict[str, dict[str, Any]] = {"sgd-momentum": {"momentum": 0.9}}
-OPTIMIZERS = (*_MAKERS, "adamw8bit")

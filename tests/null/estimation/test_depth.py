@@ -87,4 +87,4 @@ def test_a_model_whose_layers_differ_is_traced_whole(folder, name, changes):
 
 def test_layers_that_come_first_and_differ_are_traced(folder):
     found = depth.depth_of(find_model(folder("llama", **DEEPSEEK)))
-    assert (found.layers, found.special) == (15, 2)
+    assert (found.stack.layers, found.stack.special) == (15, 2)

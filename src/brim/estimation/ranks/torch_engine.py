@@ -43,9 +43,8 @@ from brim.predict.cost import base_name
 from brim.predict.dispatch import mark
 from brim.predict.flops import OVER
 from brim.predict.tracer import trace
-from brim.techniques import compiling
-from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.parallel import context_parallel, pipeline, sharding
+from brim.techniques.parallel.parallelize import parallelize
 
 _STEPS = 2  # the first makes the optimizer's state
 _TYPES = {
@@ -215,18 +214,9 @@ class _Program:
         for layers in self.chunks:
             model, table = self._model(layers, weights)
             model.train()
-            if (job.workload.checkpointing or "none") != "none":
-                names = checkpointing.blocks(model)
-                checkpointing.apply(model, dict.fromkeys(names, str(job.workload.checkpointing)))
-            if job.compiled:
-                compiling.apply(model)
-            handle = sharding.apply(
-                model, self.mesh,
-                sharding.Sharding(
-                    zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=computes,
-                    offload=split.offload_shards, experts=split.ep > 1, context=self.context,
-                    context_place=_likely(split),
-                ),
+            handle = parallelize(
+                model, self.mesh, split, dtype=computes, checkpointed=job.workload.checkpointing,
+                compiled=job.compiled, context=self.context, context_place=_likely(split),
             )  # fmt: skip
             chunks.append(TracedChunk(model, handle, job, computes or weights))
             tied_weights += [pipeline.TiedWeight(p) for name, p in model.named_parameters() if name == table]

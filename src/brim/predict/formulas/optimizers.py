@@ -51,6 +51,9 @@ OPTIMIZERS: dict[str, _Kind] = {
     ),
 }
 
+# Those that brim makes; of the others it is known what they keep.
+MADE = ("adamw", "adam", "sgd", "sgd-momentum", "adafactor", "rmsprop", "adagrad", "lion", "adamw8bit")
+
 _OPTIONS = {"adam": ("amsgrad",), "adamw": ("amsgrad",), "rmsprop": ("momentum", "centered")}
 
 

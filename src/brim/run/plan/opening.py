@@ -34,7 +34,6 @@ from brim.run.plan.request import Machine, Request
 from brim.run.plan.router_file import Routers, check_routers
 from brim.run.plan.subject import DTYPES, Subject
 from brim.run.script.program_share import most_grown
-from brim.run.train.strategy.depth import Stack
 from brim.techniques.blocks import tensor_bytes
 from brim.techniques.experts.technique import find_experts
 from brim.techniques.quantization.technique import quantize_meta
@@ -185,20 +184,16 @@ def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: 
     depth = depth_of(source, module)
     if depth is None:
         return None
-    path = next(
-        path for path, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth.layers
-    )
     few, more = (
         _shaped(
-            replace(source, config={**source.config, depth.field: depth.special + REGULAR + add}),
+            replace(source, config={**source.config, depth.field: depth.stack.special + REGULAR + add}),
             workload,
             meant,
             kept,
         )
         for add in (0, 1)
     )
-    stack = Stack(path=path, layers=depth.layers, special=depth.special)
-    return Shallow(stack=stack, few=few, more=more)
+    return Shallow(stack=depth.stack, few=few, more=more)
 
 
 def _give_shapes(module: nn.Module) -> None:

@@ -29,6 +29,7 @@ from brim.run.model.training_model import Method, TrainingModel, open_training_m
 from brim.techniques import optimizers
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.parallel import context_parallel, pipeline, sharding
+from brim.techniques.parallel.parallelize import parallelize
 from brim.techniques.parallel.tensor_parts import check_parts, has_turned
 from brim.techniques.streaming.weight_streaming import Weights
 
@@ -164,16 +165,10 @@ def _chunk(
     names = {id(parameter): name for name, parameter in training_model.module.named_parameters()}
     stage = pipeline.cut(training_model.module, part)
     whole = {name: names[id(parameter)] for name, parameter in stage.named_parameters(remove_duplicate=False)}
-    if (recipe.checkpointing or "none") != "none":
-        checkpointing.apply(stage, dict.fromkeys(checkpointing.blocks(stage), str(recipe.checkpointing)))
-    split = recipe.split
-    decision = sharding.Sharding(
-        zero=split.zero, sequence_parallel=split.sequence_parallel, dtype=COMPUTES.get(recipe.precision),
-        offload=split.offload_shards, experts=split.ep > 1,
-        context=context,
+    handle = parallelize(
+        stage, mesh, recipe.split, dtype=COMPUTES.get(recipe.precision), checkpointed=recipe.checkpointing,
+        context=context, fill=Filler(training_model.weights, names, device),
     )  # fmt: skip
-    filler = Filler(training_model.weights, names, device)
-    handle = sharding.apply(stage, mesh, decision, filler)
     own_shares(stage)
     for module in stage.modules():
         for name, buffer in module._buffers.items():

@@ -26,6 +26,7 @@ from brim.core import Hardware
 from brim.core.hardware import VRAM
 from brim.measure.capacity import free_bytes
 from brim.measure.probe import probe
+from brim.measure.waiting import Stopwatch
 from brim.memory.pool import HostSource
 from brim.predict.cost import flops_per_s
 from brim.run.fit.step_memory import Inputs
@@ -43,7 +44,7 @@ from brim.run.timing.measurement_cache import Remembered
 from brim.run.timing.rated_seconds import triggers
 from brim.techniques.blocks import Partition, tensor_bytes
 
-_METHOD = 1  # raised when what is measured, or how, changes
+_METHOD = 2  # raised when what is measured, or how, changes
 _COLD_BYTES = 256 << 20  # several times the last-level cache of most processors
 _RAM_SHARE = 1 / 3  # of what is free, for a block and its copies
 _RUNS, _MOST_RUNS = 3, 15
@@ -187,12 +188,15 @@ class _Timing:
         return BlockSeconds(forward_s=forward_s, backward_s=backward_s)
 
     def _clock(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        if self._device.type != "cpu":
-            accelerator.of(self._device).synchronize()
+        if self._device.type == "cpu":
+            watch = Stopwatch()
+            output = work()
+            return watch.read_s(), output
+        on = accelerator.of(self._device)
+        on.synchronize()
         began_s = time.perf_counter()
         output = work()
-        if self._device.type != "cpu":
-            accelerator.of(self._device).synchronize()
+        on.synchronize()
         return time.perf_counter() - began_s, output
 
     # -- the rest

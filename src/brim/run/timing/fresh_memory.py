@@ -11,7 +11,7 @@ from brim.measure.probe import probe
 from brim.memory.heap_retention import kept_limits
 from brim.run.timing.measurement_cache import Remembered
 
-_METHOD = 1  # raised when what is measured, or how, changes
+_METHOD = 2  # raised when what is measured, or how, changes
 
 
 def fresh_seconds(hardware: Hardware) -> float:

@@ -8,7 +8,6 @@ are timed as well and taken off.
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from brim.measure.probe import probe
+from brim.measure.waiting import Stopwatch
 from brim.model_cache import cache_input, cache_of
 from brim.run.generate.token_clock import Clock
 from brim.run.timing.measurement_cache import Remembered
 
-_METHOD = 1  # raised when what is measured, or how, changes
+_METHOD = 2  # raised when what is measured, or how, changes
 _TOKENS, _ROUNDS = 16, 3
 _SMALL = 8  # of everything but the vocabulary
 
@@ -57,10 +57,11 @@ def _measured(vocabulary: int, batch: int) -> float:
 
 def _generated_s(model: Any, ids: torch.Tensor) -> float:
     times_s: list[float] = []
+    watch = Stopwatch()
 
     class Times(Clock):
         def put(self, value: torch.Tensor) -> None:
-            times_s.append(time.perf_counter())
+            times_s.append(watch.read_s())
 
     with torch.inference_mode():
         model.generate(
@@ -74,7 +75,7 @@ def _passed_s(model: Any, ids: torch.Tensor) -> float:
     """The same passes without the loop."""
     with torch.inference_mode():
         made = model(ids, use_cache=True)
-        token, began_s = ids[:, :1], time.perf_counter()
+        token, watch = ids[:, :1], Stopwatch()
         for _ in range(_TOKENS - 1):
             made = model(token, **cache_input(model, cache_of(made)), use_cache=True, logits_to_keep=1)
-        return (time.perf_counter() - began_s) / (_TOKENS - 1)
+        return watch.read_s() / (_TOKENS - 1)

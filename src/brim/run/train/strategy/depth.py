@@ -17,7 +17,7 @@ from torch import nn
 
 from brim.core import Op, Phase, Trace
 from brim.core.hardware import RAM, VRAM
-from brim.estimation.depth import alike
+from brim.estimation.depth import Stack, find_stack
 from brim.memory.pool import round_up
 from brim.run.fit.step import bytes_at_once
 from brim.run.train.strategy.choice import Choice
@@ -25,7 +25,6 @@ from brim.run.train.strategy.prediction import Rehearsal
 from brim.techniques.blocks import Block, Partition, tensor_bytes
 from brim.techniques.streaming.weight_streaming import Weights
 
-_FEWEST_LAYERS = 10  # with fewer, all of them are rehearsed
 _LARGEST_SHARE = 0.6  # of the layers; with more, a rehearsal of all is no more work than two of some
 _GRAIN_BYTES = 512  # of the caching allocator
 _LEAST_WEIGHT = 1 << 20
@@ -39,45 +38,6 @@ _GROWS = 1.15  # times what is known of a layer: more, and the shallower of two 
 LayerBytes = Callable[[int, str, bool], int]
 # RAM that states and gradients pass through in a model of these layers: more for many than for few of them.
 RoomBytes = Callable[[Collection[int]], int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stack:
-    """The list of a model's layers; the first ``special`` are not like the others."""
-
-    path: str
-    layers: int
-    special: int
-
-    def place(self, name: str) -> int | None:
-        """The number of the layer that ``name`` is in; None outside of them."""
-        if not name.startswith(f"{self.path}."):
-            return None
-        return int(name[len(self.path) + 1 :].partition(".")[0])
-
-    def renamed(self, name: str, places: Mapping[int, int]) -> str | None:
-        """``name`` with its layer's number in ``places``; None where that layer is left out."""
-        layer = self.place(name)
-        if layer is None:
-            return name
-        if layer not in places:
-            return None
-        _, _, rest = name[len(self.path) + 1 :].partition(".")
-        return f"{self.path}.{places[layer]}" + (f".{rest}" if rest else "")
-
-
-def find_stack(model: nn.Module) -> Stack | None:
-    """The one list of many layers that are alike; None where there is none, or more than one."""
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    lists = [(path, m) for path, m in lists if len(m) >= _FEWEST_LAYERS]
-    outer = [(p, m) for p, m in lists if not any(p.startswith(f"{other}.") for other, _ in lists)]
-    if len(outer) != 1:
-        return None
-    path, stack = outer[0]
-    special = next((n for n in range(len(stack) - 1) if alike(stack, n)), len(stack))
-    if len(stack) - special < _FEWEST_LAYERS:
-        return None
-    return Stack(path=path, layers=len(stack), special=special)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,4 +303,4 @@ def _unfilled_bytes(layers: int) -> int:
 _MOST_BEYOND = 0.02  # of what more layers hold: 2 MiB segments that are not filled. A pool's first one is no rule
 
 
-__all__ = ["LayerBytes", "Shallow", "Stack", "find_stack"]
+__all__ = ["LayerBytes", "Shallow"]
