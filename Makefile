@@ -59,7 +59,7 @@ slow: $(VENV)/.ready
 # GPUs compute is computed on the CPU; those that measure seconds have nothing to measure. Copies happen as late as CUDA
 # allows, so a wait that is missing in a lane fails the test that goes through it.
 ON_GPU ?= tests/gpu
-ON_TWO_GPUS ?= tests/gpu/techniques/test_several_devices.py
+ON_TWO_GPUS ?= tests/gpu/techniques/test_several_devices.py tests/gpu/run/test_named_device.py
 rehearsal-ready: $(VENV)/.ready
 	$(BIN)/python tests/rehearsal/on_the_device.py --prepare
 

@@ -11,7 +11,7 @@ import torch
 from brim.core.hardware import DISK, RAM
 from brim.errors import TransferError
 from brim.memory.checkpoint_files import Extent, TensorSource
-from brim.memory.layout import BlockLayout, ReadRun, file_layout, packed_layout
+from brim.memory.layout import BlockLayout, ReadRun, StagedLayout, file_layout, packed_layout, staged_layout
 from brim.memory.mapped import FileMap, written
 from brim.memory.pool import Buffer
 from brim.memory.scratch import SCRATCH_PATH
@@ -78,6 +78,7 @@ class DiskStore:
         self._staged: tuple[Buffer, Waitable] | None = None
         self._resting: list[torch.Tensor | None] | None = None
         self._saved: Waitable = Done()
+        self._as_staged: tuple[BlockLayout, StagedLayout] | None = None  # of which layout
         # In RAM a block takes the form that it has in the file; VRAM wants the alignment that kernels expect.
         self.layout = layout or (file_layout if memory.host is None else packed_layout)(self._sources)
 
@@ -96,8 +97,13 @@ class DiskStore:
         return True
 
     def _read_into(self, buffer: Buffer, after: Sequence[Waitable]) -> None:
-        read = self._memory.engine.read(self.layout.runs, buffer, self._label, [*after, self._saved])
-        self._staged = buffer, read
+        runs = self._in_staging().runs
+        self._staged = buffer, self._memory.engine.read(runs, buffer, self._label, [*after, self._saved])
+
+    def _in_staging(self) -> StagedLayout:
+        if self._as_staged is None or self._as_staged[0] is not self.layout:
+            self._as_staged = self.layout, staged_layout(self.layout)
+        return self._as_staged[1]
 
     def load(self, slot: Buffer, label: str, after: Sequence[Waitable]) -> Waitable:
         engine, staging = self._memory.engine, self._memory.staging
@@ -108,7 +114,8 @@ class DiskStore:
         assert self._staged is not None
         (buffer, read), self._staged = self._staged, None
         way = (RAM, self._memory.compute.tier)
-        copied = engine.copy(buffer.tensor[: self.layout.bytes], slot, label, [read, *after], way)
+        staged = self._in_staging()
+        copied = engine.copy(buffer.tensor[: staged.bytes], slot, label, [read, *after], way, staged.moves)
         staging.give(buffer, copied)
         return copied
 

@@ -63,6 +63,50 @@ class BlockLayout:
             return [buffer[t.offset : t.offset + t.bytes].view(t.dtype).view(t.shape) for t in self.tensors]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """``bytes`` at ``source`` of a buffer go to ``target`` of another."""
+
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedLayout:
+    """A block on its way from disk to its slot: ``runs`` fill a buffer of ``bytes`` in RAM, ``moves`` empty it."""
+
+    runs: tuple[ReadRun, ...]
+    moves: tuple[Move, ...]
+    bytes: int  # a multiple of the page, and not less than the slot's, which comes back through it
+
+
+def staged_layout(layout: BlockLayout) -> StagedLayout:
+    """The form of a block in RAM that a disk can write straight into, where the slot wants another one.
+
+    What its offset in the file is off from a page, its place in the buffer is too; the copy to the slot, which goes
+    piece by piece anyhow, takes up the difference.
+    """
+    if all(run.direct for run in layout.runs):
+        same = tuple(Move(source=run.at, target=run.at, bytes=run.bytes) for run in layout.runs)
+        return StagedLayout(runs=layout.runs, moves=same, bytes=layout.bytes)
+    runs: list[ReadRun] = []
+    moves: list[Move] = []
+    cursor = 0
+    for run in sorted(layout.runs, key=lambda run: (run.path, run.offset)):
+        last = runs[-1] if runs else None
+        gap = run.offset - last.offset - last.bytes if last and last.path == run.path else -1
+        if last and 0 <= gap <= min(_LARGEST_GAP_BYTES, max(PAGE_BYTES, last.bytes)):
+            runs[-1] = last = replace(last, bytes=last.bytes + gap + run.bytes)
+        else:
+            at = cursor + run.offset % PAGE_BYTES
+            last = ReadRun(path=run.path, offset=run.offset, bytes=run.bytes, at=at, direct=True)
+            runs.append(last)
+        moves.append(Move(source=last.at + run.offset - last.offset, target=run.at, bytes=run.bytes))
+        cursor = round_up(last.at + last.bytes, PAGE_BYTES)
+    return StagedLayout(runs=tuple(runs), moves=tuple(moves), bytes=max(cursor, layout.bytes))
+
+
 def file_layout(sources: Sequence[TensorSource]) -> BlockLayout:
     """The layout that lets a disk write straight into the buffer: every address congruent to its file offset.
 

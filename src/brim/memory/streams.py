@@ -19,10 +19,10 @@ from brim.core.hardware import RAM
 from brim.errors import BrimError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import OpenFiles
-from brim.memory.layout import ReadRun
+from brim.memory.layout import Move, ReadRun
 from brim.memory.pool import PAGE_BYTES, Buffer, HostSource, private_mapping, round_up
 from brim.memory.recorder import Recorder
-from brim.memory.transfer import Settled, ThreadEngine, Ticket, Waitable, _Lane
+from brim.memory.transfer import Settled, ThreadEngine, Ticket, Waitable, _Lane, copied_bytes, whole
 from brim.units import format_bytes
 
 # A copy engine does one copy after another: between pieces of a block, activations of other streams can go.
@@ -147,7 +147,13 @@ class StreamEngine:
         return self._threads.read(runs, target, label, [_HostWait(condition) for condition in after])
 
     def copy(
-        self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
+        self,
+        source: torch.Tensor,
+        target: Buffer,
+        label: str,
+        after: Sequence[Waitable],
+        way: tuple[str, str],
+        moves: Sequence[Move] = (),
     ) -> Waitable:
         lane, stream = self._back if way[1] == RAM else self._there
         if way[1] != RAM and target not in self._filled:
@@ -158,9 +164,11 @@ class StreamEngine:
         later = _IssuedLater(self._on)
         # Not an event yet: a stream cannot wait for it, and the caller should not.
         if any(_is_pending_on_host(condition) for condition in after):
-            later.ticket = lane.submit(lambda: self._enqueue(source, target, label, after, way, stream, later.event))
+            later.ticket = lane.submit(
+                lambda: self._enqueue(source, target, label, after, way, moves, stream, later.event)
+            )
             return later
-        error = lane.outcome(lambda: self._enqueue(source, target, label, after, way, stream, later.event))
+        error = lane.outcome(lambda: self._enqueue(source, target, label, after, way, moves, stream, later.event))
         if error is None:
             return StreamPoint(later.event, self._on)
         later.ticket = Ticket()
@@ -174,6 +182,7 @@ class StreamEngine:
         label: str,
         after: Sequence[Waitable],
         way: tuple[str, str],
+        moves: Sequence[Move],
         stream: Any,
         event: Any,
     ) -> None:
@@ -181,11 +190,13 @@ class StreamEngine:
         with self._on.current(), self._on.in_stream(stream):
             for condition in after:
                 condition.wait()
-            for begin in range(0, source.numel(), _PIECE_BYTES):
-                piece = source[begin : begin + _PIECE_BYTES]
-                target.tensor[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
+            for move in moves or whole(source):
+                for begin in range(0, move.bytes, _PIECE_BYTES):
+                    piece = source[move.source + begin : move.source + min(begin + _PIECE_BYTES, move.bytes)]
+                    into = move.target + begin
+                    target.tensor[into : into + piece.numel()].copy_(piece, non_blocking=True)
             event.record(stream)
-        self.recorder.copied(*way, source.numel(), begin_s, label)
+        self.recorder.copied(*way, copied_bytes(source, moves), begin_s, label)
 
     def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
         begin_s = self.recorder.now_s()

@@ -24,8 +24,8 @@ from brim.core.hardware import DISK, RAM
 from brim.errors import BrimError, TransferError
 from brim.memory.checkpoint_files import Extent
 from brim.memory.direct_io import CHUNK_BYTES, DirectReader, OpenFiles, write_pages
-from brim.memory.layout import ReadRun
-from brim.memory.pool import Buffer
+from brim.memory.layout import Move, ReadRun
+from brim.memory.pool import PAGE_BYTES, Buffer, round_up
 from brim.memory.recorder import Recorder
 from brim.threads import Flag, Worker
 
@@ -105,6 +105,17 @@ class Settled:
         return self.condition.done
 
 
+def whole(source: torch.Tensor) -> list[Move]:
+    return [Move(source=0, target=0, bytes=source.numel())]
+
+
+def copied_bytes(source: torch.Tensor, moves: Sequence[Move]) -> int:
+    """What counts as copied: with ``moves`` the block in its slot, what lies between its tensors included."""
+    if not moves:
+        return source.numel()
+    return round_up(max(move.target + move.bytes for move in moves), PAGE_BYTES)
+
+
 class Engine(Protocol):
     recorder: Recorder
 
@@ -112,9 +123,18 @@ class Engine(Protocol):
         """Files -> RAM, once all of ``after`` is done."""
 
     def copy(
-        self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
+        self,
+        source: torch.Tensor,
+        target: Buffer,
+        label: str,
+        after: Sequence[Waitable],
+        way: tuple[str, str],
+        moves: Sequence[Move] = (),
     ) -> Waitable:
-        """``source`` (uint8) -> the head of ``target``, once all of ``after`` is done; ``way`` names the tiers."""
+        """``source`` (uint8) -> the head of ``target``, once all of ``after`` is done; ``way`` names the tiers.
+
+        With ``moves`` these parts of it alone, each to its place.
+        """
 
     def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:
         """``source`` -> ``target`` (both uint8, of one length) in the order of compute, past what is queued.
@@ -279,14 +299,22 @@ class ThreadEngine:
             raise _closed()
 
     def copy(
-        self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
+        self,
+        source: torch.Tensor,
+        target: Buffer,
+        label: str,
+        after: Sequence[Waitable],
+        way: tuple[str, str],
+        moves: Sequence[Move] = (),
     ) -> Ticket:
         def job() -> None:
             for condition in after:
                 condition.wait()
             begin_s = self.recorder.now_s()
-            target.tensor[: source.numel()].copy_(source)
-            self.recorder.copied(*way, source.numel(), begin_s, label)
+            for move in moves or whole(source):
+                piece = source[move.source : move.source + move.bytes]
+                target.tensor[move.target : move.target + move.bytes].copy_(piece)
+            self.recorder.copied(*way, copied_bytes(source, moves), begin_s, label)
 
         return (self._back if way[1] == RAM else self._copy).submit(job)
 
@@ -362,9 +390,15 @@ class NullEngine:
         return Done()
 
     def copy(
-        self, source: torch.Tensor, target: Buffer, label: str, after: Sequence[Waitable], way: tuple[str, str]
+        self,
+        source: torch.Tensor,
+        target: Buffer,
+        label: str,
+        after: Sequence[Waitable],
+        way: tuple[str, str],
+        moves: Sequence[Move] = (),
     ) -> Done:
-        self.recorder.copied(*way, source.numel(), self.recorder.now_s(), label)
+        self.recorder.copied(*way, copied_bytes(source, moves), self.recorder.now_s(), label)
         return Done()
 
     def cross(self, source: torch.Tensor, target: torch.Tensor, label: str, way: tuple[str, str]) -> None:

@@ -34,7 +34,8 @@ class BlockCost:
     ``overhead_s`` is what streaming it costs beside the bytes: hooks and requests. ``cpu_s`` is what it takes when
     the processor beside a GPU computes it where it rests in RAM, the way of its inputs and outputs included, and
     ``cpu_bytes`` what it then holds in RAM beside its weights; 0 seconds: it cannot. ``likely`` is the share of steps
-    that need the block at all: an expert is not asked in each.
+    that need the block at all: an expert is not asked in each. ``staged_bytes`` is what it takes on its way from disk
+    to VRAM, as it lies in its file; 0: ``bytes``.
     """
 
     name: str
@@ -45,6 +46,12 @@ class BlockCost:
     cpu_s: float = 0.0
     cpu_bytes: int = 0
     likely: float = 1.0
+    staged_bytes: int = 0
+
+    @property
+    def passing_bytes(self) -> int:
+        """In a slot of RAM between disk and VRAM."""
+        return self.staged_bytes or self.bytes
 
     @property
     def moved_bytes(self) -> float:

@@ -206,7 +206,7 @@ def _columns(job: Job, block: BlockCost, choice: str, hardware: Hardware) -> Ite
     if choice == COMPUTE_RAM and job.cpu_step_bytes:
         slot_bytes[_ACTIVATIONS] = job.cpu_step_bytes
     if (DISK, RAM) in ways and compute != RAM:
-        slot_bytes[_STAGING] = block.bytes
+        slot_bytes[_STAGING] = block.passing_bytes
     yield Column(name=choice, bytes=held[choice], seconds=seconds, slot_bytes=slot_bytes)
 
 

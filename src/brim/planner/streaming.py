@@ -288,7 +288,7 @@ def _homes(job: Job, residents: set[str], hardware: Hardware, budget_bytes: Mapp
         return {b.name: FROM_DISK for b in streamed}
     room = budget_bytes[RAM] - job.overhead_bytes(RAM)
     used = [b for b in streamed if b.uses]
-    whole, staging = sum(b.bytes for b in used), STAGING * max((b.bytes for b in used), default=0)
+    whole, staging = sum(b.bytes for b in used), STAGING * max((b.passing_bytes for b in used), default=0)
     if max(whole, job.passage_bytes) <= room:
         in_ram = {b.name for b in used} | _spread([b for b in streamed if not b.uses], room - whole)
     elif staging + job.passage_bytes <= room:
@@ -309,7 +309,7 @@ def _peak_bytes(job: Job, compute: str, placement: _Placement) -> dict[str, int]
     held = sum(b.bytes for b in by_choice[RESIDENT]) + placement.ring_bytes
     peak = {compute: job.overhead_bytes(compute) + job.fixed_bytes + job.step_bytes + held}
     if compute != RAM:
-        on_disk = [b.bytes for b in by_choice[FROM_DISK] if b.uses]
+        on_disk = [b.passing_bytes for b in by_choice[FROM_DISK] if b.uses]
         staging = STAGING * max(on_disk, default=0)
         resting = sum(b.bytes for b in by_choice[FROM_RAM])
         resting += sum(b.bytes + b.cpu_bytes for b in by_choice[COMPUTE_RAM])

@@ -552,6 +552,7 @@ bool is_untouched(const void* begin, size_t bytes) {
 
 // Whether PyTorch has the memory from the system, and not from a file, whose pages are absent before they are read.
 bool is_own(const Tensor& t) {
+  if (!t.has_storage()) return false;
   const at::DataPtr& memory = t.storage().data_ptr();
   return memory.get_deleter() == at::getCPUAllocator()->raw_deleter();
 }

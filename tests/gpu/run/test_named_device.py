@@ -111,9 +111,23 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
-def run(tmp_path: Path, *options: str, program: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+# After it has imported PyTorch a program may still say which GPUs it sees, and fork children that use them.
+LATE = textwrap.dedent("""
+    import os, torch
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    if os.fork() == 0:
+        torch.ones(1, device="cuda")
+        os._exit(0)
+    _, status = os.wait()
+    print(torch.cuda.device_count(), os.waitstatus_to_exitcode(status))
+""")
+
+
+def run(
+    tmp_path: Path, *options: str, program: tuple[str, ...], text: str = PROGRAM
+) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
+    path.write_text(text)
     command = [sys.executable, "-m", "brim", "run", "--vram", "80MiB", "--ram", "1GiB", *options, str(path), *program]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -137,3 +151,10 @@ def test_a_program_s_model_is_fitted_on_the_gpu_that_it_lies_on(tmp_path: Path) 
     assert (count, device) == ("2", "cuda:1")
     assert int(first) == 0 and int(second) > 0
     assert "fitted for forward" in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--mode", "stream"), ("--vram", "50%")], ids=["auto", "stream", "a share"])
+def test_cuda_is_not_set_up_before_the_program_does(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = run(tmp_path, *options, program=(), text=LATE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "0"], done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from brim.measure import device_rates
 
@@ -29,3 +30,15 @@ def test_products_go_on_until_the_clock_is_high(
     monkeypatch.setattr(device_rates, "time", SimpleNamespace(monotonic=lambda: now[0]))
     device_rates.warm_clocks(SimpleNamespace())  # type: ignore[arg-type]
     assert len(rates) - len(list(left)) == measured
+
+
+@pytest.mark.parametrize(("hip", "measured"), [(None, True), ("6.4", False)], ids=["CUDA", "ROCm"])
+def test_float8_is_multiplied_where_its_contract_is_cudas(
+    hip: str | None, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gfx1100 says (11, 0), a gfx942 (9, 4): no capabilities of NVIDIA's."""
+    monkeypatch.setattr(device_rates, "_rate", lambda *_: 1.0)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    rates = device_rates.matrix_rates(SimpleNamespace(type="cuda", device="cuda"))  # type: ignore[arg-type]
+    assert ("float8_e4m3fn" in rates) == measured and {"float32", "tf32", "bfloat16"} <= set(rates)

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from brim.core import Timeline
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.direct_io import DirectReader, OpenFiles, bounce_bytes
-from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES, BlockLayout, file_layout, packed_layout
+from brim.memory.layout import (
+    WEIGHT_ALIGNMENT_BYTES,
+    BlockLayout,
+    StagedLayout,
+    file_layout,
+    packed_layout,
+    staged_layout,
+)
 from brim.memory.pool import PAGE_BYTES, HostSource, Pool
 from brim.memory.recorder import Recorder
 
@@ -44,7 +51,8 @@ def at(path: str, source: TensorSource) -> TensorSource:
     return TensorSource(name=source.name, dtype=source.dtype, shape=source.shape, extents=extents)
 
 
-def load(layout: BlockLayout) -> list[torch.Tensor]:
+def load(layout: BlockLayout | StagedLayout) -> torch.Tensor:
+    """The buffer that its runs fill."""
     pool = Pool("ram", 1 << 30, HostSource(), Recorder(Timeline("test", measured=True)))
     files = OpenFiles()
     reader = DirectReader(lambda size: pool.allocate(size, "bounce"), files)
@@ -52,7 +60,7 @@ def load(layout: BlockLayout) -> list[torch.Tensor]:
     for run in layout.runs:
         reader.read(run, buffer.tensor, lambda: False)
     files.close()
-    return layout.views(buffer.tensor)
+    return buffer.tensor
 
 
 @pytest.mark.parametrize("make", [file_layout, packed_layout])
@@ -62,12 +70,31 @@ def test_every_byte_arrives_in_its_place(content, make, drawn):
     path, data = content
     wanted = [at(path, source) for source in drawn]
     layout = make(wanted)
-    for source, placed, tensor in zip(wanted, layout.tensors, load(layout), strict=True):
+    for source, placed, tensor in zip(wanted, layout.tensors, layout.views(load(layout)), strict=True):
         whole = torch.cat([data[e.offset : e.offset + e.bytes] for e in source.extents])
         assert torch.equal(tensor.contiguous().view(torch.uint8), whole)
         assert (tensor.dtype, tuple(tensor.shape), placed.name) == (source.dtype, source.shape, source.name)
         assert placed.bytes == source.bytes
     assert layout.bytes % PAGE_BYTES == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=sources())
+def test_on_its_way_to_a_slot_a_block_is_read_straight_from_the_disk(content, drawn):
+    """And every byte arrives in its place in the slot, which comes back through a buffer of that size."""
+    path, data = content
+    layout = packed_layout([at(path, source) for source in drawn])
+    staged = staged_layout(layout)
+    assert all(run.direct and run.at % PAGE_BYTES == run.offset % PAGE_BYTES for run in staged.runs)
+    assert layout.bytes <= staged.bytes <= layout.bytes + sum(2 * PAGE_BYTES for _ in layout.runs)
+    assert staged.bytes % PAGE_BYTES == 0 and bounce_bytes(staged.runs) == 0
+    passing = load(staged)
+    slot = torch.zeros(layout.bytes, dtype=torch.uint8)
+    for move in staged.moves:
+        slot[move.target : move.target + move.bytes] = passing[move.source : move.source + move.bytes]
+    for source, tensor in zip(drawn, layout.views(slot), strict=True):
+        whole = torch.cat([data[e.offset : e.offset + e.bytes] for e in source.extents])
+        assert torch.equal(tensor.contiguous().view(torch.uint8), whole)
 
 
 @settings(max_examples=60, deadline=None)

@@ -232,21 +232,30 @@ def warm_up(module: nn.Module, hardware: Hardware, rows: int, device: str = "aut
         x = torch.zeros(1, 4, min(rows, _WARM_ROWS), 64, dtype=dtype, device=where)
         nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         if accelerator is not None:
-            _load_kernels(torch.zeros(1, min(rows, _WARM_ROWS), 64, dtype=dtype, device=where))
+            _load_kernels(x)
 
 
 def _load_kernels(states: torch.Tensor) -> None:
-    """What decoders do between products: CUDA loads a kernel's code, to both memories, when it is first launched."""
-    for x in (states, states[:, -1:]):
-        ids, wide = torch.zeros(1, x.shape[1], dtype=torch.long, device=x.device), x.float()
-        nn.functional.embedding(ids, x[0])
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-        nn.functional.layer_norm(x, x.shape[-1:], x[0, 0], x[0, 0])
-        angles = torch.arange(x.shape[1], device=x.device)[:, None].float() @ wide[0, :1]
-        turned = torch.cat((-x[..., 32:], x[..., :32]), dim=-1)
-        nn.functional.gelu(normed * angles.cos().to(x.dtype) + turned * angles.sin().to(x.dtype))
+    """What decoders do between products: CUDA loads a kernel's code, to both memories, when it is first launched.
+
+    ``states``: of heads (1, heads, tokens, width).
+    """
+    table = torch.zeros(8, 256, dtype=states.dtype, device=states.device)
+    for heads in (states, states[:, :, -1:]):
+        places = torch.arange(heads.shape[2], device=heads.device) * 0 + 1
+        hidden = nn.functional.embedding(places[None], table)
+        wide = hidden.float()
+        normed = table[0] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+        nn.functional.layer_norm(hidden, hidden.shape[-1:], table[0], table[0])
+        nn.functional.gelu(hidden + normed)
+        angles = places[None, :, None].float() @ table[:1, None, :32].float()
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = ((turn * 1.0).to(heads.dtype)[:, None] for turn in (angles.cos(), angles.sin()))
+        turned = heads.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection makes them
+        half = turned.shape[-1] // 2
+        turned = turned * cos + torch.cat((-turned[..., half:], turned[..., :half]), dim=-1) * sin
+        torch.cat((turned, turned), dim=-2)
         wide[:, -1].argmax(-1)
-        torch.cat((ids, ids), dim=-1)
 
 
 def spent(start_bytes: int) -> dict[str, int]:

@@ -91,7 +91,7 @@ def _held(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
         yield compute, slot_bytes, f"ring slot {slot}"
     yield RAM, job.bounce_bytes, "bounce buffer"
     yield from _cached(strategy)
-    largest = max((b.bytes for b in streamed if choices[b.name] == FROM_DISK), default=0)
+    largest = max((b.passing_bytes for b in streamed if choices[b.name] == FROM_DISK), default=0)
     largest = max(largest, 0 if way is None else way.staging_bytes)
     for slot in range(plan.settings.get(STAGING_SLOTS, 0)):
         yield RAM, largest, f"staging slot {slot}"

@@ -14,7 +14,7 @@ from brim.core.hardware import RAM
 from brim.errors import BudgetError
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
-from brim.memory.layout import BlockLayout, file_layout, packed_layout
+from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
 from brim.planner import BlockCost, Job
 from brim.planner.schedule import Contention
 from brim.planner.streaming import CHOICES, Contender, contender
@@ -250,13 +250,13 @@ def make_job(
     return Job(
         model=type(model).__name__,
         task=task,
-        blocks=_block_costs(_Work(model, hardware, need), partition, need, layouts, measured),
+        blocks=_block_costs(_Work(model, hardware, need), partition, need, layouts, measured, staged=not in_ram),
         fixed_bytes=sum(layout.bytes for layout in fixed) + buffers,
         step_bytes=need.step_bytes,
         fixed_compute_s=measured[OUTSIDE].forward_s if measured else 0.0,
         spent_bytes=need.spent_bytes,
         bounce_bytes=max((bounce_bytes(layout.runs) for layout in (*layouts, *fixed)), default=0),
-        passage_bytes=max(layout.bytes for layout in (*layouts, *fixed)) if passes else 0,
+        passage_bytes=max(staged_layout(layout).bytes for layout in (*layouts, *fixed)) if passes else 0,
         cpu_step_bytes=need.cpu_step_bytes,
         beside=need.beside,
     )
@@ -268,8 +268,11 @@ def _block_costs(
     need: Need,
     layouts: Sequence[BlockLayout],
     measured: Mapping[str, BlockSeconds],
+    *,
+    staged: bool,
 ) -> list[BlockCost]:
-    """``measured``: seconds of blocks by their names; empty: by the machine's rates."""
+    """``measured``: seconds of blocks by their names; empty: by the machine's rates. ``staged``: on their way from
+    disk to the compute tier they pass through RAM."""
     on_cpu = {} if need.cpu_seconds is None else need.cpu_seconds(partition)
     able, costs = computable(partition), []
     for block, layout in zip(partition.blocks, layouts, strict=True):
@@ -284,6 +287,7 @@ def _block_costs(
                 cpu_s=on_cpu[block.name].forward_s if on_cpu and block.name in able else 0.0,
                 cpu_bytes=need.cpu_bytes,
                 likely=works.likely(block),
+                staged_bytes=staged_layout(layout).bytes if staged else 0,
             )
         )
     return costs

@@ -13,7 +13,7 @@ from brim.core import Decision, Hardware, Plan
 from brim.core.hardware import DISK, RAM
 from brim.memory.checkpoint_files import TensorSource
 from brim.memory.direct_io import bounce_bytes
-from brim.memory.layout import packed_layout
+from brim.memory.layout import packed_layout, staged_layout
 from brim.planner import Job
 from brim.planner.passes import STAGING
 from brim.techniques.blocks import Partition
@@ -34,11 +34,13 @@ _CHOSEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_to
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """``slot_bytes`` is one expert in the compute tier, ``packed_bytes`` one in RAM; ``chosen`` per token."""
+    """``slot_bytes`` is one expert in the compute tier, ``packed_bytes`` one in RAM, ``staged_bytes`` one on its way
+    from disk to VRAM; ``chosen`` per token."""
 
     layer: ExpertLayer
     slot_bytes: int
     packed_bytes: int
+    staged_bytes: int
     bounce_bytes: int
     values: int  # of one expert
     chosen: int
@@ -98,7 +100,7 @@ class ExpertWay:
     @property
     def staging_bytes(self) -> int:
         """A slot between disk and VRAM."""
-        return max(each.packed_bytes for each in self.layers) if self.choice == CACHE_DISK else 0
+        return max(each.staged_bytes for each in self.layers) if self.choice == CACHE_DISK else 0
 
     def _compute_s(self, hardware: Hardware, tokens: int, rate: float) -> float:
         tier = hardware.tier(hardware.compute).bytes_per_s
@@ -195,6 +197,7 @@ def _layer(
         layer=layer,
         slot_bytes=max(layout.bytes for layout in layouts),
         packed_bytes=packed_layout(parts[0]).bytes,
+        staged_bytes=max(staged_layout(packed_layout(part)).bytes for part in parts),
         bounce_bytes=max(bounce_bytes(layout.runs) for layout in layouts),
         values=sum(math.prod(tensor.shape) for tensor in parts[0]),
         chosen=min(layer.count, _chosen(config)),

@@ -16,6 +16,7 @@ from brim.errors import BrimError, UsageError
 from brim.measure.capacity import amount_bytes
 from brim.run.script.hooks import Call, Watcher
 from brim.run.script.settings import VISIBLE, Settings
+from brim.units import is_share
 
 if TYPE_CHECKING:
     from brim.run.script.ample import Ample
@@ -72,13 +73,13 @@ class Launched:
             self._begin_unified()
         if self.settings.mode in ("auto", "stream"):
             if self.settings.device != "cpu" and self.settings.vram is not None and _sees_cuda():
-                self._defer(amount_bytes(self.settings.vram, VRAM))
+                self._defer(self.settings.vram)
             self._watcher.begin()
 
-    def _defer(self, vram_bytes: int) -> None:
+    def _defer(self, vram: str | int) -> None:
         from brim.run.script.moves import DeferredMoves
 
-        moves = self._moves = DeferredMoves(vram_bytes)
+        moves = self._moves = DeferredMoves(lambda: amount_bytes(vram, VRAM))
         self._watcher.on_armed = lambda armed: moves.begin() if armed else moves.end()
 
     def _begin_unified(self) -> None:
@@ -161,7 +162,11 @@ class Launched:
 
 def _small_bytes(settings: Settings) -> int:
     amounts = ((settings.vram, RAM if settings.device == "cpu" else VRAM), (settings.ram, RAM))
-    given = [amount_bytes(amount, tier) for amount, tier in amounts if amount is not None]
+    given = [
+        amount_bytes(amount, tier)
+        for amount, tier in amounts
+        if amount is not None and not (tier == VRAM and is_share(amount))  # it is not small, and to ask sets CUDA up
+    ]
     return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in given)]))
 
 

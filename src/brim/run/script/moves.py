@@ -7,7 +7,9 @@ each goes. Buffers and plain tensors move as ever.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +18,14 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 
 class DeferredMoves(TorchFunctionMode):
-    """Lets ``limit_bytes`` of parameters move to a device of ``kind``; more waits for ``finish`` or a plan."""
+    """Lets ``limit_bytes`` of parameters move to a device of ``kind``; more waits for ``finish`` or a plan.
 
-    def __init__(self, limit_bytes: int, kind: str = "cuda") -> None:
+    It is asked for at the first move: a share of the device's memory is not known before the device is in use.
+    """
+
+    def __init__(self, limit_bytes: Callable[[], int], kind: str = "cuda") -> None:
         super().__init__()
-        self._limit_bytes, self._kind = limit_bytes, kind
+        self._limit_bytes, self._kind = functools.cache(limit_bytes), kind
         self._moved_bytes = 0
         self._waiting: dict[int, tuple[weakref.ref[torch.Tensor], torch.device]] = {}
 
@@ -39,7 +44,7 @@ class DeferredMoves(TorchFunctionMode):
         if device is None or device.type != self._kind or parameter.device.type == self._kind:
             return func(*args, **kwargs)
         count = parameter.numel() * parameter.element_size()
-        if self._moved_bytes + count <= self._limit_bytes:
+        if self._moved_bytes + count <= self._limit_bytes():
             self._moved_bytes += count
             return func(*args, **kwargs)
         self._waiting[id(parameter)] = (weakref.ref(parameter), device)

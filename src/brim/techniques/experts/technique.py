@@ -271,6 +271,6 @@ def expert_layers(model: nn.Module, plan: Plan) -> list[ExpertLayer]:
 def passing_sources(
     layers: Sequence[ExpertLayer], plan: Plan, source: Callable[[str], TensorSource]
 ) -> list[tuple[TensorSource, ...]]:
-    """One expert of each layer that rests on disk: what a slot between disk and VRAM must hold."""
+    """The experts of each layer that rests on disk: what a slot between disk and VRAM must hold, one at a time."""
     choices = plan.choices(NAME)
-    return [layer.parts(source)[0] for layer in layers if choices[layer.path] == CACHE_DISK]
+    return [part for layer in layers if choices[layer.path] == CACHE_DISK for part in layer.parts(source)]

@@ -14,7 +14,7 @@ from brim.core import Plan
 from brim.core.hardware import DISK, RAM
 from brim.memory.backing_store import BackingStore, DiskStore, RamStore
 from brim.memory.checkpoint_files import TensorSource
-from brim.memory.layout import BlockLayout, file_layout, packed_layout
+from brim.memory.layout import BlockLayout, file_layout, packed_layout, staged_layout
 from brim.memory.mapped import forget
 from brim.memory.pool import Buffer
 from brim.memory.tiers import Memory, Staging
@@ -84,7 +84,7 @@ class Placement:
         passing = [*others, *([self.source(name) for name in block.tensors] for block in blocks)]
         if host is None or not passing:
             return None
-        size = max(packed_layout(sources).bytes for sources in passing)
+        size = max(staged_layout(packed_layout(sources)).bytes for sources in passing)
         count = self.plan.settings.get(STAGING_SLOTS, 2)
         slots = host.allocate_row(size, [f"staging {i}" for i in range(count)])
         self.buffers += slots
@@ -170,10 +170,11 @@ class Placement:
         if in_ram:
             moved = memory.engine.read(layout.runs, buffer, label, [])
         else:
-            passing = self._passage(layout.bytes)
-            read = memory.engine.read(layout.runs, passing, label, [])
+            staged = staged_layout(layout)
+            passing = self._passage(staged.bytes)
+            read = memory.engine.read(staged.runs, passing, label, [])
             way = (RAM, memory.compute.tier)
-            moved = memory.engine.copy(passing.tensor[: layout.bytes], buffer, label, [read], way)
+            moved = memory.engine.copy(passing.tensor[: staged.bytes], buffer, label, [read], way, staged.moves)
 
         def finish() -> None:
             moved.wait()

@@ -12,9 +12,12 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import brim
-from brim.errors import ModelError
+from brim.errors import ModelError, UnsupportedError
 from brim.memory.checksums import checksum, write_manifest
 from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES
+from brim.rehearsal import device
+from brim.run.fit.machine import machine
+from brim.run.generate.load import warm_up
 from generating import save_tokenizer
 
 pytestmark = [
@@ -78,3 +81,24 @@ def test_damaged_weights_are_found_wherever_they_rest(saved: Path, tmp_path: Pat
     path.write_bytes(raw)
     with pytest.raises(ModelError, match=r"up_proj(.|\n)*checksum differs"):
         choices_after_a_call(damaged, rests)
+
+
+@torch.no_grad()
+def test_kernels_of_a_pass_are_loaded_before_memory_is_measured() -> None:
+    """CUDA loads a kernel's code when it is first launched: what that takes is to be in what a program was seen to
+    take."""
+    try:
+        rehearsed = device.loaded()
+    except UnsupportedError:
+        pytest.skip("only the rehearsal device tells which kernels were launched")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=0, eos_token_id=None, pad_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16).cuda()
+    launched = []
+    for run in (lambda: warm_up(model, machine("cuda"), IDS.numel(), "cuda"), lambda: model(input_ids=IDS.cuda())):
+        rehearsed.reset()
+        run()
+        launched.append(set(rehearsed.kernels()))
+    assert launched[1] <= launched[0]

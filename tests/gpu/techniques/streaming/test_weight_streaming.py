@@ -139,9 +139,7 @@ def test_autocast_keeps_no_copy_of_weights(where):
         for _ in range(2):
             assert torch.equal(model(x), expected)
             assert torch.is_autocast_cache_enabled()
-    stays = sum(d.bytes for d in handle.plan.decisions if d.choice == "resident")
-    kept = stays // 2 if where == "inside" else 0  # such a region is not seen where nothing is streamed
-    assert max(held) <= kept + (3 << 20)  # the layer's own copy, and what it makes
+    assert max(held) <= 3 << 20  # the layer's own copy, and what it makes
     handle.remove()
 
 

@@ -118,7 +118,7 @@ def test_checkpoints_are_loaded_to_where_cuda_is(pretended: PretendedDevice, tmp
 
 def test_parameters_without_room_wait_for_the_plan() -> None:
     """With the meta device in the place of the GPU."""
-    moves = DeferredMoves(5000, kind="meta")
+    moves = DeferredMoves(lambda: 5000, kind="meta")
     first, second = nn.Linear(32, 32), nn.Linear(32, 32)
     moves.begin()
     moves.begin()
