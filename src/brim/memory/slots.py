@@ -34,12 +34,13 @@ class Slot:
 
 
 class Slots:
-    """One slot per buffer. ``stores`` has where each item rests, ``name`` what recordings and errors call it."""
+    """One slot per buffer. ``stores`` has where each item rests, and may grow; ``name`` is what recordings and errors
+    call it."""
 
     def __init__(
         self,
         memory: Memory,
-        stores: Mapping[int, Loads],
+        stores: Mapping[int, Loads] | Sequence[Loads],
         name: Callable[[int], str],
         buffers: Sequence[Buffer],
     ) -> None:

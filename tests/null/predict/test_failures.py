@@ -56,7 +56,7 @@ def test_one_that_fails_in_the_backward_pass_names_the_line_that_began_it() -> N
 
 def test_one_that_reads_values_in_c_names_the_line() -> None:
     def step() -> None:
-        torch.tensor_split(torch.ones(6), torch.tensor([2, 4]))
+        torch.ops.aten.tensor_split(torch.ones(6), torch.tensor([2, 4]))
 
     with pytest.raises(UnsupportedError, match=rf"reads the values of a tensor(.|\n)*{HERE}"):
         on_cuda(step)

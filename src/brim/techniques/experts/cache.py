@@ -56,7 +56,7 @@ class ExpertCache:
     ) -> None:
         self.stores, self._label = stores, label
         parts = [slots.part(at, at + slot_bytes) for at in range(0, slots.bytes, slot_bytes)]
-        self._parts, self._slots = parts, Slots(memory, dict(enumerate(stores)), self._name, parts)
+        self._parts, self._slots = parts, Slots(memory, stores, self._name, parts)
         self._wanted: list[int] = []  # by the call under way, in the order of use; what was used is gone
         self.usage = Usage()
         self.hits = self.loads = 0
