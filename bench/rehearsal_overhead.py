@@ -1,10 +1,10 @@
 """What a rehearsal takes: seconds and RAM of the host, for Llamas from 135M to 70B parameters.
 
-    python bench/rehearsal_overhead.py [--python PYTHON] [--only 135M 70B] [--json rows.json]
+    python bench/rehearsal_overhead.py [--python PYTHON] [--only 135M 70B] [--made-on cuda cpu] [--json rows.json]
 
-One row a model: a training step (AdamW, bfloat16, checkpointing) is rehearsed until memory stops growing, on as much
-memory as it takes. CPU time tells more than seconds where other programs run. PYTHON has a CUDA build of PyTorch, or
-brim fetched one for it (`brim rehearse`).
+One row a model, and place where it is made: a training step (AdamW, bfloat16, checkpointing) is rehearsed until
+memory stops growing, on as much memory as it takes. CPU time tells more than seconds where other programs run. PYTHON
+has a CUDA build of PyTorch, or brim fetched one for it (`brim rehearse`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ MODELS = {
 PROGRAM = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-hidden, intermediate, layers, heads, kv, vocabulary = map(int, sys.argv[1:])
+hidden, intermediate, layers, heads, kv, vocabulary = map(int, sys.argv[2:])
 config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, use_cache=False,
                      num_attention_heads=heads, num_key_value_heads=kv, vocab_size=vocabulary, dtype=torch.bfloat16)
 torch.set_default_dtype(torch.bfloat16)
-with torch.device("cuda"):
+with torch.device(sys.argv[1]):
     model = LlamaForCausalLM(config)
+model.cuda()
 model.gradient_checkpointing_enable()  # deprecated, and in every version
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 for step in range(20):
@@ -57,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--made-on", nargs="+", choices=("cuda", "cpu"), default=("cuda", "cpu"))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     environment = find(given.python)
@@ -64,11 +66,11 @@ def main() -> None:
         raise SystemExit("There is no CUDA build of PyTorch: see `brim rehearse --help`.")
     values_library.built(environment.site_packages)  # once for a PyTorch: no part of a rehearsal
     rows = []
-    for name in given.only:
+    for name, place in ((name, place) for place in given.made_on for name in given.only):
         with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryFile("w") as output:
             program = Path(scratch) / "step.py"
             program.write_text(PROGRAM, encoding="utf-8")
-            arguments = tuple(map(str, MODELS[name]))
+            arguments = (place, *map(str, MODELS[name]))
             request = Request(target=str(program), arguments=arguments, gpu="H100", memory_bytes=4 << 40)
             before_s = _cpu_s()
             (found,) = rehearse_program(request, environment, Path(scratch), output=output)
@@ -78,6 +80,7 @@ def main() -> None:
         rows.append(
             {
                 "model": name,
+                "made_on": place,
                 "ended": found.ended,
                 "steps": found.steps,
                 "allocated_bytes": device.allocated_bytes,
@@ -88,8 +91,9 @@ def main() -> None:
             }
         )
         print(
-            f"{name}: {found.seconds:.1f} s ({cpu_s:.1f} s of CPU time), {format_bytes(found.host_peak_bytes)} RAM, "
-            f"{found.steps} steps, {format_bytes(device.reserved_bytes)} reserved on the device",
+            f"{name}, made on {place}: {found.seconds:.1f} s ({cpu_s:.1f} s of CPU time), "
+            f"{format_bytes(found.host_peak_bytes)} RAM, {found.steps} steps, "
+            f"{format_bytes(device.reserved_bytes)} reserved on the device",
             flush=True,
         )
     if given.json:

@@ -122,7 +122,8 @@ def test_what_quantization_costs():
 def test_what_a_rehearsal_takes():
     for row in rows("rehearsal_overhead.json")[0]:
         said = (
-            f"| {row['model']} | {row['seconds']:.0f} | {row['cpu_seconds']} | "
+            f"| {row['model']} | {'GPU' if row['made_on'] == 'cuda' else 'CPU'} | {row['seconds']:.0f} | "
+            f"{row['cpu_seconds']} | "
             f"{row['host_peak_bytes'] / MIB:.0f} MiB | {row['reserved_bytes'] / GIB:.1f} GiB |"
         )
         assert said in page("docs/rehearsal.md")

@@ -136,9 +136,11 @@ layers = [torch.nn.Linear(8192, 8192) for _ in range(12)]
 torch.nn.init.trunc_normal_(layers[1].weight)
 with torch.no_grad():
     layers[0].weight[5000:5001].fill_(3)
+    layers[0].weight.view(-1)[[1 << 18, (1 << 19) - 1]] = 4  # the first and the last of what is copied at once
 model = torch.nn.Sequential(*layers).to(torch.bfloat16)
 given = model[0].weight.detach()
 assert given[5000].unique().tolist() == [3] and given[4999].unique().tolist() == [0]
+assert (given == 4).sum() == 2
 assert model[0].bias.unique().numel() > 1000
 os.truncate(os.open("kept", os.O_RDWR | os.O_CREAT), 64 << 20)
 with open("kept", "r+b") as file:
@@ -147,6 +149,13 @@ with open("kept", "r+b") as file:
 kept = torch.from_file("kept", shared=False, size=16 << 20, dtype=torch.float32)
 assert kept.to(torch.bfloat16)[15 << 20].isnan(), "pages of a file are absent before they are read"
 model.cuda()
+for row in (0, 1000):  # copies of this size are real
+    small = torch.nn.Linear(2048, 2048, bias=False)
+    with torch.no_grad():
+        small.weight[row, 5] = 5
+    there = small.weight.detach().cuda()
+    assert torch.equal(there.cpu(), small.weight.detach()) and small.weight[row, 5] == 5
+del there
 model(torch.ones(1, 8192, device="cuda", dtype=torch.bfloat16)).sum().backward()
 """
 
@@ -158,7 +167,7 @@ def test_weights_that_are_made_on_the_cpu_take_no_ram(on_device: OnDevice, tmp_p
     (found,) = rehearsed(on_device, tmp_path, program)
     assert found.ended == "finished", found.message
     weights = 12 * 8192**2
-    assert found.left_bytes == 13 * 4 * weights // 12
+    assert 0 <= found.left_bytes - 13 * 4 * weights // 12 <= 2 * 16 * MIB  # the small ones where memory is fresh
     assert 4 * weights < found.devices[0].allocated_bytes < 4 * weights + 300 * MIB
     assert found.host_peak_bytes < 1 << 30, "weights were touched"
 

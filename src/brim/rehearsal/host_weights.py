@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-LARGE_BYTES = 32 << 20  # what glibc has from the system for sure, and copies to the device leave out
+LARGE_BYTES = 8 << 20  # as in values.cpp
 _INITIALISERS = (
     "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_",
     "kaiming_normal_", "orthogonal_", "sparse_",
@@ -30,7 +30,7 @@ class HostWeights:
     def _around(self, initialise: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(initialise)
         def _initialise(tensor: Any, *arguments: Any, **named: Any) -> Any:
-            if not self._may_be_left(tensor):
+            if not self._is_left(tensor):
                 return initialise(tensor, *arguments, **named)
             self.left_bytes += tensor.nbytes
             return tensor
@@ -38,10 +38,10 @@ class HostWeights:
         return _initialise
 
     @staticmethod
-    def _may_be_left(tensor: Any) -> bool:
+    def _is_left(tensor: Any) -> bool:
         import torch
 
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
         if not plain or not tensor.is_floating_point() or tensor.nbytes < LARGE_BYTES:
             return False
-        return bool(torch.ops.brim_rehearsal.was_never_written(tensor.detach()))
+        return bool(torch.ops.brim_rehearsal.left_zero(tensor.detach()))

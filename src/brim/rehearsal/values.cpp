@@ -26,6 +26,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -43,6 +44,7 @@ using Stack = torch::jit::Stack;
 
 constexpr int64_t LIMIT_BYTES = 32 << 20;   // of whole numbers in one tensor
 constexpr int64_t LIMIT_FLOATS = 1 << 16;   // elements
+constexpr size_t LARGE_BYTES = 8 << 20;     // of weights on the host that are left as they are: see host_weights.py
 constexpr double PLAUSIBLE = 1.0;           // what small floats are filled with where nothing computed them
 constexpr int64_t NOTED = 1 << 16;          // elements: larger copies to the host are offloading, not reading
 
@@ -288,6 +290,50 @@ void fail(const Operator& op) {
   failed.insert(op.full);
 }
 
+// Whether no page that this memory of the host lies in was ever written: it reads as zeros. What is large PyTorch mostly
+// has from the system, and not from what it let go of.
+bool is_untouched(const void* begin, size_t bytes) {
+  static const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  size_t first = reinterpret_cast<uintptr_t>(begin) / page;
+  size_t behind = (reinterpret_cast<uintptr_t>(begin) + bytes + page - 1) / page;
+  if (pagemap < 0 || first >= behind) return false;
+  std::vector<uint64_t> entries(std::min<size_t>(behind - first, 1 << 15));
+  while (first < behind) {
+    size_t count = std::min(behind - first, entries.size());
+    ssize_t length = static_cast<ssize_t>(count * sizeof(uint64_t));
+    if (pread(pagemap, entries.data(), length, static_cast<off_t>(first * sizeof(uint64_t))) != length) return false;
+    for (size_t at = 0; at < count; at++)
+      if (entries[at] >> 62) return false;  // in RAM or in swap (Linux, Documentation/admin-guide/mm/pagemap.rst)
+    first += count;
+  }
+  return true;
+}
+
+// Whether PyTorch has the memory from the system, and not from a file, whose pages are absent before they are read.
+bool is_own(const Tensor& t) {
+  if (!t.has_storage()) return false;
+  const at::DataPtr& memory = t.storage().data_ptr();
+  return memory.get_deleter() == at::getCPUAllocator()->raw_deleter();
+}
+
+// Before such memory the C library has a note, in a page that may be a huge one: what is looked at lies behind that.
+constexpr size_t HEAD_BYTES = 2 << 20;
+
+bool never_written(const Tensor& t) {
+  size_t bytes = static_cast<size_t>(t.numel()) * t.element_size();
+  const char* memory = static_cast<const char*>(t.const_data_ptr());
+  return bytes >= LARGE_BYTES / 2 && is_untouched(memory + HEAD_BYTES, bytes - HEAD_BYTES);
+}
+// What was written of the head of one such tensor, to another of the same form.
+void copy_head(const Tensor& target, const Tensor& source) {
+  constexpr size_t PIECE = 64 << 10;
+  char* to = static_cast<char*>(target.data_ptr());
+  const char* from = static_cast<const char*>(source.const_data_ptr());
+  for (size_t at = 0; at < HEAD_BYTES; at += PIECE)
+    if (!is_untouched(from + at, PIECE) || !is_untouched(to + at, PIECE)) memcpy(to + at, from + at, PIECE);
+}
+
 class Kernel : public c10::OperatorKernel {
  public:
   Kernel(Operator op, const OperatorHandle& handle)
@@ -474,7 +520,13 @@ class Kernel : public c10::OperatorKernel {
   void copy(DispatchKeySet keys, Stack* stack, size_t begin) {
     bool plain = is_plain_copy(*stack, begin);
     Tensor target = (*stack)[begin].toTensor(), source = (*stack)[begin + 1].toTensor();
-    run(keys, stack);
+    if (plain && source.is_cpu() && target.is_cuda() && is_own(source) && never_written(source) && never_written(target)) {
+      copy_head(target, source);  // the rest would be zeros on zeros, that would take RAM
+      torch::jit::drop(*stack, stack->size() - begin);
+      stack->emplace_back(target);
+    } else {
+      run(keys, stack);
+    }
     if (target.is_cuda()) {
       bool beyond = target.numel() * static_cast<int64_t>(target.element_size()) > LIMIT_BYTES;  // may be left out
       settle(target, is_made_up(source) || beyond || (source.is_cuda() && !plain));
@@ -530,33 +582,6 @@ class Kernel : public c10::OperatorKernel {
   c10::SafeKernelFunction original_;
 };
 
-// Whether no page that lies wholly in this memory of the host was ever written: it reads as zeros. PyTorch has what is
-// larger than 32 MiB from the system, and not from what it let go of.
-bool is_untouched(const void* begin, size_t bytes) {
-  static const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  size_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page;
-  size_t behind = (reinterpret_cast<uintptr_t>(begin) + bytes) / page;
-  if (pagemap < 0 || first >= behind) return false;
-  std::vector<uint64_t> entries(std::min<size_t>(behind - first, 1 << 15));
-  while (first < behind) {
-    size_t count = std::min(behind - first, entries.size());
-    ssize_t length = static_cast<ssize_t>(count * sizeof(uint64_t));
-    if (pread(pagemap, entries.data(), length, static_cast<off_t>(first * sizeof(uint64_t))) != length) return false;
-    for (size_t at = 0; at < count; at++)
-      if (entries[at] >> 62) return false;  // in RAM or in swap (Linux, Documentation/admin-guide/mm/pagemap.rst)
-    first += count;
-  }
-  return true;
-}
-
-// Whether PyTorch has the memory from the system, and not from a file, whose pages are absent before they are read.
-bool is_own(const Tensor& t) {
-  if (!t.has_storage()) return false;
-  const at::DataPtr& memory = t.storage().data_ptr();
-  return memory.get_deleter() == at::getCPUAllocator()->raw_deleter();
-}
-
 // Copies on the host, casts among them, without what nobody ever wrote: a model that is cast on the CPU would take RAM
 // for zeros otherwise. What is copied is the same.
 class HostCopy : public c10::OperatorKernel {
@@ -572,11 +597,17 @@ class HostCopy : public c10::OperatorKernel {
       return original_.callBoxed(original_.opHandle(), keys, stack);
     Plain plain;
     Tensor to = target.as_strided({target.numel()}, {1}), from = source.as_strided({source.numel()}, {1});
-    for (int64_t at = 0; at < to.numel(); at += PIECE) {
-      int64_t count = std::min(PIECE, to.numel() - at);
+    // Pieces end where pages of the target do: what is written to one shows in no other. Reading maps pages, too, so
+    // all are looked at first.
+    int64_t page = sysconf(_SC_PAGESIZE), off = reinterpret_cast<intptr_t>(to.const_data_ptr()) % page;
+    int64_t count = (page - off) / static_cast<int64_t>(to.element_size());
+    std::vector<std::pair<Tensor, Tensor>> written;
+    for (int64_t at = 0; at < to.numel(); at += count, count = PIECE) {
+      count = std::min(count, to.numel() - at);
       Tensor into = to.narrow(0, at, count), piece = from.narrow(0, at, count);
-      if (!untouched(piece) || !untouched(into)) into.copy_(piece);
+      if (!untouched(piece) || !untouched(into)) written.emplace_back(into, piece);
     }
+    for (auto& [into, piece] : written) into.copy_(piece);
     torch::jit::drop(*stack, stack->size() - begin);
     stack->emplace_back(target);
   }
@@ -585,7 +616,7 @@ class HostCopy : public c10::OperatorKernel {
   static constexpr int64_t PIECE = 1 << 18;  // elements: small enough to be copied by PyTorch's own kernel
   static bool is_large(const Tensor& t) {
     return t.device().is_cpu() && t.layout() == at::kStrided && t.is_floating_point() && !t.is_neg() && is_own(t) &&
-        t.numel() * static_cast<int64_t>(t.element_size()) > LIMIT_BYTES / 2;  // cast to half of what is large
+        t.numel() * t.element_size() >= LARGE_BYTES / 2;  // cast to half of what is large
   }
   static bool untouched(const Tensor& t) {
     return is_untouched(t.const_data_ptr(), static_cast<size_t>(t.numel()) * t.element_size());
@@ -627,10 +658,15 @@ Operator described(const OperatorHandle& handle, bool random) {
 // Never destroyed: they go with the process.
 torch::Library *library = nullptr, *on_host = nullptr, *asked = nullptr;
 
-bool was_never_written(const Tensor& t) {
-  size_t bytes = static_cast<size_t>(t.numel()) * t.element_size();
-  size_t before = std::min<size_t>(bytes, 2 << 20);  // the C library's note before a block may have a huge page
-  return is_own(t) && t.is_contiguous() && is_untouched(static_cast<const char*>(t.const_data_ptr()) + before, bytes - before);
+// Leave weights zero that were never written, if so they are. What their head has of others is cleared.
+bool left_zero(const Tensor& t) {
+  if (!is_own(t) || !t.is_contiguous() || !never_written(t)) return false;
+  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  char* memory = static_cast<char*>(t.data_ptr());
+  size_t count = page - reinterpret_cast<uintptr_t>(memory) % page;  // to the end of the first page
+  for (size_t at = 0; at < HEAD_BYTES; at += count, count = std::min(page, HEAD_BYTES - at))
+    if (!is_untouched(memory + at, count)) memset(memory + at, 0, count);
+  return true;
 }
 std::string told;
 
@@ -661,8 +697,8 @@ __attribute__((visibility("default"))) int brim_values_host_copies() {
     auto handle = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
     on_host->impl("copy_", torch::CppFunction::makeFromBoxedFunctor(std::make_unique<HostCopy>(handle)));
     asked = new torch::Library(torch::Library::FRAGMENT, "brim_rehearsal", std::nullopt, __FILE__, __LINE__);
-    asked->def("was_never_written(Tensor tensor) -> bool");
-    asked->impl("was_never_written", torch::dispatch(DispatchKey::CPU, was_never_written));
+    asked->def("left_zero(Tensor tensor) -> bool");
+    asked->impl("left_zero", torch::dispatch(DispatchKey::CPU, left_zero));
   } catch (const std::exception& error) {
     told = error.what();
     return 1;
