@@ -178,8 +178,10 @@ def slow_way_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """What leaves the compute tier is long on its way."""
     copy, write = ThreadEngine.copy, ThreadEngine.write
 
-    def late_copy(self: Any, source: Any, target: Any, label: str, after: Any, way: tuple[str, str]) -> Any:
-        return copy(self, source, target, label, [*after, _Late()] if way[1] == RAM else after, way)
+    def late_copy(
+        self: Any, source: Any, target: Any, label: str, after: Any, way: tuple[str, str], moves: Any = ()
+    ) -> Any:
+        return copy(self, source, target, label, [*after, _Late()] if way[1] == RAM else after, way, moves)
 
     def late_write(self: Any, source: Any, extent: Any, label: str, after: Any) -> Any:
         return write(self, source, extent, label, [*after, _Late()])
