@@ -175,7 +175,7 @@ def test_requests_that_cannot_be_are_one_clear_error(saved_shards: Path, tmp_pat
         (["--max-new-tokens", "many"], ["--max-new-tokens", "integer"]),
         (["--max-new-token", "3"], ["--max-new-tokens"]),
         (["--devcie", "cpu"], ["--device"]),
-        (["--device", "gpu"], ["'auto', 'cuda', 'cpu'"]),
+        (["--device", "gpu"], ["'auto', 'cuda', 'xpu', 'npu', 'cpu'"]),
         (["extra"], ["unexpected extra argument"]),
     ],
 )
