@@ -136,6 +136,17 @@ def test_programs_that_were_rehearsed():
     )
 
 
+def test_operators_and_programs_against_the_cuda_build():
+    text, operators = page("docs/accuracy.md"), rows("operators.json")[0]
+    verdicts = ", ".join(f"{count:,} {what}" for what, count in sorted(operators["verdicts"].items(), key=_by_count))
+    assert f"{operators['samples']:,} samples: {verdicts}" in text
+    assert all(line in text for line in rows("ordinary_programs.json")[0]["summary"])
+
+
+def _by_count(verdict: tuple[str, int]) -> int:
+    return -verdict[1]
+
+
 def test_attacks():
     text, kinds = page("docs/reliability.md"), rows("attacks.json")[0]
     assert all(f"| {one['kind']} | {one['tried']} | {one['held']} |" in text for one in kinds)
