@@ -19,6 +19,7 @@
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/nan_to_num.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
@@ -157,14 +158,17 @@ int device_of(const Stack& stack, size_t begin) {
   if (found >= 0) return found;
   return c10::impl::VirtualGuardImpl(at::kCUDA).getDevice().index();
 }
+at::Device cuda(int device) { return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)); }
+// A default stream is NULL on every device, and stands for that of the device that is current: make `device` so.
 void* stream_of(int device) {
   c10::impl::VirtualGuardImpl guard(at::kCUDA);
-  return guard.getStreamNativeHandle(
-      guard.getStream(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device))));
+  return guard.getStreamNativeHandle(guard.getStream(cuda(device)));
 }
 // What the stream orders before its next kernel happens, and nothing else.
 void begin(int device) {
-  if (begin_kernel) begin_kernel(stream_of(device));
+  if (!begin_kernel) return;
+  c10::DeviceGuard current(cuda(device));
+  begin_kernel(stream_of(device));
 }
 
 uint64_t mixed(uint64_t seed, uint64_t offset) {  // the finalizer of splitmix64
@@ -177,6 +181,7 @@ uint64_t mixed(uint64_t seed, uint64_t offset) {  // the finalizer of splitmix64
 uint64_t offset_of(const at::Generator& theirs, int device) {
   static std::atomic<uint64_t> captured{0};
   int capturing = 0;
+  c10::DeviceGuard current(cuda(device));
   if (is_capturing) is_capturing(stream_of(device), &capturing);
   return capturing ? captured++ : theirs.get_offset();
 }
@@ -377,6 +382,7 @@ class Kernel : public c10::OperatorKernel {
 
   void tell_accesses(const Stack& stack, size_t begin_of, int device) {
     if (!kernel_access) return;
+    c10::DeviceGuard current(cuda(device));
     void* stream = stream_of(device);
     for (size_t at = begin_of; at < stack.size(); at++)
       each_tensor(stack[at], [&](const Tensor& t) {
