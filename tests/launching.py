@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import torch._dynamo  # every optimizer imports it, and it takes a while
+from torch import nn
 
 import brim
 import brim.run.script.decide  # once here, not in every child
+from brim.run.script import hooks
 from brim.run.script.run import run
 from brim.run.script.script import Program, execute
 from brim.run.script.settings import Settings
@@ -68,7 +70,8 @@ def _child(work: Callable[[Told], int | None], out: Path, err: Path, found: Path
     code = 1
     try:
         gc.collect()
-        gc.freeze()  # what is alive in this process is not the program's
+        _disown_what_lives()
+        gc.freeze()  # the collector need not go through it
         for number, file in ((1, out), (2, err)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdin = Path(os.devnull).open()  # noqa: SIM115  # for the rest of the child's life
@@ -89,6 +92,14 @@ def _child(work: Callable[[Told], int | None], out: Path, err: Path, found: Path
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _disown_what_lives() -> None:
+    """Models and optimizers that are alive in this process are not the program's: brim is not to see them."""
+    strangers = [one for found in hooks.living_of(nn.Module, torch.optim.Optimizer) for one in found]
+    disowned = {id(one): one for one in strangers}  # kept alive, so that no new object gets such an identity
+    known = hooks.all_objects
+    hooks.all_objects = lambda: [one for one in known() if id(one) not in disowned]  # type: ignore[assignment]
 
 
 def program(name: str, *arguments: str) -> Program:

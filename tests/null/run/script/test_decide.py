@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from brim.run.script.needs import within_fraction
 from brim.run.script.script import Program
@@ -66,6 +68,14 @@ def test_a_budget_of_nothing_is_one_clear_error(both: Run) -> None:
 def test_a_budget_of_nothing_for_a_program_without_models_is_no_matter(both: Run) -> None:
     plain, ended = both("print(torch.randn(3).tolist())", ram=0)
     assert same(plain, ended) == []
+
+
+@pytest.mark.thorough
+def test_models_of_the_process_that_starts_the_program_take_no_share_of_its_budget(both: Run) -> None:
+    with torch.device("meta"):
+        large = nn.Linear(20_000, 30_000)
+    plain, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=12 * MIB)
+    assert same(plain, ended) and large.weight.is_meta
 
 
 def test_mode_off_changes_nothing(both: Run) -> None:
