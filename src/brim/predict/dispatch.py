@@ -223,6 +223,8 @@ class RecordingMode(TorchDispatchMode):
             result, answer = found
             self.values.carry(func, args, kwargs, result)
         outputs = list(_tensors(result))
+        if outputs and all(_has_no_memory(tensor) for tensor in outputs):
+            return result
         fresh = self._fresh(outputs)
         resized = self._resized(func, args, kwargs)
         in_ram = self.resting.used and self.resting.made_of(life.in_ram for life in self._lives_of(args, kwargs))
@@ -494,6 +496,11 @@ def _device(tensor: torch.Tensor) -> Any:
     if not isinstance(tensor, FakeTensor):
         return _device_of(tensor)
     return _META if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is on the meta device: such tensors have shapes only, and nothing is computed for them."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta"
 
 
 def _names_cuda(device: Any) -> bool:

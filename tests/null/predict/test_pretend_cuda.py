@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,18 @@ def test_only_what_is_put_on_the_gpu_is_recorded():
         torch.ones(70, device="cuda").cpu().sin()
 
     assert sizes(on_cuda(step)) == [40, 80, 120, 80, 200, 200, 240, 280]
+
+
+def test_what_lies_on_the_meta_device_takes_nothing():
+    def step() -> None:
+        weight = torch.ones(10, device="cuda")
+        shapes = copy.deepcopy(weight).to("meta")
+        (shapes + torch.empty(10, device="meta")).sum()
+        torch.empty_like(shapes, device="cuda").add_(1)
+
+    made = on_cuda(step)
+    assert sizes(made) == [40, 40, 40]
+    assert not any("_to_copy" in op.name or "sum" in op.name for op in made.ops)
 
 
 def test_a_program_that_never_names_cuda_is_taken_to_run_there():
