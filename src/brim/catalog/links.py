@@ -21,12 +21,13 @@ class Network:
     """What collectives of one GPU get: bytes per second of one direction within a node, and out of it.
 
     ``node_bytes_per_s`` is NVLink's, or PCIe's where there is none. ``network_bytes_per_s`` is one GPU's share of its
-    node's network. ``latency_s`` is the time of a collective of next to nothing. ``sources`` names where each is
-    from.
+    node's network. ``all_to_all_share`` is what an all-to-all gets of a ring's rate. ``latency_s`` is the time of a
+    collective of next to nothing. ``sources`` names where each is from.
     """
 
     node_bytes_per_s: float
     network_bytes_per_s: float
+    all_to_all_share: float
     latency_s: float
     sources: tuple[str, ...]
 
@@ -52,10 +53,12 @@ def network(gpu: Gpu) -> Network:
         )
     if wire is None:  # no such machine is sold: it leaves its node over the network as fast as over PCIe
         wire = {"value": float(gpu.pcie_bytes_per_s or node), "source": "dgx-network"}
-    sources = (source, _title(wire), _title(facts["network_share"]), _title(facts["collective_latency_s"]))
+    shares = (facts["network_share"], facts["all_to_all_share"], facts["collective_latency_s"])
+    sources = (source, _title(wire), *(_title(fact) for fact in shares))
     return Network(
         node_bytes_per_s=node,
         network_bytes_per_s=wire["value"] * facts["network_share"]["value"],
+        all_to_all_share=facts["all_to_all_share"]["value"],
         latency_s=facts["collective_latency_s"]["value"],
         sources=sources,
     )

@@ -15,7 +15,9 @@ from brim.estimation.ranks.time import (
     StageTime,
     crossed_s,
     host_s,
+    kernels_s,
     played_s,
+    sent_s,
     stage_time,
     step_time,
     training_hardware,
@@ -81,3 +83,20 @@ def test_chunks_of_a_rank_shorten_its_wait():
     times = [STAGE] * 2
     one, two = (step_time(times, split_of(2, 8, zero_bubble=True, interleave=chunks)) for chunks in (1, 2))
     assert 0 < two.bubble_s < one.bubble_s
+
+
+def test_a_product_takes_its_launch_at_least():
+    small = Op(name="aten.mm.default", module="", phase=Phase.FORWARD, step=0, at=0, flops=1, dtype="bfloat16")
+    assert kernels_s([small] * 160, HARDWARE) == pytest.approx(160 * 9e-6)
+    large = replace(small, flops=int(HARDWARE.flops_per_s["bfloat16"]))
+    assert kernels_s([large], HARDWARE) == pytest.approx(1.0)
+
+
+def test_an_all_to_all_is_slower_than_a_ring():
+    network = catalog.network(catalog.gpu("B200"))
+    split = Split(gpus=8, ep=8)
+    ring, all_to_all = (
+        sent_s(Sent(kind=kind, axis="ep", bytes=8 << 30, phase=Phase.FORWARD), split, network) - network.latency_s
+        for kind in ("all_gather", "all_to_all")
+    )
+    assert ring / all_to_all == pytest.approx(0.804)

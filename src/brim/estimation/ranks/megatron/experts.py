@@ -5,6 +5,9 @@ Read from Megatron-LM (megatron/core/transformer/multi_latent_attention.py;
 moe/{moe_layer,token_dispatcher,experts}.py): grouped products, all-to-all dispatch, as many tokens at every expert
 (``--moe-pad-expert-input-to-capacity`` with a factor of 1, or a router in balance), probabilities applied with the
 activation. What Python's variables hold on to until a layer's forward returns is held here too.
+
+Transformer Engine multiplies a group's matrices one by one (cpp_extensions/gemm.py, ``general_grouped_gemm``), so
+each is an operation of its own here.
 """
 
 from __future__ import annotations
@@ -14,6 +17,14 @@ from brim.estimation.ranks.script import Script
 from brim.estimation.ranks.sizes import Experts, Latent
 
 _ROUTER_TENSORS = 3  # float32 of a token for every expert: scores, their scattered choice, the balance loss's scores
+
+# Passes of the router over those tensors (moe_utils.py: scores in float32, top-k, zeros and the scattered choice, the
+# balance loss's softmax and sum), forward; backward the gradients of each, and of the scores in bfloat16.
+_ROUTER_PASSES, _ROUTER_PASSES_BACK = 8, 10
+
+# Rows that are gathered or scattered by index get half of the memory's rate: 0.501 forward and 0.511 backward of
+# 8 TB/s (B200; SimuMax, configs/system/b200_bf16_ceperm.json, permute_fwd and permute_bwd, Apache-2.0).
+_PERMUTATION_SHARE = 0.5
 
 
 class _Sizes:
@@ -141,8 +152,9 @@ class ExpertFeedForward(Layer):
         self._at("mlp.router")
         keep["router"] = script.keep(place.tokens * own.count * (4 * _ROUTER_TENSORS + 1))
         self._product_of(own.count, place.shape.hidden, place.tokens)
+        self._move(4 * _ROUTER_PASSES * place.tokens * own.count)
         permuted = script.alloc(self._sent_bytes)
-        self._move(self._sent_bytes + place.whole)
+        self._permute(self._sent_bytes + place.whole)
         received = script.alloc(self._sent_bytes)
         script.send("all_to_all", "ep", self._sent_bytes)
         held = [permuted, received]
@@ -150,7 +162,7 @@ class ExpertFeedForward(Layer):
             held.append(self._forward_shared(keep))
         self._at("mlp.experts")
         keep["tokens"] = script.keep(self._sent_bytes)
-        self._move(2 * self._sent_bytes)
+        self._permute(2 * self._sent_bytes)
         keep["fc1"] = script.keep(size(2 * own.inner * own.chosen))
         self._grouped()
         keep["act"] = script.keep(size(own.inner * own.chosen))
@@ -158,12 +170,12 @@ class ExpertFeedForward(Layer):
         out = script.alloc(self._sent_bytes)
         self._grouped(back=True)
         sorted_back = script.alloc(self._sent_bytes)
-        self._move(2 * self._sent_bytes)
+        self._permute(2 * self._sent_bytes)
         script.free(out)
         returned = script.alloc(self._sent_bytes)
         script.send("all_to_all", "ep", self._sent_bytes)
         total = script.alloc(place.whole)
-        self._move(self._sent_bytes + 2 * place.whole)
+        self._permute(self._sent_bytes + 2 * place.whole)
         script.free(returned, sorted_back, *held)
         return total
 
@@ -197,7 +209,10 @@ class ExpertFeedForward(Layer):
         tokens = self._sent_back(self._sent_back(tokens), sends=True)
         self._at("mlp.router")
         hidden = script.alloc(place.whole)
-        self._move(self._sent_bytes + place.whole)
+        self._permute(self._sent_bytes + place.whole)
+        self._move(4 * _ROUTER_PASSES_BACK * place.tokens * own.count)
+        for accumulates in (False, True):
+            self._product_of(own.count, place.shape.hidden, place.tokens, accumulates=accumulates)
         script.free(tokens, keep.pop("router"))
         return self._backward_norm("ln2", keep, gradient, hidden, shared, keep.pop("middle"))
 
@@ -206,7 +221,7 @@ class ExpertFeedForward(Layer):
         if sends:
             self.script.send("all_to_all", "ep", self._sent_bytes)
         else:
-            self._move(2 * self._sent_bytes)
+            self._permute(2 * self._sent_bytes)
         self.script.free(tokens)
         return made
 
@@ -231,8 +246,14 @@ class ExpertFeedForward(Layer):
         own, place = self._experts, self.place
         rows, columns = (place.shape.hidden, own.inner) if back else (2 * own.inner, place.shape.hidden)
         local = own.count // place.split.ep
+        tokens = place.tokens * own.chosen // local
         for accumulates in (False, True) if gradient else (False,):
-            self._product_of(rows, columns, place.tokens * own.chosen, accumulates=accumulates, copies=local)
+            for _ in range(local):
+                self._product_of(rows, columns, tokens, accumulates=accumulates)
+
+    def _permute(self, bytes: int) -> None:
+        """Rows that are gathered or scattered: ``bytes`` are read and written."""
+        self._move(int(bytes / _PERMUTATION_SHARE))
 
 
 class LatentExperts(ExpertFeedForward, LatentAttention):

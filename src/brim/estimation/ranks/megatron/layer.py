@@ -378,11 +378,8 @@ class Layer:
         rows, columns = self.place.weights()[weight]
         self._product_of(rows, columns, self.place.tokens, accumulates=accumulates)
 
-    def _product_of(
-        self, rows: int, columns: int, tokens: int, *, accumulates: bool = False, copies: int = 1
-    ) -> None:
-        """``copies`` matrices share the tokens."""
-        moved = _WIDTH * (tokens * (rows + columns)) + copies * rows * columns * (8 if accumulates else _WIDTH)
+    def _product_of(self, rows: int, columns: int, tokens: int, *, accumulates: bool = False) -> None:
+        moved = _WIDTH * (tokens * (rows + columns)) + rows * columns * (8 if accumulates else _WIDTH)
         self.script.op("aten.mm.default", flops=2 * tokens * rows * columns, moved_bytes=moved)
 
     def _core(self, passes: int) -> None:

@@ -138,6 +138,18 @@ def test_everything_that_experts_and_latent_attention_make_is_let_go(name, recom
     assert not [s for s in made.storages if s.died is None and s.born >= made.step_starts[0]]
 
 
+def test_each_expert_of_a_rank_is_a_product_and_its_router_has_gradients():
+    """Up, gated, and down: forward one of each, backward two; the router's product and its two gradients."""
+    shape = dataclasses.replace(shape_of(find_model("mixtral-8x7b")), layers=1)
+    made = stage_trace(shape, Split(gpus=4, ep=4), 0, sequence=128, recompute="none").trace
+    products = [op for op in made.ops if op.name == "aten.mm.default"]
+    routers = [op for op in products if op.module.endswith("mlp.router")]
+    experts = [op for op in products if op.module.endswith("mlp.experts")]
+    assert len(routers) == 3 and {op.flops for op in routers} == {2 * 128 * shape.hidden * 8}
+    assert len(experts) == 2 * (2 + 4)  # two of eight experts are on a rank
+    assert {op.flops for op in experts} == {2 * 128 * shape.hidden * 14336, 2 * 128 * shape.hidden * 2 * 14336}
+
+
 def test_an_unfused_loss_keeps_its_softmax_in_float32():
     fused, plain = (
         stage_trace(GPT, Split(gpus=1), 0, sequence=SEQUENCE, recompute="full", fused_loss=fused).trace
