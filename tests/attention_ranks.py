@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from brim.techniques.kv_offload import attention_kernels
-from brim.techniques.parallel import context_parallel
+from brim.techniques.parallel import attention_kernels, context_parallel
 from brim.techniques.parallel.context_attention import Ring, attention
 
 

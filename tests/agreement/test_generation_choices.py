@@ -30,6 +30,7 @@ from brim.run.plan.request import Machine, Request
 from brim.run.plan.search import plan
 from brim.run.timing.spans import WHOLE
 from brim.techniques.kv_offload import cache as kv_cache
+from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.units import GIB, MIB
 from generating import save, save_words_llama
@@ -133,7 +134,26 @@ def test_a_plan_with_older_tokens_in_ram_is_drawn_with_the_wait_for_them(models:
     subject = open_subject(asked, on)
     found = search_generation(_without_help(subject.case))
     assert found.plan.settings[kv_cache.RESTING_TOKENS] > 0
-    assert steady_s(foreseen(found, 12)) == pytest.approx(found.plan.promise.step_s, rel=1e-9)
+    drawn = foreseen(found, 12)
+    assert steady_s(drawn) == pytest.approx(found.plan.promise.step_s, rel=1e-9)
+    room = found.placement
+    assert room is not None and room.resting > 0
+    for tier, count in room.held_bytes(VRAM).items():
+        assert [e.bytes for e in drawn if e.kind is EventKind.ALLOC and e.tier == tier and "KV" in e.label] == [count]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("vram", [440 * MIB, 560 * MIB, 700 * MIB])
+def test_no_plan_lets_tokens_rest_in_ram_and_the_processor_compute(vram: int, models: Mapping[str, Path]) -> None:
+    """Keys and values of what the processor computes are in the model's own cache, of which nothing rests."""
+    asked = Request(model=models["llama of 8 layers"], seq=1900, new_tokens=100, batch=16, precision="fp32")
+    on = Machine(hardware=GPU, budget_bytes={VRAM: vram, RAM: 2 * GIB}, assumed=("all of it",))
+    found = search_generation(open_subject(asked, on).case)
+    computes = COMPUTE_RAM in found.plan.choices(STREAMING).values()
+    decided = [one.choice for one in found.plan.decisions if one.technique == kv_cache.NAME]
+    assert not (computes and found.plan.settings.get(kv_cache.RESTING_TOKENS))
+    assert (found.placement is None) == computes
+    assert decided == ([] if computes else [kv_cache.OLDER_IN_RAM if found.resting else kv_cache.RESIDENT])
 
 
 @pytest.mark.thorough

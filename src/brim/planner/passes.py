@@ -63,11 +63,12 @@ class BlockCost:
 class Job:
     """What is to be planned: blocks in execution order, and what a step needs beside them.
 
-    ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, KV cache); ``step_bytes`` is the
-    peak of activations and temporaries; ``spent_bytes`` is what the program takes per tier beside tensors (imports,
-    tokenizer, library workspaces); ``bounce_bytes`` of RAM serve reads that cannot go straight to their place, and
-    through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of RAM are
-    what a processor beside a GPU takes for activations while it computes a block. ``beside``: what lanes were
+    ``fixed_bytes`` stays in the compute tier for good (loose parameters, buffers, slots of experts); ``step_bytes``
+    is the peak of activations and temporaries, with the part of the KV cache that is in the compute tier;
+    ``spent_bytes`` is what the program takes per tier beside tensors (imports, tokenizer, library workspaces), with
+    the part of the KV cache that rests in RAM; ``bounce_bytes`` of RAM serve reads that cannot go straight to their
+    place, and through ``passage_bytes`` of it residents come from disk to VRAM, one at a time. ``cpu_step_bytes`` of
+    RAM are what a processor beside a GPU takes for activations while it computes a block. ``beside``: what lanes were
     measured to leave each other (None: what ``contention`` knows of the machine).
     """
 

@@ -383,7 +383,7 @@ def _too_small(job: Job, compute: str, budget_bytes: Mapping[str, int]) -> Budge
     parts = [
         f"{format_bytes(job.overhead_bytes(compute))} for the program itself",
         f"{format_bytes(job.fixed_bytes)} that always stays",
-        f"{format_bytes(job.step_bytes)} of activations",
+        f"{format_bytes(job.step_bytes)} of activations{' and KV cache' if job.task == 'generate' else ''}",
     ]
     return BudgetError(
         f"{job.model} was to run with {format_bytes(budget_bytes[compute])} of {compute.upper()}.",

@@ -28,6 +28,7 @@ from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import EXPERT_SLOTS
 from brim.techniques.experts.technique import NAME as EXPERTS
 from brim.techniques.kv_offload import cache as kv_cache
+from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import RING_SLOTS, Weights
 from brim.units import format_bytes
@@ -115,9 +116,7 @@ class GenerationCase:
         return Sizes(batch=batch, prompt=self.prompt, total=total, chunk=chunk, padded=padded, drawn=wanted.drawn)
 
     def placement(self, sizes: Sizes, resting: int) -> kv_cache.Placement | None:
-        if self.shape is None:
-            return None
-        return kv_cache.Placement(shape=self.shape, batch=sizes.batch, tokens=sizes.cached, resting=resting)
+        return None if self.shape is None else sizes.placement(self.shape, resting)
 
     def job(self, cut: Cut, need: Need) -> Job:
         return job_of(self.module, cut, self.hardware, need, self.weights, "generate")
@@ -149,10 +148,16 @@ class GenerationStrategy:
     @property
     def placement(self) -> kv_cache.Placement | None:
         """Of the KV cache, where that is planned."""
-        if self.shape is None:
-            return None
-        sizes = self.sizes
-        return kv_cache.Placement(shape=self.shape, batch=sizes.batch, tokens=sizes.cached, resting=self.resting)
+        return None if kept_by_model(self.plan) else self._room
+
+    @property
+    def cache_bytes(self) -> Mapping[str, int]:
+        """What the KV cache takes in each tier, whoever keeps it; nothing where it counts as activations."""
+        return {} if self._room is None else self._room.held_bytes(self.hardware.compute)
+
+    @property
+    def _room(self) -> kv_cache.Placement | None:
+        return None if self.shape is None else self.sizes.placement(self.shape, self.resting)
 
 
 def search_generation(case: GenerationCase) -> GenerationStrategy:
@@ -196,7 +201,8 @@ class GenerationSearch:
         return self.case.shape is not None and self.case.shape.only_attention
 
     def _with_batch(self, batch: int, attempt: Callable[[int, int], GenerationStrategy]) -> GenerationStrategy:
-        """All of the cache in the compute tier, if ``attempt`` lets it; else as little as needed in RAM."""
+        """All of the cache in the compute tier, if ``attempt`` lets it; else, beside a GPU, as little as needed in
+        RAM."""
         case, restings = self.case, [0]
         if case.hardware.compute != RAM and case.shape is not None:
             restings += kv_cache.restings(case.shape, case.sizes(batch, case.prompt).cached)
@@ -242,7 +248,9 @@ class GenerationSearch:
         if case.shape is not None and case.shape.planned:
             largest = max(layer.token_bytes for _, layer in case.shape.planned)
             cache_bytes = largest * sizes.batch * sizes.total
-        return case.seconds.paced(plain, sizes, self.cuts(plain), cache_bytes=cache_bytes, prompt=prompt)
+        paced = case.seconds.paced(plain, sizes, self.cuts(plain), cache_bytes=cache_bytes, prompt=prompt)
+        # Where a processor computes blocks, the model keeps its own cache, no token of which rests elsewhere.
+        return replace(paced, cpu_seconds=None) if resting else paced
 
     def seen(self, sizes: Sizes) -> Observation:
         if sizes not in self._seen:
@@ -306,7 +314,7 @@ class GenerationSearch:
         }
         plan = replace(plan, model=self.case.name, settings=settings)
         placement = self.case.placement(sizes, resting)
-        if placement is None or not placement.shape.planned:
+        if placement is None or not placement.shape.planned or kept_by_model(plan):
             return plan
         choice = kv_cache.OLDER_IN_RAM if resting else kv_cache.RESIDENT
         held = placement.shape.token_bytes * placement.batch * placement.tokens
@@ -369,8 +377,16 @@ class GenerationSearch:
         return replace(fixed, promise=replace(fixed.promise, peak_bytes=peak))
 
 
+def kept_by_model(plan: Plan) -> bool:
+    """Whether the model keeps its own KV cache: that of blocks which the processor computes has to be in RAM."""
+    return COMPUTE_RAM in plan.choices(STREAMING).values()
+
+
 def older_tokens_s(placement: kv_cache.Placement, hardware: Hardware) -> float:
-    """Seconds in which the part of the KV cache that rests in RAM comes over the link, in each pass."""
+    """Seconds in which the part of the KV cache that rests in RAM comes over the link, in each pass.
+
+    They are counted as if nothing hid them: streamed blocks come over the same link.
+    """
     return placement.moved_bytes / hardware.link(RAM, hardware.compute).bytes_per_s
 
 

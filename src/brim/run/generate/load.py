@@ -49,16 +49,16 @@ def load(
 
     The module behaves as if all its weights were in memory; those that do not fit are streamed from RAM or from the
     checkpoint on disk. What it computes is equal, bit for bit, to a model that is all in memory. Call it under
-    ``torch.no_grad()``.
+    ``torch.no_grad()``. The KV cache is transformers' own: it counts as activations, up to the tokens of ``inputs``,
+    and nothing keeps it from growing further.
 
     Args:
         model: A Hugging Face folder (safetensors), a ``.gguf`` file, or a hub id.
         vram: Budget of the GPU: ``"8GiB"``, bytes, or ``"90%"`` of all that it has. None: what is free less a tenth.
         ram: Budget of host memory, written alike: for the growth of the process from this call on, whatever it is
             for.
-        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (one of
-            several), ``"cpu"``, or ``"emulated"``: a part of RAM
-            plays VRAM.
+        device: ``"auto"`` (CUDA, else the CPU), ``"cuda"``, ``"xpu"``, ``"npu"``, ``"cuda:1"`` (one of several),
+            ``"cpu"``, or ``"emulated"``: a part of RAM plays VRAM.
         inputs: The largest step to make room for. None: one sequence of 1,024 tokens, or fewer where the budget is
             small.
         dtype: Of the weights. None: as the configuration says.

@@ -41,6 +41,12 @@ class Sizes:
         """Tokens that the cache holds in the end: the last one is not given to the model any more."""
         return max(self.prompt, self.total - 1)
 
+    def placement(self, shape: kv_cache.CacheShape, resting: int) -> kv_cache.Placement:
+        """Of a KV cache of that ``shape``, the oldest ``resting`` tokens in RAM."""
+        return kv_cache.Placement(
+            shape=shape, batch=self.batch, tokens=self.cached, resting=min(resting, self.cached)
+        )
+
     def passes(self) -> Iterator[tuple[int, bool]]:
         """Tokens of each pass, and whether it is one of the largest: the others only fill the cache."""
         whole, rest = divmod(self.prompt, self.chunk)
@@ -111,11 +117,10 @@ def watch_generation(module: nn.Module, sizes: Sizes, shape: kv_cache.CacheShape
 def _pretended(
     module: nn.Module, shape: kv_cache.CacheShape, sizes: Sizes, watch: StepWatch
 ) -> kv_cache.PlannedCache:
-    placement = kv_cache.Placement(shape=shape, batch=sizes.batch, tokens=sizes.cached)
     timeline = Timeline("a cache without bytes", measured=False)
     memory = fake_memory(timeline, compute_tier=RAM, compute_bytes=_NO_LIMIT_BYTES, ram_bytes=_NO_LIMIT_BYTES)
-    cache = kv_cache.apply(module, placement, memory)
-    for tensor in cache.tensors:
+    cache = kv_cache.apply(module, sizes.placement(shape, 0), memory)
+    for tensor in cache.tensors:  # what is given to a step is not counted among what it makes
         watch.adopt(tensor, Category.INPUT)
     return cache
 

@@ -23,11 +23,12 @@ from brim.run.generate.load import (
     verifier,
     warm_up,
 )
+from brim.run.generate.memory import Sizes
 from brim.run.generate.pass_seconds import PassSeconds
 from brim.run.generate.remembered_passes import RememberedPasses
 from brim.run.model.opening import OpenedModel
 from brim.techniques.kv_offload import cache as kv_cache
-from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_DISK
+from brim.techniques.streaming.placement import FROM_DISK
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
 
@@ -41,17 +42,12 @@ class Loaded:
     strategy: GenerationStrategy
 
     def cache(self, batch: int, prompt: int, new_tokens: int) -> kv_cache.PlannedCache | None:
-        """An empty cache for a batch; None where the model makes its own.
-
-        It does where some layers are computed in RAM: their keys and values have to be there too.
-        """
-        by_processor = COMPUTE_RAM in self.handle.plan.choices(STREAMING).values()
-        if self.strategy.shape is None or by_processor:
+        """An empty cache for a batch; None where the model makes its own."""
+        planned = self.strategy.placement
+        if planned is None:
             return None
-        tokens = max(prompt, prompt + new_tokens - 1)
-        placement = kv_cache.Placement(
-            shape=self.strategy.shape, batch=batch, tokens=tokens, resting=min(self.strategy.resting, tokens)
-        )
+        sizes = Sizes(batch=batch, prompt=prompt, total=prompt + new_tokens, chunk=prompt)
+        placement = sizes.placement(planned.shape, planned.resting)
         return kv_cache.apply(self.module, placement, self.handle.memory)
 
 

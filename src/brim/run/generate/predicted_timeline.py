@@ -16,7 +16,6 @@ from brim.planner.passes import BESIDE_BLOCKS, Passes, simulate_passes
 from brim.run.generate.choose import GenerationStrategy, older_tokens_s
 from brim.run.timing.spans import BLOCKS, FORWARD, WHOLE
 from brim.techniques.experts import technique as experts
-from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import (
     FROM_DISK,
@@ -108,13 +107,9 @@ def _expert_slots(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]
 
 
 def _cached(strategy: GenerationStrategy) -> Iterator[tuple[str, int, str]]:
-    """The KV cache, its older tokens where they rest."""
-    tokens = strategy.sizes.cached
-    for decision in strategy.plan.decisions:
-        if decision.technique == kv_cache.NAME:
-            away = decision.bytes * min(strategy.resting, tokens) // tokens
-            yield strategy.hardware.compute, decision.bytes - away, "KV cache"
-            yield RAM, away, "older part of the KV cache"
+    """The KV cache, its older tokens where they rest, and the slots in which they pass."""
+    for tier, count in strategy.cache_bytes.items():
+        yield tier, count, "KV cache" if tier == strategy.hardware.compute else "older part of the KV cache"
 
 
 # -- passes

@@ -402,7 +402,7 @@ def opened_for_chat(
     on_stage: Callable[[str], None],
     on_loaded: Callable[[int, int], None],
 ) -> Iterator[tuple[OpenedRun, int]]:
-    """A model in force for one conversation, and of how many tokens. See ``generation_chat.chat``."""
+    """A model in force for one conversation, and of how many tokens. See ``run.generate.chat.chat``."""
     with _opened(request, [], on_stage, on_loaded, context=context or 0) as run:
         assert run.context is not None
         yield run, run.context

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brim.techniques.kv_offload.attention_kernels import Kernel, Three
+from brim.techniques.parallel.attention_kernels import Kernel, Three
 from brim.techniques.parallel.collectives import all_gather, reduce_scatter
 
 

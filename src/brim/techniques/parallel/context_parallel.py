@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from brim.errors import UnsupportedError
 from brim.predict.compiled.torch_compile import is_captured
-from brim.techniques.kv_offload import attention_kernels
+from brim.techniques.parallel import attention_kernels
 from brim.techniques.parallel.collectives import gathered
 from brim.techniques.parallel.context_attention import Ring, attention
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brim.techniques.kv_offload import attention_kernels
+from brim.techniques.parallel import attention_kernels
 from brim.techniques.parallel.context_attention import Ring, attention
 
 DEVICE = "cuda"

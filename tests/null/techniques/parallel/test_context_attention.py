@@ -6,8 +6,7 @@ import torch
 from attention_ranks import largest_errors
 from brim.core import Category, Phase
 from brim.predict.tracer import trace
-from brim.techniques.kv_offload import attention_kernels
-from brim.techniques.parallel import context_parallel, sharding
+from brim.techniques.parallel import attention_kernels, context_parallel, sharding
 from brim.techniques.parallel.context_attention import attention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
