@@ -24,15 +24,14 @@ _BEFORE_S = -1.0  # the time of what is there before the step, until the step ha
 
 
 def step_timeline(
-    name: str, made: Trace, copies: Timeline, blocks: Iterable[str], hardware: Hardware, pace: float = 1.0
+    name: str, made: Trace, copies: Timeline, blocks: Iterable[str], hardware: Hardware, step_s: float
 ) -> Timeline:
-    """The step of ``made``, from 0 s on; ``placed`` gives it its place among others.
+    """The step of ``made``, from 0 to ``step_s``; ``placed`` gives it its place among others.
 
     ``copies`` has its COPY events, in order; each way is taken to copy without a pause from the step's beginning on.
-    ``blocks`` are paths of modules: time is told by them. Computing takes ``pace`` times what the rates of
-    ``hardware`` say.
+    ``blocks`` are paths of modules: time is told by them, with what they wait.
     """
-    clock = _Clock(made, hardware, pace)
+    clock = _Clock(made, hardware, step_s)
     timeline = Timeline(name, measured=False)
     _write_memory(timeline, made, clock, hardware.compute)
     parts = {part for block in blocks for part in block.split("+")}
@@ -53,11 +52,10 @@ def placed(foreseen: Timeline, measured: Timeline) -> Timeline:
 
 
 class _Clock:
-    """Seconds by ticks. An operation takes its share by its roofline of what a step of them costs, times ``pace``."""
+    """Seconds by ticks. An operation takes its share of the step's, by its roofline."""
 
-    def __init__(self, made: Trace, hardware: Hardware, pace: float) -> None:
+    def __init__(self, made: Trace, hardware: Hardware, step_s: float) -> None:
         self.ops = [op for op in made.ops if op.step >= 0]
-        step_s = pace * cost.step_cost(made, hardware).step_s if self.ops else 0.0
         took = [cost.op_s(op, hardware) + cost.EAGER.kernel_s for op in self.ops]
         share = step_s / (sum(took) or 1.0)
         self.starts_s = [0.0]

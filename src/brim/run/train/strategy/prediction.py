@@ -145,16 +145,17 @@ class Rehearsal:
     def foresee(self, choice: Choice, promised_s: float) -> Timeline:
         """The step under ``choice`` as a Timeline from 0 s on; of many passes, as many as are rehearsed.
 
-        Its computing goes at the pace of a whole step in ``promised_s``.
+        It takes the share of ``promised_s`` that its passes have of the whole step's computing.
         """
         run = _Run(self, choice, _ENDLESS_BYTES)
         made = run.trace()
         run.memory.close()
         name = f"{self.name}: a step, {run.rehearsed} of {run.passes} passes"
         blocks = [block.name for block in self.partition.blocks]
-        rated_s = _timed(made, run, self.hardware).step_s
-        pace = promised_s / rated_s if rated_s and promised_s else 1.0
-        timeline = step_timeline(name, made, run.memory.recorder.timeline, blocks, self.hardware, pace)
+        drawn_s, further_s = _computes_s(made, run, self.hardware)
+        whole_s = promised_s or _timed(made, run, self.hardware).step_s
+        step_s = whole_s * (drawn_s / (drawn_s + further_s) if drawn_s else 1.0)
+        timeline = step_timeline(name, made, run.memory.recorder.timeline, blocks, self.hardware, step_s)
         timeline.facts["promised_step_s"] = promised_s
         return timeline
 
@@ -320,12 +321,17 @@ def _later_pass(made: Trace, trained: Sequence[int]) -> Trace:
     return replace(made, ops=(*first, *sums))
 
 
+def _computes_s(made: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of the passes that were rehearsed, with the update, and of all others."""
+    more = run.passes - run.rehearsed
+    later_s = cost.step_cost(_later_pass(made, run.trained), hardware).step_s if more else 0.0
+    return cost.step_cost(made, hardware).step_s, more * later_s
+
+
 def _timed(made: Trace, run: _Run, hardware: Hardware) -> Prediction:
     """Copies run beside compute, so the slowest lane sets the pace. Passes that were not rehearsed are all alike."""
-    lanes = {"compute": cost.step_cost(made, hardware).step_s}
+    lanes = {"compute": sum(_computes_s(made, run, hardware))}
     more = run.passes - run.rehearsed
-    if more:
-        lanes["compute"] += more * cost.step_cost(_later_pass(made, run.trained), hardware).step_s
     for (source, target), bytes in run.moved.items():
         count = bytes + more * run.moved_between.get((source, target), 0)
         rate = hardware.link(*known_way(hardware, source, target)).bytes_per_s

@@ -10,9 +10,10 @@ import torch
 import transformers
 from torch import nn
 
-from brim.core import Hardware, Link
+from brim.core import EventKind, Hardware, Link
 from brim.core.hardware import DISK, RAM
 from brim.run.fit.machine import emulated_hardware
+from brim.run.timing.spans import WHOLE
 from brim.run.train.strategy import prediction as training_prediction
 from brim.run.train.strategy.choice import Choice
 from brim.run.train.strategy.prediction import Prediction, Rehearsal
@@ -27,7 +28,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def predicted(batch: int, choice: dict[str, Any], hardware: Hardware) -> Prediction:
+def rehearsal_of(batch: int, hardware: Hardware) -> Rehearsal:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -39,12 +40,15 @@ def predicted(batch: int, choice: dict[str, Any], hardware: Hardware) -> Predict
         made = torch.zeros(count, 64, dtype=torch.long)
         return {"input_ids": made, "labels": made.clone()}
 
-    rehearsal = Rehearsal(
+    return Rehearsal(
         name="tiny", model=model, partition=find_blocks(model), weights=Weights(), inputs=ids, batch=batch,
         optimizer=lambda twin: torch.optim.AdamW(twin.parameters(), fused=True),
         hardware=emulated_hardware(hardware), device="emulated", budget_bytes={RAM: 1 << 30},
     )  # fmt: skip
-    return rehearsal.predict(Choice(micro_batch=1, **choice))
+
+
+def predicted(batch: int, choice: dict[str, Any], hardware: Hardware) -> Prediction:
+    return rehearsal_of(batch, hardware).predict(Choice(micro_batch=1, **choice))
 
 
 @pytest.mark.thorough
@@ -62,6 +66,25 @@ def test_every_micro_batch_takes_its_time_and_none_takes_memory_beside_the_other
     assert eight.limited_by == whole.limited_by
     for tier, count in whole.peak_bytes.items():
         assert eight.peak_bytes[tier] == pytest.approx(count, rel=0.01), tier  # the inputs of all are there
+
+
+@pytest.mark.parametrize("disk_bytes_per_s", [1e6, 1e12], ids=["waits for the disk", "computes"])
+def test_the_picture_of_a_step_takes_the_seconds_of_its_promise(
+    disk_bytes_per_s: float, known_machine: Hardware
+) -> None:
+    link = Link(source=DISK, target=RAM, bytes_per_s=disk_bytes_per_s)
+    rehearsal = rehearsal_of(2, replace(known_machine, links=(link, *known_machine.links[1:])))
+    choice = Choice(micro_batch=1, **CHOICES["gradients on disk"])
+    promised_s = rehearsal.predict(choice).step_s
+    for whole_s in (promised_s, 2 * promised_s, 0.0):  # 0: nobody promised any
+        drawn = rehearsal.foresee(choice, whole_s)
+        ends = [e.time_s + e.duration_s for e in drawn if e.kind is EventKind.COMPUTE and e.stream == WHOLE]
+        assert max(ends) == pytest.approx(whole_s or promised_s)
+        copied = [e.time_s + e.duration_s for e in drawn if e.kind is EventKind.COPY]
+        assert copied and max(copied) <= max(ends) * 1.001
+    four = rehearsal_of(4, rehearsal.hardware)
+    ends = [e.time_s + e.duration_s for e in four.foresee(choice, 3.0) if e.kind is EventKind.COMPUTE]
+    assert 1.0 < max(ends) < 3.0  # two of four passes are drawn, and the update
 
 
 def test_every_micro_batch_moves_its_gradients(known_machine: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
