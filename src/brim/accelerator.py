@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,26 @@ class Accelerator:
         """How much of the device the program lets PyTorch's allocator have; 1 where nothing limits it."""
         limited = self.counts_memory() and hasattr(self.module, "get_per_process_memory_fraction")
         return float(self.module.get_per_process_memory_fraction()) if limited else 1.0
+
+    @contextlib.contextmanager
+    def limited(self, limit_bytes: int) -> Iterator[None]:
+        """Within, PyTorch's allocator takes at most that many bytes more of the device than tensors have now.
+
+        It first gives back what no tensor needs, then says that memory ran out. Nothing where the backend has no such
+        limit.
+        """
+        if not (self.counts_memory() and hasattr(self.module, "set_per_process_memory_fraction")):
+            yield
+            return
+        before, limit = self.memory_fraction(), self.module.set_per_process_memory_fraction
+        with self.current():
+            most = self.allocated_bytes() + limit_bytes + 0.5  # the allocator rounds down
+            limit(min(before, most / self.memory_bytes()[1]))
+        try:
+            yield
+        finally:
+            with self.current():
+                limit(before)
 
     def synchronize(self) -> None:
         """Wait until all that it was given to do is done."""

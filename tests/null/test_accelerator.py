@@ -76,6 +76,23 @@ def test_free_memory_is_asked_in_each_backends_words(present):
     assert capacity.free_bytes(VRAM) == (9 + 2) * GIB
 
 
+def test_a_limit_counts_from_what_tensors_have_and_is_taken_back():
+    said: list[float] = []
+    words = {
+        "get_per_process_memory_fraction": lambda: 0.75,
+        "set_per_process_memory_fraction": said.append,
+        "current_device": lambda: 0,
+    }
+    with pytest.raises(ZeroDivisionError), xpu(**words).limited(2 * GIB):
+        assert int(said[-1] * 8 * GIB) == (1 + 2) * GIB
+        raise ZeroDivisionError
+    assert said.pop() == 0.75
+    with xpu(**words).limited(100 * GIB):
+        assert said[-1] == 0.75  # what the program allows holds too
+    with xpu().limited(1):
+        pass  # a backend without limits has none
+
+
 def test_what_a_backend_lacks_is_named():
     lacking = Accelerator(type="npu", module=SimpleNamespace(), device=CPU)
     with pytest.raises(UnsupportedError, match=r"Ascend NPU(.|\n)*mem_get_info"):

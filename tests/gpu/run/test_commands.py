@@ -17,6 +17,10 @@ from transformers import LlamaForCausalLM
 
 import brim
 from brim.cli import main
+from brim.run.generate.request import Request as Generating
+from brim.run.generate.request import generate
+from brim.run.train.loop import train
+from brim.run.train.request import Request as Training
 from generating import save_words_llama
 from trainings import write_text
 
@@ -64,6 +68,28 @@ def test_generate(saved: Path, reserved: Any, capsys: pytest.CaptureFixture[str]
     found = json.loads(capsys.readouterr().out)
     assert found["measured_bytes"]["vram"] <= found["promised_bytes"]["vram"] <= 140 * MIB
     assert {decision["choice"] for decision in found["plan"]["decisions"]} > {"resident"}
+
+
+def test_while_a_command_runs_pytorch_is_held_to_the_budget(saved: Path, tmp_path: Path, reserved: Any) -> None:
+    shares: list[float] = []
+
+    def seen(*_: Any) -> None:
+        shares.append(torch.cuda.get_per_process_memory_fraction())
+
+    generate(
+        Generating(model=saved, prompt="more", max_new_tokens=2, vram="140MiB", ram="2GiB", device="cuda"),
+        on_text=seen,
+    )
+    train(
+        Training(
+            model=saved, data=saved / "text.txt", output=tmp_path / "out", seq=16, batch=1, steps=1, precision="fp32",
+            vram="280MiB", ram="3GiB", device="cuda",
+        ),
+        on_step=seen,
+    )  # fmt: skip
+    total = torch.cuda.mem_get_info()[1]
+    assert 140 * MIB <= shares[0] * total <= 160 * MIB and 280 * MIB <= shares[-1] * total <= 320 * MIB
+    assert torch.cuda.get_per_process_memory_fraction() == 1
 
 
 @pytest.mark.parametrize("options", [[], ["--method", "lora"]], ids=["full", "lora"])

@@ -6,10 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from brim import accelerator
 from brim.errors import UsageError
+from brim.measure import monitor as monitor_module
+from brim.measure import nvml
 from brim.measure.monitor import KernelMeter, Monitor, SampledMeter, Watch
 
 MIB = 1 << 20
@@ -141,6 +145,28 @@ def test_without_cuda_no_vram_is_reported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "reserved", "found"),
+    [
+        ([900, None], [600, 0], 1000 + 300),  # the second GPU has nothing of this process
+        ([900, 500], [600, 300], 1000 + 300 + 200),
+        ([900, None], [600, 300], None),  # it has something, and the driver does not tell what
+        ([None, None], [0, 0], None),
+    ],
+)
+def test_the_process_bytes_of_several_gpus(driver, reserved, found, monkeypatch):
+    uuids = ["first", "second"]
+    cuda = SimpleNamespace(
+        get_device_properties=lambda index: SimpleNamespace(uuid=uuids[index]),
+        memory_reserved=lambda index: reserved[index],
+    )
+    one = accelerator.Accelerator(type="cuda", module=cuda, device=None)
+    monkeypatch.setattr(accelerator, "in_use", lambda: [(one, 0), (one, 1)])
+    monkeypatch.setattr(nvml, "process_bytes", lambda name: driver[uuids.index(name.removeprefix("GPU-"))])
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert monitor_module._vram_process_bytes(1000) == found
 
 
 def test_wrong_use_is_a_usage_error():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
 
@@ -218,6 +219,16 @@ def budgets(
                 "Give what it has or less.",
             )
     return budget
+
+
+def held_to(budget_bytes: Mapping[str, int], device: str) -> AbstractContextManager[None]:
+    """Within, what PyTorch's allocator adds on ``device`` (tensors, workspaces, blocks that it keeps) is held to the
+    budget of VRAM.
+
+    For runs that have the process to themselves: what else a program made meanwhile would be held to it as well.
+    """
+    here = computing(device)
+    return contextlib.nullcontext() if here is None or VRAM not in budget_bytes else here.limited(budget_bytes[VRAM])
 
 
 def held_vram_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

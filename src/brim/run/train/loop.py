@@ -20,7 +20,7 @@ from brim.measure.monitor import Monitor, Usage
 from brim.measure.nvml import busy_share
 from brim.memory import heap
 from brim.run.data.dataset import Batches
-from brim.run.fit.machine import on
+from brim.run.fit.machine import held_to, on
 from brim.run.train.evaluation import evaluate, open_evaluation
 from brim.run.train.finite import check_loss, overflow_told
 from brim.run.train.report import EvaluationReport, Metrics, StepReport
@@ -78,7 +78,7 @@ def _train(
         with claim(request) as output:
             setup = set_up(request, output, enter)
             enter("opening the model and planning")
-            with Monitor() as monitor:
+            with held_to(setup.budget_bytes, request.device), Monitor() as monitor:
                 run = _Run(setup, on_note, on_evaluation, foresee=foresee)
                 try:
                     enter("training")

@@ -59,6 +59,24 @@ def test_logits_are_those_of_the_whole_model_on_the_device(ids, ram_share):
 
 
 @torch.no_grad()
+def test_blocks_come_and_go_without_an_allocation(ids):
+    """What stands for the weights of a block that is away is made once."""
+
+    def allocations() -> int:
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        model(ids.cuda())
+        return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+    model = llama().cuda()
+    resident = [allocations() for _ in range(2)][-1]
+    model = llama()
+    handle = place(model, vram=weight_bytes(model) // 2, device="cuda", example={"input_ids": ids})
+    assert "stream:ram" in handle.plan.choices("weight_streaming").values()
+    assert [allocations() for _ in range(3)][-1] == resident
+    handle.remove()
+
+
+@torch.no_grad()
 def test_generation_and_state_dict_while_fitted(ids):
     model = llama()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
