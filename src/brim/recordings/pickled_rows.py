@@ -389,6 +389,8 @@ def _distinct(numbers: Numbers) -> tuple[Numbers, Numbers]:
     if not len(numbers):
         return numbers, numbers
     least, most = int(numbers.min()), int(numbers.max())
+    if least == most:  # mostly: all rows have the same keys
+        return numbers[:1], np.zeros(len(numbers), np.int64)
     if most - least > 4 * len(numbers) + 1_000:
         found, which = np.unique(numbers, return_inverse=True)
         return found, which
