@@ -93,18 +93,19 @@ class Accelerator:
 
     @contextlib.contextmanager
     def limited(self, limit_bytes: int) -> Iterator[None]:
-        """Within, PyTorch's allocator takes at most that many bytes more of the device than tensors have now.
+        """Within, PyTorch's allocator takes no more of the device for its segments.
 
         It first gives back what no tensor needs, then says that memory ran out. Nothing where the backend has no such
         limit.
         """
-        if not (self.counts_memory() and hasattr(self.module, "set_per_process_memory_fraction")):
+        words = ("get_per_process_memory_fraction", "set_per_process_memory_fraction")
+        if not (self.counts_memory() and all(hasattr(self.module, word) for word in words)):
             yield
             return
-        before, limit = self.memory_fraction(), self.module.set_per_process_memory_fraction
+        limit = self.module.set_per_process_memory_fraction
         with self.current():
-            most = self.allocated_bytes() + limit_bytes + 0.5  # the allocator rounds down
-            limit(min(before, most / self.memory_bytes()[1]))
+            before = self.memory_fraction()
+            limit(min(before, (limit_bytes + 0.5) / self.memory_bytes()[1]))  # the allocator rounds down
         try:
             yield
         finally:

@@ -120,7 +120,7 @@ def test_the_smallest_budget_of_a_training_is_enough(example: torch.Tensor | Non
 
 def test_a_run_is_held_to_its_budget_and_gives_back_what_no_tensor_needs():
     start_anew()
-    with held_to({"vram": 64 * MIB}, "cuda"):
+    with held_to({"vram": 64 * MIB}, "cuda")():
         for size in (30, 40, 50):  # each in a segment of its own, which the next one needs
             torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
         kept = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")

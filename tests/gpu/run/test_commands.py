@@ -17,8 +17,6 @@ from transformers import LlamaForCausalLM
 
 import brim
 from brim.cli import main
-from brim.run.generate.request import Request as Generating
-from brim.run.generate.request import generate
 from brim.run.train.loop import train
 from brim.run.train.request import Request as Training
 from generating import save_words_llama
@@ -70,7 +68,7 @@ def test_generate(saved: Path, reserved: Any, capsys: pytest.CaptureFixture[str]
     assert {decision["choice"] for decision in found["plan"]["decisions"]} > {"resident"}
 
 
-def test_while_a_command_runs_pytorch_is_held_to_the_budget(saved: Path, tmp_path: Path, reserved: Any) -> None:
+def test_while_steps_are_taken_pytorch_is_held_to_the_budget(saved: Path, tmp_path: Path, reserved: Any) -> None:
     shares: list[float] = []
 
     def seen(*_: Any) -> None:
@@ -81,10 +79,6 @@ def test_while_a_command_runs_pytorch_is_held_to_the_budget(saved: Path, tmp_pat
         return torch.cuda.memory_allocated()
 
     total = torch.cuda.mem_get_info()[1]
-    before = held_bytes()
-    asked = Generating(model=saved, prompt="more", max_new_tokens=2, vram="140MiB", ram="2GiB", device="cuda")
-    generate(asked, on_text=seen)
-    assert shares[-1] * total == pytest.approx(before + 140 * MIB, abs=MIB)
     before = held_bytes()
     training = Training(
         model=saved, data=saved / "text.txt", output=tmp_path / "out", seq=16, batch=1, steps=1, precision="fp32",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, cast, get_args
@@ -221,14 +222,16 @@ def budgets(
     return budget
 
 
-def held_to(budget_bytes: Mapping[str, int], device: str) -> AbstractContextManager[None]:
-    """Within, what PyTorch's allocator adds on ``device`` (tensors, workspaces, blocks that it keeps) is held to the
-    budget of VRAM.
+def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], AbstractContextManager[None]]:
+    """A limit for what PyTorch's allocator adds on ``device`` from now on: the budget of VRAM.
 
-    For runs that have the process to themselves: what else a program made meanwhile would be held to it as well.
+    Within what this gives, tensors, workspaces and blocks that the allocator keeps are held to it. For runs that have
+    the process to themselves: what else a program made meanwhile would be held to it as well.
     """
     here = computing(device)
-    return contextlib.nullcontext() if here is None or VRAM not in budget_bytes else here.limited(budget_bytes[VRAM])
+    if here is None or VRAM not in budget_bytes:
+        return contextlib.nullcontext
+    return functools.partial(here.limited, here.allocated_bytes() + budget_bytes[VRAM])
 
 
 def held_vram_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -17,7 +17,7 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import ModelError, UsageError
 from brim.measure.monitor import Monitor, Usage
 from brim.memory import heap
-from brim.run.fit.machine import Device, budgets, held_to, machine, on
+from brim.run.fit.machine import Device, budgets, machine, on
 from brim.run.generate import predicted_timeline
 from brim.run.generate.choose import Wanted
 from brim.run.generate.inputs import Batch, batches, check, encode
@@ -367,7 +367,7 @@ def _opened_here(
         _open(request, directory, precision)
     hardware = reading_from(hardware, directory, budget_bytes=budget[hardware.compute])
     heap.return_freed_memory()  # what a long prompt's pass frees is counted as long as the heap keeps it
-    with held_to(budget, request.device), Monitor() as monitor:
+    with Monitor() as monitor:
         start_bytes = int(psutil.Process().memory_info().rss)
         opened = _open(request, directory, precision)
         _refuse_others(opened)

@@ -78,11 +78,13 @@ def _train(
         with claim(request) as output:
             setup = set_up(request, output, enter)
             enter("opening the model and planning")
-            with held_to(setup.budget_bytes, request.device), Monitor() as monitor:
+            limited = held_to(setup.budget_bytes, request.device)
+            with Monitor() as monitor:
                 run = _Run(setup, on_note, on_evaluation, foresee=foresee)
                 try:
                     enter("training")
-                    run.train(on_step)
+                    with limited():  # a step that passes it is taken again under a smaller plan
+                        run.train(on_step)
                     enter("saving")
                     run.finish()
                 finally:
