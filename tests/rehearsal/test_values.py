@@ -133,6 +133,37 @@ def test_an_unknown_mode_is_refused() -> None:
         force.environment("some")
 
 
+def test_what_a_forked_child_has_written_is_copied_there(on_device: OnDevice) -> None:
+    """As a worker of a DataLoader does: its pages are its own, though the parent looked at some of its own before."""
+    program = """
+        import os
+        import torch
+
+        x = torch.ones(3 << 20)
+        assert x.double().sum() == 3 << 20  # 12 MiB and more, that somebody has written
+        child = os.fork()
+        if not child:
+            y = torch.ones(5 << 20)
+            os._exit(0 if float(y.double()[-1]) == 1 and float(y.clone()[-1]) == 1 else 1)
+        result = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        """
+    assert on_device.run(program, values="whole") == 0
+
+
+def test_weights_that_nobody_drew_decide_nothing_in_silence(on_device: OnDevice) -> None:
+    program = """
+        import torch
+        from torch import nn
+        from brim.rehearsal.force import InForce
+
+        table = nn.Embedding(4096, 1024).cuda()  # 16 MiB
+        if table.weight[0].abs().sum() > 1:
+            pass
+        result = [one["decides"] for one in InForce.now.reads.to_json()]
+        """
+    assert on_device.run(program, values="whole") == [True]
+
+
 def test_allocations_are_those_without_values(on_device: OnDevice) -> None:
     program = (PROGRAMS / "allocations.py").read_text(encoding="utf-8")
     plain = on_device.run(program)

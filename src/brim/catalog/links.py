@@ -21,8 +21,8 @@ class Network:
     """What collectives of one GPU get: bytes per second of one direction within a node, and out of it.
 
     ``node_bytes_per_s`` is NVLink's, or PCIe's where there is none. ``network_bytes_per_s`` is one GPU's share of its
-    node's network. ``all_to_all_share`` is what an all-to-all gets of a ring's rate. ``latency_s`` is the time of a
-    collective of next to nothing. ``sources`` names where each is from.
+    node's network. ``all_to_all_share`` is what an all-to-all within a node gets of a ring's rate. ``latency_s`` is
+    the time of a collective of next to nothing. ``sources`` names where each is from.
     """
 
     node_bytes_per_s: float

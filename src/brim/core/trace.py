@@ -18,6 +18,7 @@ VERSION = 3
 
 
 EMPTY_CACHE = "torch.cuda.empty_cache"  # the name of an Op by which a step gives cached memory back to the device
+FIRST_GRAPH_POOL = 1 << 16  # streams from this number on stand for the private pools of captured CUDA graphs
 TO_RAM, TO_DEVICE = "brim.to_ram", "brim.to_device"  # names of Ops that copy between the device and RAM
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from brim import catalog
-from brim.allocator.blocks import Block
+from brim.allocator.blocks import Block, PoolId
 from brim.allocator.caching_allocator import CachingAllocator
 from brim.allocator.config import MIN_BLOCK_BYTES, AllocatorConfig
 from brim.allocator.device_memory import DeviceMemory, SimulatedDevice
@@ -17,7 +17,7 @@ from brim.allocator.out_of_memory import OutOfMemory
 from brim.core import Category, EventKind, Hardware, Op, Storage, Timeline, Trace
 from brim.core.hardware import RAM, VRAM
 from brim.core.timeline import CONTEXT_BYTES
-from brim.core.trace import EMPTY_CACHE, Phase
+from brim.core.trace import EMPTY_CACHE, FIRST_GRAPH_POOL, Phase
 from brim.errors import UsageError
 from brim.units import format_bytes, parse_bytes
 
@@ -172,7 +172,7 @@ class _Run:
 
     def _alloc(self, storage: Storage, op: Op | None) -> bool:
         try:
-            block = self._allocator.malloc(self._bytes(storage), storage.stream)
+            block = self._allocator.malloc(self._bytes(storage), storage.stream, _pool_of(storage.stream))
         except OutOfMemory as failure:
             label = _where(op, str(failure))
             self.timeline.add(EventKind.OOM, VRAM, storage.bytes, storage=storage.id, label=label)
@@ -245,7 +245,8 @@ class Replay:
                 if index < 0:
                     allocator.empty_cache()
                 elif born and sizes[index]:
-                    blocks[index] = allocator.malloc(sizes[index], self._streams[index])
+                    stream = self._streams[index]
+                    blocks[index] = allocator.malloc(sizes[index], stream, _pool_of(stream))
                 elif not born and sizes[index]:
                     allocator.free(blocks.pop(index))
         except OutOfMemory:
@@ -265,6 +266,11 @@ class Replay:
         """
         blocks = np.ceil(np.array(sizes, dtype=np.float64) / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         return int(np.cumsum(blocks[self._order] * self._signs).max(initial=0))
+
+
+def _pool_of(stream: int) -> PoolId | None:
+    """The private pool of a captured graph, for which a stream stands in a trace."""
+    return (0, stream) if stream >= FIRST_GRAPH_POOL else None
 
 
 def _changes(trace: Trace) -> Iterator[tuple[int, bool]]:

@@ -7,6 +7,7 @@ gradients came. What is sent between ranks takes no memory here: there is one.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -59,7 +60,7 @@ class _Logger:
 class Reducer:
     """``c10d::Reducer``, as ``DistributedDataParallel`` calls it."""
 
-    set_logger = prepare_for_forward = _set_forward_pass_work_handle = _remove_autograd_hooks = _nothing
+    set_logger = prepare_for_forward = _set_forward_pass_work_handle = _nothing
     _check_reducer_finalized = _set_ddp_runtime_logging_sample_rate = _nothing
 
     def __init__(
@@ -78,7 +79,7 @@ class Reducer:
     ) -> None:
         self._parameters, self._as_views = list(parameters), gradient_as_bucket_view
         self._limits = [first_bucket_bytes_cap, bucket_bytes_cap]
-        self._rebuilds = not find_unused_parameters
+        self._rebuilds, self._finds_unused = not find_unused_parameters, find_unused_parameters
         self._order: list[int] = []  # in which gradients came, until the buckets were made anew
         self._expects = False
         self._ready: list[int] = []
@@ -86,8 +87,14 @@ class Reducer:
         self._make(bucket_indices)
         if find_unused_parameters:
             self._used = self._parameters[0].new_empty(len(self._parameters), dtype=torch.int32)
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._came, index))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(_came, weakref.ref(self), index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        weakref.finalize(self, _removed, self._hooks)
+
+    def _remove_autograd_hooks(self) -> None:
+        _removed(self._hooks)
 
     def _make(self, bucket_indices: Sequence[Sequence[int]]) -> None:
         self._views.clear()
@@ -104,7 +111,7 @@ class Reducer:
         self._rebuilds = True
 
     def _rebuild_buckets(self) -> bool:
-        if not self._rebuilds or not self._order:
+        if not self._rebuilds or len(self._order) < len(self._parameters):
             return False
         parameters = [self._parameters[index] for index in self._order]
         sparse = [False] * len(parameters)
@@ -114,14 +121,17 @@ class Reducer:
         return True
 
     def prepare_for_backward(self, outputs: object) -> None:
-        self._expects = True
+        self._expects, self._ready = True, []
 
-    def _came(self, index: int, parameter: torch.Tensor) -> None:
+    def came(self, index: int, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter is there."""
         if not self._expects:  # gradients are added up, for a later step
             return
-        if not self._ready:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finalize)
         self._ready.append(index)
+        # Once all are there; parameters that are not used give none. A backward pass within a backward pass
+        # (reentrant checkpointing) has an end of its own.
+        if len(self._ready) == (1 if self._finds_unused else len(self._parameters)):
+            torch.autograd.Variable._execution_engine.queue_callback(self._finalize)
         if self._rebuilds:
             self._order.append(index)
         view = self._views[index]
@@ -140,6 +150,16 @@ class Reducer:
                 gradient = self._parameters[index].grad
                 assert gradient is not None
                 gradient.copy_(self._views[index])
+
+
+def _came(reducer: weakref.ref[Reducer], index: int, parameter: torch.Tensor) -> None:
+    if (alive := reducer()) is not None:
+        alive.came(index, parameter)
+
+
+def _removed(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _broadcast_coalesced(group: object, tensors: Sequence[torch.Tensor], buffer_size: int, source: int = 0) -> None:

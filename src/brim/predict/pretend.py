@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,7 +64,7 @@ class PretendCuda(ValueMode):
             torch.nn.functional.scaled_dot_product_attention: self.attention,
             torch.tensor_split: self._tensor_split,
             torch.Tensor.tensor_split: self._tensor_split,
-            torch.native_batch_norm: torch._native_batch_norm_legit,  # cuDNN is not asked
+            torch.native_batch_norm: _batch_norm,
             **cuda_formulas.BY_VALUES,
             torch.dropout: self._dropout,
             torch.rms_norm: self.rms_norm,
@@ -147,6 +148,8 @@ class PretendCuda(ValueMode):
 
     def _moved(self, tensor: torch.Tensor, cuda: bool, dtype: torch.dtype, **options: Any) -> torch.Tensor:
         """A copy on the other device; its gradient comes back."""
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")  # as PyTorch says
         inside = torch._C._functorch.peek_interpreter_stack() is not None
         if tensor.requires_grad and torch.is_grad_enabled() and isinstance(tensor, FakeTensor) and not inside:
             return _Moved.apply(tensor, self.recording, cuda, dtype, options)  # type: ignore[no-any-return,no-untyped-call]
@@ -308,25 +311,44 @@ def pretending(mode: PretendCuda) -> Iterator[None]:
         stack.enter_context(mock.patch.object(functional, "rms_norm", mode.rms_norm))
         stack.enter_context(data_parallel())
         if torch.distributed.is_available():
+            stack.enter_context(_groups_end())
             stack.enter_context(mock.patch.object(torch.distributed, "init_process_group", _group_of_one))
         token = _pretended.set(mode.capability)
         stack.callback(_pretended.reset, token)
         yield
 
 
-def _group_of_one(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+def _batch_norm(tensor: Any, weight: Any, bias: Any, mean: Any, variance: Any, *others: Any) -> Any:
+    """``torch.native_batch_norm`` where cuDNN is not asked."""
+    statistics = () if mean is None else (mean, variance)
+    return torch._native_batch_norm_legit(tensor, weight, bias, *statistics, *others)
+
+
+@contextlib.contextmanager
+def _groups_end() -> Iterator[None]:
+    """Within, process groups may be made; they end with it."""
+    here = torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if not here and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _group_of_one(*args: Any, **kwargs: Any) -> Any:
     """A group of the one rank that is traced. What CUDA's collectives are to it, gloo's are: nothing is sent."""
-    ranks = kwargs.get("world_size", -1)
+    given = inspect.signature(_init_process_group).bind(*args, **kwargs).arguments
+    backend, ranks = given.pop("backend", None), given.get("world_size", -1)
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if ranks < 0 else ranks
     if backend == "fake" or not (backend is None or "nccl" in backend):
-        return _init_process_group(backend, *args, **kwargs)
+        return _init_process_group(backend, **given)
     if ranks > 1:
         raise failures.not_traced(
             f"A process group of {ranks} ranks", "Trace one rank alone, with a group of one (WORLD_SIZE=1)."
         )
-    kwargs.pop("device_id", None)
-    kwargs.pop("pg_options", None)
-    return _init_process_group("gloo", *args, **kwargs)
+    given.pop("device_id", None)
+    given.pop("pg_options", None)
+    return _init_process_group("gloo", **given)
 
 
 def _compiled_kernel(*args: Any, **kwargs: Any) -> Any:

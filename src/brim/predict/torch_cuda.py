@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.utils.checkpoint import DefaultDeviceType
 
-from brim.core.trace import EMPTY_CACHE
+from brim.core.trace import EMPTY_CACHE, FIRST_GRAPH_POOL
 from brim.predict import failures
 from brim.predict.dispatch import RecordingMode
 
@@ -119,13 +119,10 @@ def _memory(recording: RecordingMode) -> dict[str, Any]:
     }
 
 
-_FIRST_POOL = 1 << 16  # as the number of a stream, above those that programs make
-
-
 def _graphs(recording: RecordingMode) -> dict[str, Any]:
-    """CUDA graphs: what is captured is traced as it runs. Its memory is taken on a stream of its own, as it serves
-    nothing else, and replaying it takes none."""
-    recorder, numbers = recording.recorder, itertools.count(_FIRST_POOL)
+    """CUDA graphs: what is captured is traced as it runs. Its memory is taken on a stream of its own, which stands
+    for the graph's pool: it serves nothing else and is kept. Replaying takes none."""
+    recorder, numbers = recording.recorder, itertools.count(FIRST_GRAPH_POOL)
     before: list[Callable[[], int]] = []  # the stream that is current outside of the capture
 
     def new_pool() -> tuple[int, int]:
@@ -135,7 +132,7 @@ def _graphs(recording: RecordingMode) -> dict[str, Any]:
         def __init__(self, keep_graph: bool = False) -> None:
             self._pool: tuple[int, int] | None = None
 
-        def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        def capture_begin(self, pool: tuple[int, int] | None = None, *others: Any, **options: Any) -> None:
             self._pool = pool or new_pool()
             number = self._pool[1]
             before.append(recorder.stream)
@@ -153,11 +150,11 @@ def _graphs(recording: RecordingMode) -> dict[str, Any]:
     def graph(
         cuda_graph: CUDAGraph,
         pool: tuple[int, int] | None = None,
-        stream: object = None,
-        capture_error_mode: str = "global",
+        *others: Any,
+        **options: Any,
     ) -> Iterator[None]:
         recording.note_op(EMPTY_CACHE)
-        cuda_graph.capture_begin(pool, capture_error_mode)
+        cuda_graph.capture_begin(pool)
         try:
             yield
         finally:

@@ -113,7 +113,7 @@ class _Source:
 def _source(file: str) -> _Source | None:
     try:
         return _Source(file, ast.parse("".join(linecache.getlines(file))))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError):  # the last two: of zero bytes, and of very long expressions
         return None
 
 

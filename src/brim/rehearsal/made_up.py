@@ -119,7 +119,7 @@ class Reads:
         own, inner = _frames(sys._getframe().f_back)  # None in a backward pass, whose threads run no Python
         file, line, function = ("", 0, "") if own is None else _place(own)
         branches = branches_of(inner)
-        here = {one for one in branches_of(own) if one.reads and one.file == file}
+        here = {one for one in branches_of(own) if one.reads and (one.file, one.function) == (file, function)}
         found = [_read(file, line, function, what, whole or bool(here))]
         of = f"{what} of line {line}"
         found += [_read(one.file, one.line, one.function, of, True) for one in branches if one not in here]

@@ -24,6 +24,7 @@
 #include <torch/library.h>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -298,11 +299,16 @@ void fail(const Operator& op) {
 // Whether no page that this memory of the host lies in was ever written: it reads as zeros. What is large PyTorch mostly
 // has from the system, and not from what it let go of.
 bool is_untouched(const void* begin, size_t bytes) {
-  static const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  // It tells of the process that opened it: a forked child has to open its own.
+  static std::atomic<int> pagemap{open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)};
+  static const int followed = pthread_atfork(nullptr, nullptr, [] {
+    close(pagemap);
+    pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  });
   static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   size_t first = reinterpret_cast<uintptr_t>(begin) / page;
   size_t behind = (reinterpret_cast<uintptr_t>(begin) + bytes + page - 1) / page;
-  if (pagemap < 0 || first >= behind) return false;
+  if (pagemap < 0 || followed || first >= behind) return false;
   std::vector<uint64_t> entries(std::min<size_t>(behind - first, 1 << 15));
   while (first < behind) {
     size_t count = std::min(behind - first, entries.size());
@@ -526,7 +532,9 @@ class Kernel : public c10::OperatorKernel {
   void copy(DispatchKeySet keys, Stack* stack, size_t begin) {
     bool plain = is_plain_copy(*stack, begin);
     Tensor target = (*stack)[begin].toTensor(), source = (*stack)[begin + 1].toTensor();
-    if (plain && source.is_cpu() && target.is_cuda() && is_own(source) && never_written(source) && never_written(target)) {
+    bool left = plain && source.is_cpu() && target.is_cuda() && is_own(source) && never_written(source) &&
+        never_written(target);
+    if (left) {
       copy_head(target, source);  // the rest would be zeros on zeros, that would take RAM
       torch::jit::drop(*stack, stack->size() - begin);
       stack->emplace_back(target);
@@ -535,7 +543,8 @@ class Kernel : public c10::OperatorKernel {
     }
     if (target.is_cuda()) {
       bool beyond = target.numel() * static_cast<int64_t>(target.element_size()) > LIMIT_BYTES;  // may be left out
-      settle(target, is_made_up(source) || beyond || (source.is_cuda() && !plain));
+      left &= source.is_floating_point();  // weights that nobody drew: host_weights.py
+      settle(target, is_made_up(source) || left || beyond || (source.is_cuda() && !plain));
     } else if (is_made_up(source) && source.numel() <= NOTED) {
       mend(target);
       if (depth == 0)

@@ -50,6 +50,31 @@ def test_what_lies_on_the_meta_device_takes_nothing():
     assert not any("_to_copy" in op.name or "sum" in op.name for op in made.ops)
 
 
+def test_what_lies_on_the_meta_device_cannot_be_copied_out_of_it():
+    def step() -> None:
+        nn.Linear(4, 4, device="meta").cuda()
+
+    with pytest.raises(OperationError, match="Cannot copy out of meta tensor"):
+        on_cuda(step)
+
+
+@pytest.mark.parametrize(("non_blocking", "temporary"), [(False, 1 << 20), (True, 2 << 20)])
+def test_what_is_laid_out_otherwise_on_its_way_takes_a_copy(non_blocking, temporary):
+    """As it comes: converted before where somebody waits for it, after it has come where nobody does."""
+
+    def step() -> None:
+        source = torch.ones(8, 16, 64, 64)
+        source.to("cuda", torch.bfloat16, non_blocking=non_blocking, memory_format=torch.channels_last)
+
+    assert sorted(sizes(on_cuda(step))) == sorted([temporary, 1 << 20])
+
+
+def test_a_batch_norm_without_statistics():
+    x = torch.ones(2, 3, 4)
+    made = on_cuda(lambda: torch.native_batch_norm(x.cuda(), None, None, None, None, True, 0.1, 1e-5))
+    assert 2 * 3 * 4 * 4 in sizes(made)
+
+
 def test_a_program_that_never_names_cuda_is_taken_to_run_there():
     assert sizes(on_cuda(lambda: torch.ones(10))) == [40]
 

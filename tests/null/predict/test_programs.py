@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import socket
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from brim.core import Category, Trace
 from brim.errors import UnsupportedError
+from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
 from brim.predict.values import known
 
@@ -458,13 +461,85 @@ def test_what_a_cuda_graph_captures_is_traced_and_replayed_for_nothing():
     assert {storage.stream for storage in made.storages if storage.category is Category.PARAMETER} == {0}
 
 
-def test_data_parallel_training_over_a_group_of_one_asks_for_nccl(monkeypatch):
+def test_pools_of_graphs_keep_what_they_have_when_the_cache_is_emptied():
+    def build() -> Step:
+        source = torch.ones(8 << 20, device="cuda")  # 32 MiB
+        for _ in range(2):
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                (source + 1).sum()
+        torch.cuda.empty_cache()
+        return lambda: None
+
+    reserved = simulate(on_cuda(build)).peak_bytes.reserved
+    assert reserved >= 3 * (32 << 20), "the second capture does not get the first one's"
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
+    yield
+    assert not torch.distributed.is_initialized(), "a group that a program makes ends with its trace"
 
+
+def test_buckets_have_all_gradients_though_backward_passes_are_nested(one_rank):
+    """Of checkpoints that are reentrant each has a backward pass of its own."""
+
+    def build() -> Step:
+        torch.distributed.init_process_group("nccl")
+        blocks = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]).cuda()
+        net = nn.parallel.DistributedDataParallel(Checkpointed(blocks), device_ids=[0])
+
+        def step() -> None:
+            net.zero_grad()
+            net(torch.randn(8, 16, device="cuda").requires_grad_()).sum().backward()
+
+        return step
+
+    class Checkpointed(nn.Module):
+        def __init__(self, blocks: nn.Sequential) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    made = on_cuda(build, steps=3)
+    weights = 4 * (16 * 16 + 16) * 4
+    buckets = [storage for storage in made.storages if storage.bytes == weights]
+    assert buckets[-1].born > made.step_starts[1], "made anew, in the order in which gradients came"
+    assert buckets[-1].died is None
+
+
+def test_a_wrapper_that_is_gone_leaves_no_hook(one_rank):
+    def build() -> Step:
+        torch.distributed.init_process_group("nccl", "env://", None, 1, 0)
+        layer = nn.Linear(4, 4).cuda()
+        net = nn.parallel.DistributedDataParallel(layer, device_ids=[0])
+        assert layer.weight._post_accumulate_grad_hooks
+        del net
+        gc.collect()
+        assert not layer.weight._post_accumulate_grad_hooks
+        return lambda: None
+
+    on_cuda(build)
+
+
+def test_several_ranks_are_seen_wherever_they_are_given():
+    def build() -> Step:
+        torch.distributed.init_process_group("nccl", "env://", None, 2, 0)
+        return lambda: None
+
+    with pytest.raises(UnsupportedError, match="group of 2 ranks"):
+        on_cuda(build)
+
+
+def test_data_parallel_training_over_a_group_of_one_asks_for_nccl(one_rank):
     def build() -> Step:
         torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
         net = nn.parallel.DistributedDataParallel(model(), device_ids=[0])
@@ -477,10 +552,7 @@ def test_data_parallel_training_over_a_group_of_one_asks_for_nccl(monkeypatch):
 
         return step
 
-    try:
-        made = on_cuda(build)
-    finally:
-        torch.distributed.destroy_process_group()
+    made = on_cuda(build)
     weights = sum(parameter.numel() for parameter in model_on_the_cpu().parameters()) * 4
     assert parameter_bytes(made) == weights
     assert weights in [storage.bytes for storage in made.storages], "a bucket of all gradients"

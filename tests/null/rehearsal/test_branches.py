@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from brim.rehearsal.branches import branches_of
+from brim.rehearsal.made_up import Reads
 
 # `read()` stands for what gives a number; `# <-` marks the branches that hang on it.
 STORED = """
@@ -125,6 +128,17 @@ def found(text: str, folder: Path) -> tuple[list[int], list[int]]:
 def test_branches_that_hang_on_a_number_are_found(text: str, tmp_path: Path) -> None:
     lines, marked = found(text, tmp_path)
     assert lines == marked
+
+
+def test_a_condition_is_told_though_a_function_beside_it_reads_the_number(tmp_path: Path) -> None:
+    text = "def value():\n    return read()\ndef run():\n    if value() or True:\n        return 1\n"
+    file, reads = tmp_path / "program.py", Reads()
+    file.write_text(text)
+    names: dict[str, Any] = {"read": functools.partial(reads.note, "a number", False)}
+    exec(compile(text, str(file), "exec"), names)
+    names["run"]()
+    told = {(one["line"], one["decides"]) for one in reads.to_json() if one["file"] == str(file)}
+    assert told == {(4, True), (2, False)}
 
 
 def test_a_condition_that_reads_it_is_told_as_such(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from brim.predict.cost import op_s
 
 _CROSSINGS = ("to_device", "to_ram")
 
-# The least time of one product: a group of 160 takes 1.38 to 1.46 ms where each has 154 tokens (B200; SimuMax,
-# configs/system/b200_bf16_ceperm.json, group_matmul, N 5120 and K 1536: 261 to 282 TFLOP/s, Apache-2.0).
-_PRODUCT_S = 9e-6
-_PRODUCT = "aten.mm.default"
+# One of a group of products, and the least time that it takes: a group of 160 takes 1.38 to 1.46 ms where each has
+# 154 tokens (B200; SimuMax, configs/system/b200_bf16_ceperm.json, group_matmul, N 5120 and K 1536: 261 to
+# 282 TFLOP/s, Apache-2.0).
+EXPERT_PRODUCT = "aten._grouped_mm.default"
+_EXPERT_PRODUCT_S = 9e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +68,23 @@ def training_hardware(gpu: catalog.Gpu) -> tuple[Hardware, str]:
 
 
 def kernels_s(ops: Iterable[Op], hardware: Hardware) -> float:
-    return sum(max(op_s(op, hardware), _PRODUCT_S if op.name == _PRODUCT else 0.0) for op in ops)
+    return sum(max(op_s(op, hardware), _EXPERT_PRODUCT_S if op.name == EXPERT_PRODUCT else 0.0) for op in ops)
 
 
 def sent_s(sent: Sent, split: Split, network: catalog.Network) -> float:
-    """Seconds of one collective as a ring, or of one message to the next pipeline rank."""
+    """Seconds of one collective as a ring, of one message to the next pipeline rank, or of an all-to-all: each rank
+    sends the others their parts, those in other nodes through its own share of the network."""
     ranks = split.size(sent.axis)
     if ranks == 1 or not sent.bytes:
         return 0.0
     per_node = split.per_node(sent.axis)
+    if sent.kind == "all_to_all":
+        inside_s = (per_node - 1) / ranks / (network.node_bytes_per_s * network.all_to_all_share)
+        outside_s = (ranks - per_node) / ranks / network.network_bytes_per_s
+        return network.latency_s + sent.bytes * max(inside_s, outside_s)
     rate = network.bytes_per_s(per_node, crosses=per_node < ranks)
     if sent.kind == "send":
         return network.latency_s + sent.bytes / rate
-    if sent.kind == "all_to_all":
-        rate *= network.all_to_all_share
     turns = 2 if sent.kind == "all_reduce" else 1
     return network.latency_s + turns * sent.bytes * (ranks - 1) / ranks / rate
 

@@ -103,13 +103,13 @@ def _segments(kernel: Kernel) -> None:
         kernel.emit()
         kernel.temp((offsets.size(-1) - 1) * (offsets.numel() // offsets.size(-1)) * offsets.element_size())
     else:
+        rows = lengths.numel() // max(lengths.size(-1), 1)
         if forward and not kernel.arg("unsafe"):  # none is negative, and they add up
-            sums = [kernel.temp(lengths.numel() // lengths.size(-1) * _INDEX_BYTES) for _ in range(2)]
+            sums = [kernel.temp(rows * _INDEX_BYTES) for _ in range(2)]
             for handle in sums:
                 kernel.free(kernel.temp(1))
                 kernel.free(handle)
         kernel.emit()
-        rows = lengths.numel() // max(lengths.size(-1), 1)
         zeros = kernel.temp(rows * lengths.element_size())
         begins = rows * (lengths.size(-1) + 1)
         kernel.temp(begins * lengths.element_size())

@@ -182,13 +182,14 @@ def _dropout(kernel: Kernel) -> None:
 
 
 def _copy_from_host(kernel: Kernel) -> None:
-    """cuda/Copy.cu: what comes from the host lies as it did there, before it is laid out otherwise. Where nobody
-    waits for it, it is converted after it has come."""
+    """cuda/Copy.cu: what comes from the host is laid out otherwise once it is there. It is converted before it comes,
+    or where nobody waits for it, after."""
     kernel.emit()
     source, made = kernel.args[0], kernel.result
     other_layout = not made.is_contiguous() and source.stride() != made.stride()
-    if kernel.from_host and (other_layout or (kernel.arg("non_blocking") and source.dtype is not made.dtype)):
-        kernel.temp(nbytes(source))
+    late = bool(kernel.arg("non_blocking"))
+    if kernel.from_host and (other_layout or (late and source.dtype is not made.dtype)):
+        kernel.temp(nbytes(source if late else made))
 
 
 def _group_norm(kernel: Kernel) -> None:

@@ -12,6 +12,7 @@ from brim.estimation.ranks.schedule import turns
 from brim.estimation.ranks.script import Sent
 from brim.estimation.ranks.split import Split
 from brim.estimation.ranks.time import (
+    EXPERT_PRODUCT,
     StageTime,
     crossed_s,
     host_s,
@@ -85,9 +86,10 @@ def test_chunks_of_a_rank_shorten_its_wait():
     assert 0 < two.bubble_s < one.bubble_s
 
 
-def test_a_product_takes_its_launch_at_least():
-    small = Op(name="aten.mm.default", module="", phase=Phase.FORWARD, step=0, at=0, flops=1, dtype="bfloat16")
+def test_an_expert_s_product_takes_its_launch_at_least():
+    small = Op(name=EXPERT_PRODUCT, module="", phase=Phase.FORWARD, step=0, at=0, flops=1, dtype="bfloat16")
     assert kernels_s([small] * 160, HARDWARE) == pytest.approx(160 * 9e-6)
+    assert kernels_s([replace(small, name="aten.mm.default")], HARDWARE) < 1e-9
     large = replace(small, flops=int(HARDWARE.flops_per_s["bfloat16"]))
     assert kernels_s([large], HARDWARE) == pytest.approx(1.0)
 
@@ -100,3 +102,10 @@ def test_an_all_to_all_is_slower_than_a_ring():
         for kind in ("all_gather", "all_to_all")
     )
     assert ring / all_to_all == pytest.approx(0.804)
+
+
+def test_an_all_to_all_over_nodes_goes_through_each_gpu_s_own_share_of_the_network():
+    network = catalog.network(catalog.gpu("H100"))
+    sent = Sent(kind="all_to_all", axis="ep", bytes=1 << 30, phase=Phase.FORWARD)
+    found = sent_s(sent, Split(gpus=64, ep=64), network) - network.latency_s
+    assert found == pytest.approx((1 << 30) * 56 / 64 / network.network_bytes_per_s)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from brim.estimation.ranks.megatron.layer import Layer, Place, Saved
 from brim.estimation.ranks.script import Script
 from brim.estimation.ranks.sizes import Experts, Latent
+from brim.estimation.ranks.time import EXPERT_PRODUCT
 
 _ROUTER_TENSORS = 3  # float32 of a token for every expert: scores, their scattered choice, the balance loss's scores
 
@@ -249,7 +250,7 @@ class ExpertFeedForward(Layer):
         tokens = place.tokens * own.chosen // local
         for accumulates in (False, True) if gradient else (False,):
             for _ in range(local):
-                self._product_of(rows, columns, tokens, accumulates=accumulates)
+                self._product_of(rows, columns, tokens, accumulates=accumulates, name=EXPERT_PRODUCT)
 
     def _permute(self, bytes: int) -> None:
         """Rows that are gathered or scattered: ``bytes`` are read and written."""

@@ -378,9 +378,11 @@ class Layer:
         rows, columns = self.place.weights()[weight]
         self._product_of(rows, columns, self.place.tokens, accumulates=accumulates)
 
-    def _product_of(self, rows: int, columns: int, tokens: int, *, accumulates: bool = False) -> None:
+    def _product_of(
+        self, rows: int, columns: int, tokens: int, *, accumulates: bool = False, name: str = "aten.mm.default"
+    ) -> None:
         moved = _WIDTH * (tokens * (rows + columns)) + rows * columns * (8 if accumulates else _WIDTH)
-        self.script.op("aten.mm.default", flops=2 * tokens * rows * columns, moved_bytes=moved)
+        self.script.op(name, flops=2 * tokens * rows * columns, moved_bytes=moved)
 
     def _core(self, passes: int) -> None:
         """Causal attention: half of ``passes`` x tokens x sequence x width; backward is 2.5 times the forward."""
