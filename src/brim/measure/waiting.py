@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
+_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def waited_s() -> dict[str, float]:
@@ -26,21 +29,57 @@ def waited_s() -> dict[str, float]:
     return found
 
 
+def waits_for_itself() -> bool:
+    """Whether threads of this process wait whatever others do: it has more of them than processors, or a quota of
+    their time (``docker --cpus``), beyond which they count as ready to run and are not let."""
+    torch = sys.modules.get("torch")
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if torch is not None and torch.get_num_threads() > processors:
+        return True
+    return any(quota not in ("", "max", "-1") for quota in _quotas())
+
+
+def _quotas() -> list[str]:
+    """Microseconds of each period: of this process's cgroup and those around it (``cpu.max``, ``cfs_quota_us``)."""
+    found = [_word(_CGROUPS / "cpu" / "cpu.cfs_quota_us")]
+    for line in _text(_CGROUP).splitlines():
+        number, _, place = line.split(":", 2)
+        if number == "0":
+            folder = _CGROUPS / place.lstrip("/")
+            found += [_word(parent / "cpu.max") for parent in (folder, *folder.parents) if _CGROUPS in parent.parents]
+            found.append(_word(_CGROUPS / "cpu.max"))  # in a container, its own
+    return found
+
+
+def _word(file: Path) -> str:
+    return next(iter(_text(file).split()), "")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 class Stopwatch:
     """Counts from when it is made, in the thread that made it, for work of the processor alone.
 
     Threads that share an operation wait for the slowest of them, so the longest wait of a thread is that of all. It
     may have begun before, or be a thread's that has nothing to do with the work: what this thread has computed counts
-    at least.
+    at least. A process that waits for itself is timed by the clock.
     """
 
     def __init__(self) -> None:
-        self._before_s, self._worked_s = waited_s(), time.thread_time()
+        self._by_clock = waits_for_itself()
+        self._before_s, self._worked_s = {} if self._by_clock else waited_s(), time.thread_time()
         self._began_s = time.perf_counter()
 
     def read_s(self) -> float:
         """Seconds by the clock, less those that the most delayed thread waited for a processor."""
         took_s = time.perf_counter() - self._began_s
+        if self._by_clock:
+            return took_s
         worked_s = time.thread_time() - self._worked_s
         waits_s = (waited - self._before_s.get(thread, 0.0) for thread, waited in waited_s().items())
         return max(worked_s, took_s - max(waits_s, default=0.0))

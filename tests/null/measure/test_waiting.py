@@ -7,8 +7,10 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from brim.measure import waiting
 from brim.measure.waiting import Stopwatch
@@ -47,6 +49,26 @@ def test_busy_processes_do_not_count() -> None:
             one.wait()
     assert clock_s > 1.5 * alone_s
     assert beside_s < 1.5 * alone_s
+
+
+def test_a_process_that_waits_for_itself_is_timed_by_the_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not waiting.waits_for_itself()
+    (tmp_path / "own").write_text("0::/a/b\n")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000\n")
+    monkeypatch.setattr(waiting, "_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(waiting, "_CGROUPS", tmp_path)
+    assert not waiting.waits_for_itself()
+    (tmp_path / "a" / "cpu.max").write_text("400000 100000\n")  # docker --cpus 4
+    assert waiting.waits_for_itself()
+    monkeypatch.setattr(waiting, "waited_s", dict)
+    assert Stopwatch().read_s() >= 0
+    (tmp_path / "a" / "cpu.max").unlink()
+    assert not waiting.waits_for_itself()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + len(os.sched_getaffinity(0)))
+    assert waiting.waits_for_itself()
 
 
 def test_sleep_counts_and_an_unknown_kernel_leaves_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,19 +56,20 @@ def _measured(vocabulary: int, batch: int) -> float:
 
 
 def _generated_s(model: Any, ids: torch.Tensor) -> float:
-    times_s: list[float] = []
-    watch = Stopwatch()
+    entries, watches = 0, list[Stopwatch]()
 
     class Times(Clock):
         def put(self, value: torch.Tensor) -> None:
-            times_s.append(watch.read_s())
+            nonlocal entries
+            entries += 1
+            if entries == 2:  # the first is the prompt, the second its token, which waits for the whole of it
+                watches.append(Stopwatch())
 
     with torch.inference_mode():
         model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=_TOKENS, do_sample=False, streamer=Times()
         )
-    # The first entry is the prompt, the second its token, which waits for the whole of it.
-    return (times_s[-1] - times_s[1]) / (len(times_s) - 2)
+    return watches[0].read_s() / (entries - 2)
 
 
 def _passed_s(model: Any, ids: torch.Tensor) -> float:
