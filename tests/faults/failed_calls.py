@@ -165,4 +165,4 @@ if __name__ == "__main__":
     sys.stdout, out = sys.stderr, sys.stdout
     named, limit = sys.argv[4].split(","), int(sys.argv[5])
     made = run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), named, limit, sys.argv[6:])
-    print(json.dumps(made), file=out)
+    print(json.dumps(made), file=out, flush=True)

@@ -68,4 +68,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.stdout, out = sys.stderr, sys.stdout
     found = run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
-    print(json.dumps(found), file=out)
+    print(json.dumps(found), file=out, flush=True)

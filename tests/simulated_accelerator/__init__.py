@@ -60,7 +60,7 @@ class _Current:
 
 def _words(native: ModuleType) -> dict[str, Any]:
     device = torch.device(NAME, 0)
-    generator = torch.Generator()
+    generator, limits = torch.Generator(), [1.0]
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -83,7 +83,8 @@ def _words(native: ModuleType) -> dict[str, Any]:
         "max_memory_reserved": lambda index=0: native.peak_bytes(),
         "reset_peak_memory_stats": lambda index=0: native.reset_peak(),
         "set_total_bytes": native.set_total_bytes,
-        "get_per_process_memory_fraction": lambda index=0: 1.0,
+        "get_per_process_memory_fraction": lambda index=0: limits[-1],
+        "set_per_process_memory_fraction": lambda fraction, index=0: limits.append(fraction),
         "is_current_stream_capturing": lambda: False,
         "get_rng_state_all": lambda: [generator.get_state()],
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
