@@ -4,7 +4,7 @@
     python bench/ordinary_programs.py --python VENV/bin/python     # against PyTorch on the rehearsal device
     python bench/ordinary_programs.py --python VENV/bin/python --output measurements/ordinary_programs.json
 
-Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes every number
+Where a GPU is there, ``--real`` takes it in the place of the rehearsal device. That device computes whole numbers
 (for which it needs a C++ compiler) where sizes or branches depend on values; programs whose GPU joins equal
 indices of sparse tensors are left out there. Workspaces of convolutions are cuDNN's
 own: on that device nothing, in a trace a copy where an engine is known to transpose its operands. Those of recurrent
@@ -107,7 +107,7 @@ def compared(rows: list[Row], environment: Environment | None) -> list[Row]:
     found = {row.program.name: row for row in rows}
     traced = [row.program for row in rows if row.allocated is not None and not (environment and row.program.merges)]
     plain = on_device([one for one in traced if not one.asks], environment)
-    for answer in (*plain, *on_device([one for one in traced if one.asks], environment, values="all")):
+    for answer in (*plain, *on_device([one for one in traced if one.asks], environment, values="whole")):
         row = found[answer["name"]]
         if "error" in answer:
             said = f"on the device: {answer['error'].strip().splitlines()[-1]}"

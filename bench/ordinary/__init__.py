@@ -17,7 +17,7 @@ KINDS = (
 @dataclass(frozen=True, slots=True)
 class Program:
     """``build`` makes model, optimizer and data and returns a step. ``asks`` is whether sizes or branches of the step
-    depend on values that the device computes: memory can be compared only where it computes them. ``merges``:
+    depend on values that the device computes: only where whole numbers are, memory can be compared. ``merges``:
     whether the device joins equal indices of sparse tensors, which the rehearsal device does not count: compared with
     a GPU only."""
 
