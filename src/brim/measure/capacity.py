@@ -91,7 +91,7 @@ def memory_fraction() -> float:
 
 def _cgroup_limits(proc: Path) -> Iterator[tuple[int, int]]:
     """(limit, what is left of it) in bytes for every memory cgroup above this process that sets one."""
-    for folder, version in _cgroup_folders(proc):
+    for folder, version in cgroup_folders(proc):
         limit_name, usage_name, cache_keys = _FILES[version]
         limit_text = _text(folder / limit_name).strip()
         if not limit_text.isdigit() or int(limit_text) >= 1 << 60:  # "max", or what version 1 writes for no limit
@@ -103,7 +103,7 @@ def _cgroup_limits(proc: Path) -> Iterator[tuple[int, int]]:
         yield limit, min(limit, max(0, limit - usage + cache))
 
 
-def _cgroup_folders(proc: Path) -> Iterator[tuple[Path, str]]:
+def cgroup_folders(proc: Path) -> Iterator[tuple[Path, str]]:
     """This process's memory cgroup and its ancestors, as far up as they are mounted, with the version's name."""
     paths: dict[str, PurePosixPath] = {}
     for line in _text(proc / "self/cgroup").splitlines():

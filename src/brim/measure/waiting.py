@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-_TASKS = Path("/proc/self/task")
-_CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+from brim.measure.capacity import cgroup_folders
+
+_PROC, _TASKS = Path("/proc"), Path("/proc/self/task")
 
 
 def waited_s() -> dict[str, float]:
@@ -36,30 +37,14 @@ def waits_for_itself() -> bool:
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if torch is not None and torch.get_num_threads() > processors:
         return True
-    return any(quota not in ("", "max", "-1") for quota in _quotas())
+    return any(_has_quota(folder / "cpu.max") for folder, version in cgroup_folders(_PROC) if version == "cgroup2")
 
 
-def _quotas() -> list[str]:
-    """Microseconds of each period: of this process's cgroup and those around it (``cpu.max``, ``cfs_quota_us``)."""
-    found = [_word(_CGROUPS / "cpu" / "cpu.cfs_quota_us")]
-    for line in _text(_CGROUP).splitlines():
-        number, _, place = line.split(":", 2)
-        if number == "0":
-            folder = _CGROUPS / place.lstrip("/")
-            found += [_word(parent / "cpu.max") for parent in (folder, *folder.parents) if _CGROUPS in parent.parents]
-            found.append(_word(_CGROUPS / "cpu.max"))  # in a container, its own
-    return found
-
-
-def _word(file: Path) -> str:
-    return next(iter(_text(file).split()), "")
-
-
-def _text(file: Path) -> str:
+def _has_quota(file: Path) -> bool:
     try:
-        return file.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
-        return ""
+        return not file.read_text(encoding="ascii").startswith("max")  # (Linux, Documentation/admin-guide/cgroup-v2)
+    except OSError:  # at the root, or where nothing limits the processor
+        return False
 
 
 class Stopwatch:

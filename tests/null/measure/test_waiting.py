@@ -55,11 +55,10 @@ def test_a_process_that_waits_for_itself_is_timed_by_the_clock(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert not waiting.waits_for_itself()
-    (tmp_path / "own").write_text("0::/a/b\n")
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000\n")
-    monkeypatch.setattr(waiting, "_CGROUP", tmp_path / "own")
-    monkeypatch.setattr(waiting, "_CGROUPS", tmp_path)
+    folders = [(tmp_path / "a", "cgroup2"), (tmp_path / "a" / "b", "cgroup2")]
+    monkeypatch.setattr(waiting, "cgroup_folders", lambda proc: iter(folders))
     assert not waiting.waits_for_itself()
     (tmp_path / "a" / "cpu.max").write_text("400000 100000\n")  # docker --cpus 4
     assert waiting.waits_for_itself()
