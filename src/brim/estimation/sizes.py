@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from brim.core import Storage, Trace
 from brim.core.trace import Reduction
-from brim.predict.lowering.cuda_reductions import workspace_bytes
+from brim.predict.lowering.cuda.reductions import workspace_bytes
 
 Sizes = Callable[[int, int], list[int]]  # (batch, sequence length) -> bytes of every storage
 Power = tuple[int, int, int]  # of the batch, of the length, and what is added to the length first

@@ -31,15 +31,15 @@ from torch.utils._python_dispatch import (
 
 from brim.core import Category, Phase
 from brim.predict import failures, inplace, sparse
-from brim.predict.assumptions import Values
 from brim.predict.flops import Work, is_view, op_name, op_work
 from brim.predict.host_residency import Resting
-from brim.predict.lowering.cuda_composites import COMPOSITES
+from brim.predict.lowering.cuda.composites import COMPOSITES
 from brim.predict.lowering.fakes import FAKES
 from brim.predict.lowering.kernel import Kernel, Rule
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Life, Recorder
 from brim.predict.shapes import Answer, result_of
+from brim.predict.values.assumptions import Values
 
 _add = torch.ops.aten.add.Tensor
 _IN_PYTHON = "torch_nn"  # PyTorch writes these operators in Python, of others

@@ -27,7 +27,10 @@ from brim.predict import failures, sparse
 from brim.predict.data_parallel import data_parallel
 from brim.predict.dispatch import RecordingMode, wraps
 from brim.predict.lazy_parameters import carried
-from brim.predict.lowering import cuda_attention, cuda_formulas, cuda_norms, cuda_recurrent
+from brim.predict.lowering.cuda import attention as cuda_attention
+from brim.predict.lowering.cuda import formulas as cuda_formulas
+from brim.predict.lowering.cuda import norms as cuda_norms
+from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.patches import ValueMode
 from brim.predict.torch_cuda import Generator, in_place, torch_cuda
 

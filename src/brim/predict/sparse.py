@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from brim.predict import failures
-from brim.predict.assumptions import Values, filled
 from brim.predict.flops import Work
-from brim.predict.lowering import cuda_cub
-from brim.predict.values import fits, flat_leaves, forget, give, known
+from brim.predict.lowering.cuda import cub as cuda_cub
+from brim.predict.values.assumptions import Values, filled
+from brim.predict.values.known import fits, flat_leaves, forget, give, known
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")

@@ -21,13 +21,13 @@ from torch.optim import optimizer as optimizer_hooks
 from brim.core import Category, Trace
 from brim.errors import BrimError, ModelError, UsageError
 from brim.predict import failures, patches, side_effects
-from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
 from brim.predict.lowering import rules_for
-from brim.predict.lowering.cuda_autocast import cuda_lists
+from brim.predict.lowering.cuda.autocast import cuda_lists
 from brim.predict.modules import ModuleTracker
 from brim.predict.pretend import PretendCuda, pretending
 from brim.predict.recorder import Recorder
+from brim.predict.values.assumptions import Values
 
 TARGETS = ("cuda", "cpu")
 ROUTINGS = ("balanced", "crowded")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from brim.predict.lowering import cpu_measured
+from brim.predict.lowering.cpu import measured as cpu_measured
 from brim.predict.tracer import trace
 from cpu_compare import predicted_events
 from cpu_truth import memory_events, peak_bytes

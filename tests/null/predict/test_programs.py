@@ -19,7 +19,7 @@ from brim.core import Category, Trace
 from brim.errors import UnsupportedError
 from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
-from brim.predict.values import known
+from brim.predict.values.known import known
 
 Step = Callable[[], Any]
 

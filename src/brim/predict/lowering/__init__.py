@@ -6,14 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from brim.predict.lowering import (
-    cpu_attention,
-    cpu_collectives,
-    cpu_kernels,
-    cpu_measured,
-    cpu_products,
-    cuda_kernels,
-)
+from brim.predict.lowering.cpu import attention as cpu_attention
+from brim.predict.lowering.cpu import collectives as cpu_collectives
+from brim.predict.lowering.cpu import kernels as cpu_kernels
+from brim.predict.lowering.cpu import measured as cpu_measured
+from brim.predict.lowering.cpu import products as cpu_products
+from brim.predict.lowering.cuda import kernels as cuda_kernels
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 __all__ = ["Kernel", "Rule", "nbytes", "rules_for"]

@@ -9,9 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brim.predict.lowering import cuda_efficient_attention, cuda_norms, cuda_recurrent
+from brim.predict.lowering.cuda import efficient_attention as cuda_efficient_attention
+from brim.predict.lowering.cuda import norms as cuda_norms
+from brim.predict.lowering.cuda import recurrent as cuda_recurrent
 from brim.predict.lowering.kernel import dense_or_channels_last
-from brim.predict.values import known
+from brim.predict.values.known import known
 
 _aten = torch.ops.aten
 

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.model_cache import cache_input, cache_of
-from brim.predict.assumptions import Values
 from brim.predict.dispatch import RecordingMode
 from brim.predict.modules import ModuleTracker
 from brim.predict.recorder import Recorder
+from brim.predict.values.assumptions import Values
 from brim.techniques.blocks import Partition
 
 PROMPT, TOKEN = "prompt", "token"  # passes of a generation

@@ -19,7 +19,7 @@ from brim.measure.capacity import resident_bytes
 from brim.memory import heap
 from brim.memory.heap_retention import KeptHeap, kept_limits
 from brim.memory.mapped import present_bytes
-from brim.predict.lowering.cuda_kernels import cublas_workspace_bytes
+from brim.predict.lowering.cuda.kernels import cublas_workspace_bytes
 from brim.run.fit.example_shapes import without_values
 from brim.run.fit.machine import Device, capability, make_memory
 from brim.run.fit.step import Fitted, apply_choice, bytes_at_once

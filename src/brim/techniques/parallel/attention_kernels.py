@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
-from brim.predict.lowering import cuda_attention
+from brim.predict.lowering.cuda import attention as cuda_attention
 from brim.predict.pretend import pretended_capability
 
 _aten = torch.ops.aten

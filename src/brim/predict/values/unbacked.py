@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from brim.predict.assumptions import Values
-from brim.predict.values import MADE_UP, forget, known
+from brim.predict.values.assumptions import Values
+from brim.predict.values.known import MADE_UP, forget, known
 
 
 class UnknownNumber(float):

@@ -11,7 +11,7 @@ from math import ceil, log, log2
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 
-from brim.predict.lowering import cuda_cub
+from brim.predict.lowering.cuda import cub as cuda_cub
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten

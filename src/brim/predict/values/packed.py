@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from brim.predict import failures
-from brim.predict.values import known
+from brim.predict.values.known import known
 
 _aten = torch.ops.aten
 

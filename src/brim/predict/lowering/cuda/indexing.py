@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from brim.predict.lowering import cuda_cub
+from brim.predict.lowering.cuda import cub as cuda_cub
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
 
 _aten = torch.ops.aten

@@ -11,16 +11,14 @@ from math import ceil
 
 import torch
 
-from brim.predict.lowering import (
-    cuda_convolution,
-    cuda_efficient_attention,
-    cuda_indexing,
-    cuda_norms,
-    cuda_recurrent,
-    cuda_reductions,
-    cuda_sorting,
-)
-from brim.predict.lowering.cuda_linear_algebra import LinearAlgebra
+from brim.predict.lowering.cuda import convolution as cuda_convolution
+from brim.predict.lowering.cuda import efficient_attention as cuda_efficient_attention
+from brim.predict.lowering.cuda import indexing as cuda_indexing
+from brim.predict.lowering.cuda import norms as cuda_norms
+from brim.predict.lowering.cuda import recurrent as cuda_recurrent
+from brim.predict.lowering.cuda import reductions as cuda_reductions
+from brim.predict.lowering.cuda import sorting as cuda_sorting
+from brim.predict.lowering.cuda.linear_algebra import LinearAlgebra
 from brim.predict.lowering.kernel import (
     Kernel,
     Rule,

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from brim.predict import failures
-from brim.predict.values import (
+from brim.predict.values.known import (
     ASSUMED,
     MADE_UP,
     NEGATIVE,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from brim.predict import packed
 from brim.predict.lowering.kernel import Kernel, Rule, nbytes
+from brim.predict.values import packed
 
 _aten = torch.ops.aten
 _MODES: dict[Any, int] = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: 2, torch.gru: 3}  # cudnnRNNMode_t

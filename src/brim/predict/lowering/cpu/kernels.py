@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from brim.predict.lowering import cpu_recurrent
+from brim.predict.lowering.cpu import recurrent as cpu_recurrent
 from brim.predict.lowering.kernel import Kernel, Rule, dense_or_channels_last, is_channels_last, nbytes
 
 _aten = torch.ops.aten

@@ -3,7 +3,7 @@
 Whatever does not depend on weights is known up to a size: literals, files, ranges, draws from random generators, and
 what is computed from them. Small tensors are computed at once, larger ones when somebody asks for them, so that a
 batch of images costs nothing until the program looks at it. Weights, and what is computed from them, have no values;
-what is taken in their place is in ``assumptions.py``.
+what is taken in their place is in ``values/assumptions.py``.
 """
 
 from __future__ import annotations
