@@ -49,7 +49,7 @@ def save(keeper: Checkpointer, step: int, seed: int) -> None:
 
 
 def save_now(root: Path, step: int, seed: int) -> None:
-    with Checkpointer(root, keep=2, asynchronous=False, staging_bytes=4096) as keeper:
+    with Checkpointer(root, keep=2, staging_bytes=4096) as keeper:
         save(keeper, step, seed)
 
 

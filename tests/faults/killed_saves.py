@@ -69,7 +69,6 @@ def at_random(root: Path) -> list[dict[str, object]]:
             keeper = Checkpointer(root, keep=2, staging_bytes=4096)
             for step in itertools.count(begin + 1):
                 save(keeper, step, step)
-                keeper.finish()
                 os.write(write_end, b".")
 
         pid = forked(child)

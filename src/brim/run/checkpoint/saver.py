@@ -66,10 +66,8 @@ class Checkpointer:
 
     keep: how many remain, the new one included; the others are deleted once the new one was read back and found
     whole. protected: checkpoints that are never deleted, as the one that this run streams its weights from.
-    asynchronous: ``save`` returns as soon as what is left to write fits into the staging buffer, and a thread
-    writes while training goes on; at most one checkpoint is under way. staging: a flat uint8 tensor in RAM that all
-    bytes pass through, so that a pool can count it; without one, ``staging_bytes`` are held from ``save`` to
-    ``finish`` or the next ``save``.
+    staging: a flat uint8 tensor in RAM that all bytes pass through, so that a pool can count it; without one,
+    ``staging_bytes`` are held during ``save``. A thread writes what is in it while the next tensor is copied.
     """
 
     def __init__(
@@ -77,7 +75,6 @@ class Checkpointer:
         folder: str | Path,
         *,
         keep: int = 2,
-        asynchronous: bool = True,
         staging: torch.Tensor | None = None,
         staging_bytes: int = STAGING_BYTES,
         protected: Collection[Path] = (),
@@ -86,7 +83,7 @@ class Checkpointer:
             raise UsageError(f"{keep} checkpoints were to be kept.", "It takes one at least.")
         if staging is None and staging_bytes < PAGE_BYTES:
             raise UsageError(f"{staging_bytes} bytes were given to write checkpoints.", f"It takes {PAGE_BYTES}.")
-        self._root, self._keep, self._asynchronous = Path(folder).absolute(), keep, asynchronous
+        self._root, self._keep = Path(folder).absolute(), keep
         self._staging, self._staging_bytes = staging, round_up(staging_bytes, PAGE_BYTES)
         self._protected = {Path(path).absolute() for path in protected}
         self._writing: WriterThread | None = None
@@ -103,12 +100,12 @@ class Checkpointer:
         state: Mapping[str, Any],
         files: Mapping[str, bytes | Path] | None = None,
     ) -> Path:
-        """Write the checkpoint of ``step`` and return its folder, which is there once ``finish`` has returned.
+        """Write the checkpoint of ``step`` and return its folder.
 
-        state: plain JSON values. files: further files by name: their content, or the file to copy. When it returns,
-        the tensors may change. Raises TransferError when the disk refuses, this checkpoint or (before anything of
-        this one is written) the one before; the older ones are untouched then, and it can be called again.
-        Raises UnsupportedError for a dtype that safetensors does not have.
+        state: plain JSON values. files: further files by name: their content, or the file to copy. Raises
+        TransferError when the disk refuses; the older checkpoints are untouched then, and it can be called again.
+        Raises UnsupportedError for a dtype that safetensors does not have. Where it is interrupted (Ctrl-C) while
+        it waits for the disk, the checkpoint goes on; ``finish`` waits for it.
         """
         self.finish()
         document = json.loads(json.dumps(state))  # as it is now
@@ -130,8 +127,7 @@ class Checkpointer:
             if thread is not None:
                 thread.abandon()
             raise
-        if not self._asynchronous:
-            self.finish()
+        self.finish()
         return checkpoint_folder(self._root, step)
 
     def _ring(self) -> Ring:
@@ -159,7 +155,7 @@ class Checkpointer:
             writer.prune(self._keep, self._protected)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises TransferError when it could not be."""
+        """Wait for a checkpoint whose ``save`` was interrupted. Raises TransferError when it could not be written."""
         if self._writing is not None:
             self._writing.join()  # an interrupt while it waits leaves it to be waited for
             writing, self._writing = self._writing, None

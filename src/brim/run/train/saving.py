@@ -36,7 +36,7 @@ class Saver:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._identity = _identity(setup.folder)
-        self._checkpointer = Checkpointer(setup.output.path, asynchronous=False, staging_bytes=_STAGING_BYTES)
+        self._checkpointer = Checkpointer(setup.output.path, staging_bytes=_STAGING_BYTES)
         self._saved: set[int] = set()  # of this run: a damaged one of an earlier run is written again
         self.notes: list[str] = []  # about checkpoints that were passed over
 
@@ -133,7 +133,6 @@ class Saver:
         """The model itself into the output folder, as transformers or peft read it; and a last checkpoint."""
         if self._setup.request.save_every:
             self.save(session, step, batches)
-        self._checkpointer.finish()
         self._setup.output.export(*self._model(session))
 
     def _model(self, session: Session) -> tuple[Tensors, dict[str, bytes | Path]]:

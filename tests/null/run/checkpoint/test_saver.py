@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,25 +201,6 @@ def test_the_state_is_as_it_was_when_saved(tmp_path: Path) -> None:
         "by step": {"3": "a"},
         "plan": None,
     }
-
-
-def test_saving_returns_while_it_is_written_and_what_changes_then_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, real = threading.Event(), os.fsync
-
-    def slow(fd: int) -> None:
-        assert go_on.wait(60)
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", slow)
-    weight = torch.ones(1000)
-    with Checkpointer(tmp_path, staging_bytes=1 << 20) as keeper:
-        keeper.save(1, [of({"weight": weight})], state={})
-        weight.zero_()
-        assert steps(tmp_path) == []
-        go_on.set()
-    assert torch.equal(dict(latest(tmp_path).tensors("model"))["weight"], torch.ones(1000))
 
 
 def test_of_what_does_not_fit_into_the_buffer_no_more_than_that_is_on_its_way(
