@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from brim.predict.formulas.optimizers import BLOCK, CODE_BOOK_BYTES, SMALLEST_QUANTIZED
 from brim.techniques.optimizers import make
 
-_BLOCK = 256  # elements that share one scale (torchao/optim/adam.py, block_size)
-_SMALLEST_QUANTIZED = 4096  # elements (torchao/optim/adam.py, _new_buffer)
-_CODES = 256  # values of a byte: the entries of a moment's table
 _LOOPED = 2 * 32  # blocks a multiprocessor from which on Inductor loops over them (torch/_inductor/ir.py, num_splits)
 
 
@@ -57,15 +55,15 @@ class AdamW8bit(Optimizer):
                 continue
             state[f"{moment}.codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
             state[f"{moment}.scale"] = _scales(parameter)
-            state[f"{moment}.qmap"] = torch.zeros(_CODES, device=parameter.device)
+            state[f"{moment}.qmap"] = torch.zeros(CODE_BOOK_BYTES // 4, device=parameter.device)
 
 
 def _is_quantized(parameter: nn.Parameter) -> bool:
-    return parameter.numel() >= _SMALLEST_QUANTIZED and parameter.numel() % _BLOCK == 0
+    return parameter.numel() >= SMALLEST_QUANTIZED and parameter.numel() % BLOCK == 0
 
 
 def _scales(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros(parameter.numel() // _BLOCK, dtype=torch.float32, device=parameter.device)
+    return torch.zeros(parameter.numel() // BLOCK, dtype=torch.float32, device=parameter.device)
 
 
 def _beside_the_state(parameter: nn.Parameter) -> list[torch.Tensor]:
@@ -73,9 +71,9 @@ def _beside_the_state(parameter: nn.Parameter) -> list[torch.Tensor]:
     if not _is_quantized(parameter):
         return []
     multiprocessors = torch.cuda.get_device_properties(parameter.device).multi_processor_count
-    looped = parameter.numel() // _BLOCK >= _LOOPED * multiprocessors
+    looped = parameter.numel() // BLOCK >= _LOOPED * multiprocessors
     held = []
-    if looped or (parameter.dim() > 1 and parameter.shape[-1] % _BLOCK):
+    if looped or (parameter.dim() > 1 and parameter.shape[-1] % BLOCK):
         held += [_scales(parameter) for _ in range(2)]
     if looped:
         held += [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from brim.errors import UsageError
 from brim.predict.formulas.result import Result, item_bytes, result, written_bytes
 
-_BLOCK = 256  # elements that share one scale, with torchao as with bitsandbytes
-_SMALLEST_QUANTIZED = 4096  # elements; smaller parameters are not quantized by either
-_CODE_BOOK_BYTES = 256 * 4  # a table of 256 float32 per moment: for each parameter (torchao), for all (bitsandbytes)
+BLOCK = 256  # elements that share one scale, with torchao as with bitsandbytes
+SMALLEST_QUANTIZED = 4096  # elements; smaller parameters are not quantized by either
+CODE_BOOK_BYTES = 256 * 4  # a table of 256 float32 per moment: for each parameter (torchao), for all (bitsandbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +119,9 @@ def _factored(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Resul
 def _torchao(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result:
     """Two moments of a byte, a float32 scale per 256, a table each; what 256 does not divide keeps its dtype."""
     sizes = [math.prod(shape) for shape in shapes]
-    quantized = [size for size in sizes if size >= _SMALLEST_QUANTIZED and size % _BLOCK == 0]
+    quantized = [size for size in sizes if size >= SMALLEST_QUANTIZED and size % BLOCK == 0]
     whole = sum(sizes) - sum(quantized)
-    blocks, tables = sum(quantized) // _BLOCK, len(quantized) * _CODE_BOOK_BYTES
+    blocks, tables = sum(quantized) // BLOCK, len(quantized) * CODE_BOOK_BYTES
     text = f"2 x ({sum(quantized):,} x 1 B + {blocks:,} scales x 4 B + {tables:,} B of tables"
     text += f" + {whole:,} of tensors kept whole x {written_bytes(dtype)}) + {len(sizes):,} counters x 4 B"
     value = 2 * (sum(quantized) + 4 * blocks + tables + whole * item_bytes(dtype)) + 4 * len(sizes)
@@ -131,10 +131,10 @@ def _torchao(shapes: Sequence[Sequence[int]], dtype: str, kind: _Kind) -> Result
 def _bitsandbytes(shapes: Sequence[Sequence[int]], kind: _Kind) -> Result:
     """Dettmers et al., arXiv 2110.02861: two moments of a byte, a float32 scale per 256; small ones float32."""
     sizes = [math.prod(shape) for shape in shapes]
-    large = [size for size in sizes if size >= _SMALLEST_QUANTIZED]
+    large = [size for size in sizes if size >= SMALLEST_QUANTIZED]
     small = sum(sizes) - sum(large)
-    blocks = sum(-(-size // _BLOCK) for size in large)
-    tables = 2 * _CODE_BOOK_BYTES if large else 0
+    blocks = sum(-(-size // BLOCK) for size in large)
+    tables = 2 * CODE_BOOK_BYTES if large else 0
     text = f"2 x ({sum(large):,} x 1 B + {blocks:,} scales x 4 B + {small:,} of small tensors x 4 B)"
     text += f" + {tables:,} B of tables" if tables else ""
     return result(2 * (sum(large) + 4 * blocks + 4 * small) + tables, "B", text, source=kind.source)
