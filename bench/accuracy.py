@@ -15,14 +15,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the zoo
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.accuracy import table
 
 SOURCES = ("liger", "xmem", "peft", "torchtune", "gpumemnet", "cpu")
 
 
 def main() -> None:
-    from accuracy import table  # the zoo has to be found first
-
     parser = argparse.ArgumentParser(description=__doc__)
     for source in SOURCES:
         parser.add_argument(f"--{source}", action="store_true")
@@ -34,7 +34,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # of the libraries that build the models
     console, documents = Console(width=200), []
     for source in chosen:
-        module = importlib.import_module(f"accuracy.{source}")
+        module = importlib.import_module(f"support.accuracy.{source}")
         if given.resume and hasattr(module, "predict"):
             module.predict = table.remembered(module.predict, given.resume)
         rows = module.rows(given.only)

@@ -68,12 +68,12 @@ class Outcome:
 
 def make_world(world: Path) -> None:
     """A tiny model, its GGUF-like kin, data, a plan, recordings and logs."""
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "bench")]
+    sys.path.insert(0, str(ROOT / "tests"))
     import torch
     from safetensors.torch import load_file, save_file
 
-    import snapshot
-    from tiny_model import save_llama
+    from support import synthetic_snapshot
+    from support.tiny_model import save_llama
 
     torch.set_num_threads(1)
     model = save_llama(world / "model", layers=2, hidden=64)
@@ -84,7 +84,7 @@ def make_world(world: Path) -> None:
         "GiB "
         "of which 1.00 GiB is free.\n"
     )
-    snapshot.write(world / "run.pickle", 300)
+    synthetic_snapshot.write(world / "run.pickle", 300)
     (world / "build.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Linear(4, 4), torch.ones(1, 4)\n"
     )

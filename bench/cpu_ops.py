@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from brim.errors import BrimError
 from brim.predict.tracer import trace
-from cpu_compare import predicted_events
-from cpu_truth import memory_events, peak_bytes
+from support.cpu.compare import predicted_events
+from support.cpu.truth import memory_events, peak_bytes
 
 
 def builds(name: str, dtype: torch.dtype, backward: bool) -> Iterator[Callable[[], Callable[[], Any]]]:

@@ -31,9 +31,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import _synthetic_trace
-import snapshot
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from _harness import machine_facts
+from support import synthetic_snapshot, synthetic_trace
 
 JSON = Path(__file__).resolve().parents[1] / "measurements" / "explain_cpu.jsonl"
 LARGE_EVENTS = 2_000_000  # from here on only what makes a report
@@ -125,7 +126,7 @@ def _files(folder: Path, events: int) -> tuple[Path, Path]:
 
 def _prepare(folder: Path, events: int) -> None:
     """Write what is not there yet, in a process of its own, so that what writing takes is given back."""
-    for path, write in zip(_files(folder, events), (snapshot.write, _synthetic_trace.write), strict=True):
+    for path, write in zip(_files(folder, events), (synthetic_snapshot.write, synthetic_trace.write), strict=True):
         if path.exists():
             continue
         partial = path.with_stem(f"{path.stem}_partial")

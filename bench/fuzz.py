@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
 RESULTS = ROOT / "measurements" / "fuzz.jsonl"
 _MOST_MIB, _ONE_INPUT_S = 2048, 60  # of the clock: others may use the machine
 _MOST_INPUTS = 100_000  # of a process: atheris keeps what NumPy's comparisons give, some 12 KB for an input with rows
@@ -164,10 +165,10 @@ def _parts(found: Any) -> Any:
 
 def _recording(folder: Path) -> tuple[Target, list[bytes]]:
     """All of ``brim explain``: read, replayed, and under other settings what failed."""
-    from _simulated_recording import Recording
     from brim.allocator.out_of_memory import OutOfMemory
     from brim.cli.explain.answers import of_snapshot
     from brim.cli.explain.source import SNAPSHOT, Source
+    from support.simulated_recording import Recording
 
     path, seeds = folder / "run.pickle", []
     for settings in ("", "expandable_segments:True"):

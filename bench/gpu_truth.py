@@ -16,9 +16,9 @@ as its case is done. bench/allocator_truth.py does the same for the allocator al
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,20 +26,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from _gpu_supervisor import Supervisor
-from _gpu_zoo import CASES, Case, has_eight_bits
-from accuracy.table import summary
+from support.gpu.records import RECORDS, append, predictions_of, read, show
+from support.gpu.runs import Record
+from support.gpu.zoo import CASES, Case, has_eight_bits
 
 HERE = Path(__file__).resolve().parent
-RECORDS = HERE.parent / "measurements" / "gpu_truth.jsonl"
-QUANTITIES = ("allocated", "reserved", "process", "step_s")
 _CASE_LIMIT_S = {"predict": 120.0, "measure": 60.0}
-_WIDTH = 150  # of the table: a case and its error in one line
-
-Record = dict[str, Any]
 
 
 def main() -> None:
@@ -137,82 +132,6 @@ def _work(
         request=request | {"what": what, "device_type": "cpu" if options.dry_run else "cuda"},
     )  # fmt: skip
     return supervisor.run([asdict(case) for case in cases], told)
-
-
-def predictions_of(records: list[Record]) -> dict[str, Record]:
-    """Predict recorded runs again, here, by what the records say of themselves."""
-    from _gpu_truth_worker import predict
-
-    made = {}
-    for record in records:
-        if record.get("error"):  # of a crash only the case is recorded
-            continue
-        case = Case.of(record["case"])
-        made[case.name] = predict(case, tuple(record["capability"]), record["device"])
-    return made
-
-
-def read(path: Path) -> list[Record]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-
-
-def append(path: Path, records: list[Record]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as handle:
-        for record in records:
-            handle.write(json.dumps(record) + "\n")
-
-
-# -- comparison -----------------------------------------------------------------------------------------------------
-
-
-def errors(records: list[Record], predicted: dict[str, Record]) -> dict[str, list[tuple[str, float]]]:
-    """Relative errors of the prediction by quantity, with the case's name; what was not measured is left out."""
-    found: dict[str, list[tuple[str, float]]] = {quantity: [] for quantity in QUANTITIES}
-    for record in records:
-        name = record["case"]["name"]
-        if record.get("error") or name not in predicted or predicted[name].get("error"):
-            continue
-        for quantity in QUANTITIES:
-            measured, guess = record["measured"].get(quantity), predicted[name]["predicted"].get(quantity)
-            if measured and guess:
-                found[quantity].append((name, guess / measured - 1))
-    return found
-
-
-def capped(records: list[Record]) -> dict[str, Any]:
-    """How many runs failed at the predicted upper bound, and how far above the measured process it lies."""
-    tried = [record["capped"] for record in records if record.get("capped")]
-    slack = sorted(one["slack"] for one in tried if one.get("slack") is not None)
-    failed = [one for one in tried if not one["ok"]]
-    return {"runs": len(tried), "failed": len(failed), "median_slack": slack[len(slack) // 2] if slack else None}
-
-
-def show(records: list[Record], predicted: dict[str, Record]) -> None:
-    console = Console(width=_WIDTH)
-    found = errors(records, predicted)
-    by_case = {quantity: dict(rows) for quantity, rows in found.items()}
-    table = Table(title="predicted / measured - 1", title_justify="left")
-    for column in ("case", *QUANTITIES, "capped", "note"):
-        table.add_column(column, justify="left" if column in ("case", "note") else "right")
-    for record in records:
-        name = record["case"]["name"]
-        note = record.get("error") or predicted.get(name, {}).get("error")
-        cells = [f"{by_case[q][name]:+.2%}" if name in by_case[q] else "" for q in QUANTITIES]
-        cap = record.get("capped")
-        table.add_row(name, *cells, "" if not cap else "ok" if cap["ok"] else "failed", (note or "")[:80])
-    console.print(table)
-    totals = Table(title=f"{len(records)} runs", title_justify="left")
-    for column in ("quantity", "rows", "median", "p95", "max"):
-        totals.add_column(column, justify="right")
-    for quantity, rows in found.items():
-        if rows:
-            told = summary([error for _, error in rows])
-            totals.add_row(quantity, str(told["rows"]), *(f"{told[key]:.3%}" for key in ("median", "p95", "max")))
-    console.print(totals)
-    console.print(f"capped at the upper bound: {capped(records)}")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import _gpu_model as models
 import _harness as harness
-from _hybrid import compute_some_in_ram, split
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
@@ -43,6 +44,7 @@ from brim.techniques.streaming.weight_streaming import (
     Weights,
 )
 from brim.units import format_bytes, parse_bytes
+from support.hybrid import compute_some_in_ram, split
 
 _STEP_BYTES = 1 << 30  # workspaces, and the activations of one token
 _BESIDE = (0.8, 1.25)  # of the split's share, tried too: the rates of one alone are not those beside the other

@@ -15,108 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import _ordinary_worker
-import brim
-from brim.estimation.simulation import simulate
-from brim.rehearsal import force
-from brim.rehearsal.environment import Environment, find
-from brim.rehearsal.settings import DeviceSettings
-from ordinary import Program, programs
-
-CAPABILITY = (9, 0)
-CARD = "H100"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One program: bytes said and measured, None where there are none, and why."""
-
-    program: Program
-    allocated: int | None = None
-    reserved: int | None = None
-    true_allocated: int | None = None
-    true_reserved: int | None = None
-    said: str = ""
-
-    def off(self, what: str) -> float | None:
-        """Relative difference of ``allocated`` or ``reserved``."""
-        said, true = getattr(self, what), getattr(self, f"true_{what}")
-        return None if said is None or not true else said / true - 1
-
-
-def _forget_the_last() -> None:
-    """On the device each program has a process of its own: process groups and accelerate's state end with it."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    if (state := sys.modules.get("accelerate.state")) is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def traced(one: Program) -> Row:
-    """Allocated and reserved at the peak, as traced; why not, where it does not trace."""
-    _forget_the_last()
-    _ordinary_worker.seed()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made = brim.trace(one.build, steps=_ordinary_worker.STEPS, target="cuda", capability=CAPABILITY)
-    except Exception as error:  # whatever keeps a program from being traced is the result
-        return Row(one, said=f"{type(error).__name__}: {' '.join(str(error).split())}")
-    peak = simulate(made).peak_bytes
-    return Row(one, peak.allocated, peak.reserved, said="; ".join(f"{k}: {v}" for k, v in made.notes.items()))
-
-
-def on_device(
-    chosen: Iterable[Program], environment: Environment | None, *options: str, values: str = ""
-) -> Iterator[dict[str, Any]]:
-    """What PyTorch says that each program took, by name, on the rehearsal device; on this machine's GPU for None.
-
-    ``values``: what that device computes (``force.MODES``).
-    """
-    here = Path(__file__).parent
-    variables = {**os.environ, "PYTHONPATH": f"{here}:{here.parent / 'src'}", "OMP_NUM_THREADS": "1"}
-    python = Path(sys.executable)
-    if environment is not None:
-        python, variables = environment.python, environment.variables(DeviceSettings.of(CARD), variables)
-        variables |= force.environment(values, variables) if values else {}
-    names = ",".join(one.name for one in chosen)
-    command = [str(python), str(here / "_ordinary_worker.py"), names, *options]
-    with subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if line.startswith('{"name"'):  # programs print too
-                yield json.loads(line)
-
-
-def compared(rows: list[Row], environment: Environment | None) -> list[Row]:
-    """The rows with what the programs took ``on_device``."""
-    found = {row.program.name: row for row in rows}
-    traced = [row.program for row in rows if row.allocated is not None and not (environment and row.program.merges)]
-    plain = on_device([one for one in traced if not one.asks], environment)
-    for answer in (*plain, *on_device([one for one in traced if one.asks], environment, values="whole")):
-        row = found[answer["name"]]
-        if "error" in answer:
-            said = f"on the device: {answer['error'].strip().splitlines()[-1]}"
-            found[answer["name"]] = Row(row.program, row.allocated, row.reserved, said=said)
-            continue
-        found[answer["name"]] = Row(
-            row.program, row.allocated, row.reserved, answer["allocated"], answer["reserved"], row.said
-        )
-    return list(found.values())
+from brim.rehearsal.environment import find
+from support.ordinary import programs
+from support.ordinary.comparison import CARD, Row, compared, traced
+from support.ordinary.worker import STEPS
 
 
 def told(rows: list[Row]) -> Iterator[str]:
@@ -146,7 +56,7 @@ def table(rows: list[Row]) -> dict[str, Any]:
          "device_reserved_bytes": row.true_reserved, "said": row.said}
         for row in rows
     ]  # fmt: skip
-    return {"card": CARD, "steps": _ordinary_worker.STEPS, "summary": list(told(rows))[len(rows) :], "programs": one}
+    return {"card": CARD, "steps": STEPS, "summary": list(told(rows))[len(rows) :], "programs": one}
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 import _checkpoint as checkpoints
 import _harness as harness
 import brim
@@ -39,7 +41,7 @@ from brim.run.model.quality import bundled_text, perplexity
 from brim.run.model.quantized import PRECISIONS, open_as
 from brim.techniques.quantization.technique import GROUPS, SCHEMES, Quantization, apply
 from brim.units import format_bytes, parse_bytes
-from off_grid import leave_the_grid
+from support.off_grid import leave_the_grid
 
 PACKAGES = ("brim", "torch", "transformers", "torchao")
 TIMED = ("fp32", "bf16", *SCHEMES)

@@ -82,7 +82,7 @@ def predicted(ranks: int, folder: Path) -> dict[str, tuple[int, ...]]:
 
 def main(plot: Path) -> None:
     from brim.run.plan.regimes_picture import picture
-    from tiny_model import save_llama
+    from support.tiny_model import save_llama
 
     rows = []
     drawn = [name for name, way in WAYS.items() if "offload_shards" not in way]

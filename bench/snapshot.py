@@ -8,54 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
-import random
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from brim.allocator.caching_allocator import CachingAllocator
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from brim.recordings import snapshot
 from brim.recordings.replay import replay
-
-
-def write(path: Path, events: int) -> None:
-    """A run of the simulated allocator as PyTorch would have dumped it, without the final segments."""
-    random_ = random.Random(0)
-    frames = [{"filename": f"/site-packages/torch/{i}.py", "line": i, "name": f"call_{i}"} for i in range(2_000)]
-    stacks = [random_.sample(frames, 24) for _ in range(5_000)]
-    trace: list[dict[str, Any]] = []
-
-    def add(action: str, address: int, size: int, stack: list[Any]) -> None:
-        trace.append(
-            {
-                "action": action,
-                "addr": address,
-                "size": size,
-                "stream": 0,
-                "time_us": 1_748_474_327_043_778 + len(trace),
-                "compile_context": "N/A",
-                "user_metadata": "",
-                "frames": stack[:],
-            }
-        )
-
-    allocator = CachingAllocator(on_segment=lambda action, at, size, stream: add(action, at, size, stacks[0]))
-    blocks = []
-    while len(trace) < events:
-        if random_.random() < 0.5 or not blocks:
-            block = allocator.malloc(int(2 ** random_.uniform(9, 26)))
-            add("alloc", block.address, block.requested, random_.choice(stacks))
-            blocks.append(block)
-        if len(blocks) > 1_000 or (random_.random() < 0.5 and blocks):
-            block = blocks.pop(random_.randrange(len(blocks)))
-            for action in ("free_requested", "free_completed"):
-                add(action, block.address, block.requested, random_.choice(stacks))
-            allocator.free(block)
-    with path.open("wb") as file:
-        pickle.dump({"segments": [], "device_traces": [trace], "allocator_settings": {}}, file)
+from support.synthetic_snapshot import write
 
 
 def peak_rss_bytes() -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -20,8 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from accuracy.table import summary
-from cpu_zoo import Build, hugging_face, image, text
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support.accuracy.table import summary
+from support.cpu.zoo import Build, hugging_face, image, text
 
 RECORDS = Path(__file__).resolve().parent.parent / "measurements" / "step_seconds_cpu.jsonl"
 _RUNS = 5

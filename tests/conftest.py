@@ -16,7 +16,7 @@ from hypothesis import settings
 from brim.core import Hardware, Link, Tier
 from brim.core.hardware import DISK, RAM
 from brim.measure import probe as probing
-from machine import cache, probed_home, share_conversions
+from support.machine import cache, probed_home, share_conversions
 
 __all__ = ["cache", "probed_home"]
 

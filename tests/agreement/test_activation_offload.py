@@ -16,8 +16,8 @@ from brim.memory.pool import Pool
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 from brim.techniques.activation_offload.technique import apply, options
-from cpu_truth import measured_peak_bytes
-from offloaded_activations import BLOCKS, FAKES, KIB, MIB, SMALLEST, TIERS, WINDOW, Net, step
+from support.cpu.truth import measured_peak_bytes
+from support.offloaded_activations import BLOCKS, FAKES, KIB, MIB, SMALLEST, TIERS, WINDOW, Net, step
 
 STEPS = 3
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import brim
 from brim.techniques import compiling
-from compiled_model import Block, Model
+from support.compiled_model import Block, Model
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,9 +6,9 @@ import pytest
 
 from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
-from cpu_families import CONFIGURATIONS as FAMILIES
-from cpu_programs import CONFIGURATIONS as PROGRAMS
-from cpu_truth import measured_peak_bytes
+from support.cpu.families import CONFIGURATIONS as FAMILIES
+from support.cpu.programs import CONFIGURATIONS as PROGRAMS
+from support.cpu.truth import measured_peak_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

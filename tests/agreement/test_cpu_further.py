@@ -6,8 +6,8 @@ import pytest
 
 from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
-from cpu_further import CONFIGURATIONS
-from cpu_truth import measured_peak_bytes
+from support.cpu.further import CONFIGURATIONS
+from support.cpu.truth import measured_peak_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from brim.predict.tracer import trace
-from cpu_compare import predicted_events
-from cpu_truth import memory_events, peak_bytes
+from support.cpu.compare import predicted_events
+from support.cpu.truth import memory_events, peak_bytes
 
 _BF16, _LAST = torch.bfloat16, torch.channels_last
 

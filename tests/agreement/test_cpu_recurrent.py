@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import brim
-from cpu_truth import measured_peak_bytes
+from support.cpu.truth import measured_peak_bytes
 
 
 def build(layers: int, both_ways: bool, train: bool, inputs: int, hidden: int) -> Callable[[], Callable[[], None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import cpu_sweep
+from support.cpu import sweep as cpu_sweep
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

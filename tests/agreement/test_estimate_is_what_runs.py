@@ -30,8 +30,8 @@ from brim.run.plan.training import case_of
 from brim.run.train.strategy.choice import Choice
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.units import GIB
-from recorded_cases import gpu
-from tiny_model import save_llama
+from support.recorded_cases import gpu
+from support.tiny_model import save_llama
 
 pytestmark = pytest.mark.thorough
 

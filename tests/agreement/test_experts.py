@@ -23,9 +23,9 @@ from brim.run.generate.load import by_parameter, materialize, verifier
 from brim.run.model.opening import open_model
 from brim.techniques.experts.technique import CACHE_DISK, CACHE_RAM, EXPERT_SLOTS, NAME
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
-from cached_experts import fit, planned
-from families import assert_same_generation, generated, inputs, make, size_of
-from recorded import peaks, settled
+from support.cached_experts import fit, planned
+from support.families import assert_same_generation, generated, inputs, make, size_of
+from support.recorded import peaks, settled
 
 # device, share of the rest's bytes in the compute tier, where experts rest
 WAYS = [("cpu", CACHE_DISK), ("emulated", CACHE_RAM), ("emulated", CACHE_DISK)]

@@ -33,8 +33,8 @@ from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.placement import COMPUTE_RAM
 from brim.techniques.streaming.weight_streaming import NAME as STREAMING
 from brim.units import GIB, MIB
-from generating import save, save_words_llama
-from recorded_cases import CPU, GPU
+from support.generating import save, save_words_llama
+from support.recorded_cases import CPU, GPU
 
 SEQ, NEW = 24, 8
 MACHINES = {"a GPU": GPU, "a processor": CPU}

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-import _gpu_zoo
-import gpu_truth
-from accuracy.table import quantile
+from support.accuracy.table import quantile
+from support.gpu import records as gpu_records
+from support.gpu.runs import measure
+from support.gpu.zoo import CASES
 
-RECORDS = gpu_truth.read(gpu_truth.RECORDS)
+RECORDS = gpu_records.read(gpu_records.RECORDS)
 recorded = pytest.mark.skipif(not RECORDS, reason="no run of a real GPU is recorded in measurements/gpu_truth.jsonl")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and peft, about their own future
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and peft, a
 def errors() -> dict[str, list[tuple[str, float]]]:
     """Predicting all records takes minutes: one of each family here, every one in the benchmark."""
     first = {record["case"]["family"]: record for record in reversed(RECORDS) if not record.get("error")}
-    return gpu_truth.errors(list(first.values()), gpu_truth.predictions_of(list(first.values())))
+    return gpu_records.errors(list(first.values()), gpu_records.predictions_of(list(first.values())))
 
 
 @recorded
@@ -40,13 +41,13 @@ def test_predictions_are_what_was_measured(quantity: str, middle: float, most: f
 
 @recorded
 def test_runs_capped_at_the_upper_bound_succeed() -> None:
-    told = gpu_truth.capped(RECORDS)
+    told = gpu_records.capped(RECORDS)
     assert told["failed"] <= 0.01 * told["runs"]
     assert told["median_slack"] <= 0.05
 
 
 def test_there_are_sixty_cases_of_every_kind() -> None:
-    cases = _gpu_zoo.CASES.values()
+    cases = CASES.values()
     assert len(cases) >= 60
     assert {case.family for case in cases} == {"cnn", "vit", "encoder", "decoder", "moe", "diffusion"}
     assert {"fp32", "amp-fp16", "amp-bf16", "bf16"} <= {case.precision for case in cases}
@@ -57,23 +58,21 @@ def test_there_are_sixty_cases_of_every_kind() -> None:
 
 
 def test_a_case_whose_process_crashed_is_left_out_of_the_comparison() -> None:
-    crashed = {"case": asdict(_gpu_zoo.CASES["llama-lora"].tiny()), "error": "the worker ended with -9"}
-    assert gpu_truth.predictions_of([crashed]) == {}
-    assert not any(gpu_truth.errors([crashed], {}).values())
-    gpu_truth.show([crashed], {})  # names it in the table
+    crashed = {"case": asdict(CASES["llama-lora"].tiny()), "error": "the worker ended with -9"}
+    assert gpu_records.predictions_of([crashed]) == {}
+    assert not any(gpu_records.errors([crashed], {}).values())
+    gpu_records.show([crashed], {})  # names it in the table
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mobilenet-adagrad", "unet-bf16", "llama-lora", "t5-generate"])
 def test_a_case_is_run_and_predicted_from_its_record(name: str) -> None:
     """What the benchmark does on a GPU, in small on the CPU."""
-    import _gpu_truth_worker as worker
-
-    case = _gpu_zoo.CASES[name].tiny()
-    record: dict[str, Any] = worker.measure(case, "cpu", 0, {})
+    case = CASES[name].tiny()
+    record: dict[str, Any] = measure(case, "cpu", 0, {})
     assert "error" not in record, record["error"]
     assert record["measured"]["step_s"] > 0
-    again = gpu_truth.predictions_of([record])[name]
+    again = gpu_records.predictions_of([record])[name]
     assert "error" not in again, again["error"]
     predicted = again["predicted"]
     assert predicted["allocated"] <= predicted["reserved"] < predicted["process"] <= predicted["upper_bound"]

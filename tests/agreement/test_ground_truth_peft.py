@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accuracy import ground_truth, peft
+from support.accuracy import ground_truth, peft
 
 TABLE = "peft_method_comparison.csv"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from accuracy import ground_truth
 from brim import catalog
 from brim.estimation.ranks.estimate import ParallelEstimate, estimate_ranks
 from brim.estimation.ranks.split import Split
+from support.accuracy import ground_truth
 
 MIB = 1 << 20
 CASES = ground_truth.folder() / "simumax_b200.csv"

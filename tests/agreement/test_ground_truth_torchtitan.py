@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accuracy import ground_truth, torchtitan
+from support.accuracy import ground_truth, torchtitan
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from accuracy import ground_truth, torchtitan_ranks
+from support.accuracy import ground_truth, torchtitan_ranks
 
 Row = dict[str, str]
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from accuracy import ground_truth, torchtune
+from support.accuracy import ground_truth, torchtune
 
 GIB = 1 << 30
 HALF_A_DIGIT = 0.05 * GIB  # figures are published to a tenth of a GiB

@@ -7,8 +7,8 @@ from statistics import median
 
 import pytest
 
-from accuracy import ground_truth, xmem
-from accuracy.table import Row
+from support.accuracy import ground_truth, xmem
+from support.accuracy.table import Row
 
 # One run of each kind that is quick to trace: optimizers with and without state, both cards, both families.
 RUNS = (

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from _hybrid import compute_some_in_ram
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.run.fit.machine import (
@@ -24,8 +23,9 @@ from brim.run.generate.load import by_parameter, materialize, verifier
 from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, Weights, WeightStreaming
-from families import assert_same_generation, generated, inputs, make, size_of
-from recorded import lanes, peaks, settled
+from support.families import assert_same_generation, generated, inputs, make, size_of
+from support.hybrid import compute_some_in_ram
+from support.recorded import lanes, peaks, settled
 
 STEPS = 3
 NAMES = ["llama", "llama-tied", "gpt2", "mixtral", "qwen3-moe", "t5", "vit", "mamba", "switch"]

@@ -21,7 +21,7 @@ from brim.run.fit.machine import (
 )
 from brim.techniques.kv_offload import cache as kv_cache
 from brim.techniques.streaming.weight_streaming import Weights
-from generating import make
+from support.generating import make
 
 PIECES = [4, 3, 1, 1, 1, 1]
 TOKENS = sum(PIECES)

@@ -21,7 +21,7 @@ from brim.run.fit.step_memory import watch_example
 from brim.run.generate.load import by_parameter, materialize, verifier
 from brim.run.model.opening import open_model
 from brim.techniques.streaming.weight_streaming import RESIDENT, Weights, WeightStreaming
-from families import assert_same_generation, generated
+from support.families import assert_same_generation, generated
 
 SHARE = 0.4
 FILE_SHARE = 0.6  # in files a page is the least that can be read, which is much of a tiny tensor

@@ -15,7 +15,7 @@ from brim.core import EventKind, Timeline
 from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import Memory, fake_memory
 from brim.techniques.optimizer_offload.technique import apply
-from offloaded import MIB, OPTIMIZERS, WORDS, machine, make
+from support.offloaded import MIB, OPTIMIZERS, WORDS, machine, make
 
 STEPS = 3
 Facts = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import simulated_accelerator
+from support import simulated_accelerator
 
 TESTS = Path(__file__).parents[1]
 
@@ -20,7 +20,7 @@ HEAD = """
     from pathlib import Path
     import torch
     from torch import nn
-    import simulated_accelerator
+    from support import simulated_accelerator
     xpu = simulated_accelerator.register(Path(sys.argv[1]))
     folder = Path(sys.argv[2])
     import brim
@@ -77,7 +77,7 @@ TRAINING = """
 
 GENERATION = """
     from transformers import AutoModelForCausalLM
-    from generating import save
+    from support.generating import save
 
     path, ids = save(folder / "model", "llama"), torch.arange(12)[None].to("xpu")
     whole = AutoModelForCausalLM.from_pretrained(path).to("xpu")
@@ -94,7 +94,7 @@ GENERATION = """
 
 COMMANDS = """
     from brim.cli import main
-    from tiny_model import save_llama
+    from support.tiny_model import save_llama
 
     save_llama(folder / "model")
     (folder / "text.txt").write_text("".join(f"{n} pieces of text, one after another. " for n in range(400)))

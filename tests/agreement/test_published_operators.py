@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import liger_rows
-from accuracy import ground_truth, liger
 from brim.estimation.simulation import simulate
 from brim.predict.tracer import trace
+from support.accuracy import ground_truth, liger, liger_rows
 
 TABLE = (
     Path(os.environ.get("BRIM_GROUND_TRUTH", Path(__file__).parents[3] / "shared" / "ground_truth")) / "liger_ops.csv"

@@ -40,7 +40,7 @@ from brim.run.model.quality import bundled_text, perplexity
 from brim.run.model.quantized import open_quantized
 from brim.techniques.quantization.technique import SCHEMES, Quantization, apply, quantize_meta
 from brim.techniques.streaming.weight_streaming import FROM_DISK, RESIDENT, Weights
-from off_grid import leave_the_grid
+from support.off_grid import leave_the_grid
 
 STEPS, STEP_BYTES = 3, 1000
 IDS = torch.arange(10).view(2, 5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recorded_cases import FILE, NAMES, answers
+from support.recorded_cases import FILE, NAMES, answers
 
 RECORDED = json.loads(FILE.read_text())
 

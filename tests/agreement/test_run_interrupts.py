@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-import interrupting
-from launching import OWN, SCRIPTS, hear_interrupts
+from support import interrupting
+from support.launching import OWN, SCRIPTS, hear_interrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="exit by signals")
 SCRIPT = str(SCRIPTS / "interrupted.py")

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from brim.units import MIB
-from launching import SCRIPTS
+from support.launching import SCRIPTS
 
-PROGRAM = Path(__file__).parents[1] / "resident_set.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "resident_set.py"
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ import pytest
 from brim.run.script.run import run
 from brim.run.script.script import Program
 from brim.run.script.settings import Settings
-from launching import OWN, SCRIPTS, Ended, budgeted, hear_interrupts, in_child, plainly, program
+from support.launching import OWN, SCRIPTS, Ended, budgeted, hear_interrupts, in_child, plainly, program
 
 # Name, arguments, share of the need. The two models of checkpoints are never there at once: it is half of one.
 QUICK = [

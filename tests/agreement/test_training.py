@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from brim.run.model.opening import prepare
-from onlooker import watched
+from support.onlooker import watched
 
 MIB = 1 << 20
 SEQ, STEPS, LR = 64, 2, 1e-4
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 # The loop that everybody writes; it holds weights, gradients and two moments: over 2.1 GB.
-PLAIN = Path(__file__).parents[1] / "trainings.py"
+PLAIN = Path(__file__).parents[1] / "support" / "trainings.py"
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from brim.run.train.strategy.choice import Choice
 from brim.run.train.strategy.prediction import Rehearsal, works_in_place
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streaming.weight_streaming import Weights
-from cpu_truth import measured_peak_bytes
+from support.cpu.truth import measured_peak_bytes
 
 
 class Convolutional(nn.Module):

@@ -16,8 +16,8 @@ from brim.techniques import micro_batch, optimizers, precision
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
-from cpu_truth import measured_peak_bytes
-from trained import ResNet
+from support.cpu.truth import measured_peak_bytes
+from support.trained import ResNet
 
 Apply = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 Build = Callable[[], Callable[[], Any]]

@@ -35,7 +35,7 @@ from brim.techniques.streaming.weight_streaming import (
     STAGING_SLOTS,
     Weights,
 )
-from cpu_truth import measured_peak_bytes
+from support.cpu.truth import measured_peak_bytes
 
 GIB = 1 << 30
 BATCH, SEQ, WORDS, LAYERS = 4, 192, 600, 3

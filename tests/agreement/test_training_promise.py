@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tiny_model import save_tokenizer
+from support.tiny_model import save_tokenizer
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the high water of a process is read from /proc"),

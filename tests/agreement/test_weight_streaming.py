@@ -25,7 +25,7 @@ from brim.run.generate.load import by_parameter, materialize
 from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, RESIDENT, Weights
-from recorded import lanes, peaks, settled
+from support.recorded import lanes, peaks, settled
 
 STEPS = 3
 STEP_BYTES = 1000

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from _simulated_recording import Recording
 from brim.allocator.out_of_memory import OutOfMemory
 from brim.cli import main
 from brim.core import EventKind, Timeline
 from brim.report.html.page import Table, View, write
 from brim.units import MIB
+from support.simulated_recording import Recording
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tiny_model import save_llama
-from trainings import quick_trainings, write_text
+from support.tiny_model import save_llama
+from support.trainings import quick_trainings, write_text
 
 __all__ = ["quick_trainings"]
 

@@ -21,8 +21,8 @@ import torch
 
 from brim.cli import main
 from brim.run.checkpoint.reading import steps
-from forked import as_ranks, forked
-from trainings import BATCH, LR, SEQ, course
+from support.forked import as_ranks, forked
+from support.trainings import BATCH, LR, SEQ, course
 
 COMMAND = ["--save-every", "1", "--seq", str(SEQ), "--batch", str(2 * BATCH), "--lr", str(LR), "--zero", "3"]
 COMMAND += ["--timeout", "60"]

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from brim.cli import main
-from trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
+from support.trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
 
 # EIO for writes: what a full disk does is tested beside it, and both are told the same way.
 KINDS = {

@@ -23,7 +23,7 @@ import torch._dynamo  # every optimizer imports it, and it takes a while
 
 from brim.cli import main
 from brim.run.checkpoint.reading import latest, steps
-from trainings import BATCH, LR, SEQ, remember_predictions
+from support.trainings import BATCH, LR, SEQ, remember_predictions
 
 COMMAND = ["--save-every", "1", "--seq", str(SEQ), "--batch", str(BATCH), "--lr", str(LR), "--ram", "1GiB"]
 COMMAND += ["--device", "cpu"]

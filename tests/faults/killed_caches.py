@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from brim.cli import main
-from forked import forked, was_killed
+from support.forked import forked, was_killed
 
 PROBED = "hardware"  # what the machine does: measured once, for all caches
 

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from brim.run.checkpoint.reading import latest
 from brim.run.checkpoint.saver import Checkpointer
-from forked import forked, was_killed
-from saved_steps import hidden, is_whole, save, save_now, watched
+from support.forked import forked, was_killed
+from support.saved_steps import hidden, is_whole, save, save_now, watched
 
 
 def die(at: int) -> Callable[[int], None]:

@@ -26,8 +26,8 @@ import torch
 
 from brim.cli import main
 from brim.run.checkpoint.reading import latest, steps
-from forked import as_ranks, forked, was_killed
-from trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
+from support.forked import as_ranks, forked, was_killed
+from support.trainings import BATCH, LR, SEQ, course, remember_predictions, same_weights
 
 STEPS = 12
 COMMAND = ["--steps", str(STEPS), "--save-every", "2", "--seq", str(SEQ), "--batch", str(BATCH), "--lr", str(LR)]

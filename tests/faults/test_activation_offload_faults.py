@@ -18,9 +18,9 @@ from brim.errors import BrimError, BudgetError, TransferError
 from brim.memory.tiers import Memory
 from brim.memory.transfer import Ticket
 from brim.techniques.activation_offload.technique import ActivationOffload, apply
-from failing import Allocations
-from offloaded_activations import KIB, TIERS, Net, example, same, step
-from tiny_model import held
+from support.failing import Allocations
+from support.offloaded_activations import KIB, TIERS, Net, example, same, step
+from support.tiny_model import held
 
 BLOCKS = ("blocks.0",)
 LEAST, WINDOW = 48 * KIB, 128 * KIB

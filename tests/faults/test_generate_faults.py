@@ -20,7 +20,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from brim.cli import main
-from tiny_model import held, save_llama, save_tokenizer
+from support.tiny_model import held, save_llama, save_tokenizer
 
 Cli = Callable[..., tuple[int, str, str]]
 

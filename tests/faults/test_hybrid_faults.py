@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from _hybrid import compute_some_in_ram
 from brim.core import Plan
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError
@@ -21,9 +20,10 @@ from brim.run.model.opening import open_model
 from brim.techniques.blocks import Partition
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights
-from failing import Allocations, Calls
-from families import inputs, make, size_of
-from tiny_model import held
+from support.failing import Allocations, Calls
+from support.families import inputs, make, size_of
+from support.hybrid import compute_some_in_ram
+from support.tiny_model import held
 
 GIVEN = inputs("qwen3-moe")
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import brim
 from brim.errors import BrimError, BudgetError, ModelError, TransferError
-from failing import Allocations
-from streamed import FITS, MIB, X, least_bytes, load_streamed, make_net, same_values
-from tiny_model import held
+from support.failing import Allocations
+from support.streamed import FITS, MIB, X, least_bytes, load_streamed, make_net, same_values
+from support.tiny_model import held
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from brim.errors import BrimError, BudgetError, TransferError
 from brim.memory.tiers import Memory
 from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import OptimizerOffload, apply
-from failing import Allocations, Calls, full
-from offloaded import Words, assert_same, assert_same_state, backward, groups, machine, make, train
-from tiny_model import held
+from support.failing import Allocations, Calls, full
+from support.offloaded import Words, assert_same, assert_same_state, backward, groups, machine, make, train
+from support.tiny_model import held
 
 CASES = [
     ("cpu", "disk", "disk"),

@@ -20,8 +20,8 @@ import brim
 from brim.errors import ModelError, TransferError
 from brim.memory.checksums import checksum, write_manifest
 from brim.techniques.streaming.weight_streaming import WeightStreaming
-from streamed import FITS, INPUTS, X, least_bytes, load_streamed, make_net, same_values, warm
-from tiny_model import held
+from support.streamed import FITS, INPUTS, X, least_bytes, load_streamed, make_net, same_values, warm
+from support.tiny_model import held
 
 
 @pytest.fixture(autouse=True)

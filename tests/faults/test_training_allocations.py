@@ -13,9 +13,9 @@ from brim.errors import BudgetError
 from brim.run.fit.step import Fitted
 from brim.run.train.loop import Training, train
 from brim.techniques.activation_offload.ways import ToDisk, ToRam
-from failing import Allocations
-from tiny_model import held
-from trainings import course, request, same_weights
+from support.failing import Allocations
+from support.tiny_model import held
+from support.trainings import course, request, same_weights
 
 KIB = 1024
 CASES: dict[str, dict[str, Any]] = {

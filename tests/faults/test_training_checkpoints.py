@@ -23,8 +23,8 @@ from brim.run.checkpoint import manifest as checkpoint_manifest
 from brim.run.checkpoint.manifest import MANIFEST_NAME, read_manifest, to_text
 from brim.run.checkpoint.reading import latest, read, steps
 from brim.run.checkpoint.saver import Checkpointer, Tensors
-from saved_steps import content, hidden, is_whole, save, save_now, tensors_of, watched
-from tiny_model import held
+from support.saved_steps import content, hidden, is_whole, save, save_now, tensors_of, watched
+from support.tiny_model import held
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from brim.run.checkpoint.reading import latest, steps
 from brim.run.train import report as training_report
 from brim.run.train.loop import Training, train
 from brim.run.train.report import METRICS_FILE
-from failing import Calls, full
-from tiny_model import held
-from trainings import course, request, same_weights
+from support.failing import Calls, full
+from support.tiny_model import held
+from support.trainings import course, request, same_weights
 
 STEPS = 3
 OPTIONS: dict[str, Any] = {"steps": STEPS, "save_every": 1, "offload_optimizer": "disk", "clip_norm": 1.0}

@@ -12,8 +12,8 @@ from brim.core.hardware import RAM
 from brim.errors import BudgetError
 from brim.run.fit.step import Fitted
 from brim.run.train.loop import train
-from tiny_model import held, save_llama
-from trainings import request
+from support.tiny_model import held, save_llama
+from support.trainings import request
 
 
 @pytest.mark.thorough

@@ -14,9 +14,9 @@ from brim.core.hardware import RAM, VRAM
 from brim.errors import TransferError
 from brim.run.fit.machine import Need, machine, make_plan, put_in_force
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
-from failing import Calls
-from streamed import MIB, X, make_net
-from tiny_model import held
+from support.failing import Calls
+from support.streamed import MIB, X, make_net
+from support.tiny_model import held
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import pytest
 
 from brim.cli import main
 from brim.run.checkpoint.reading import steps
-from tiny_model import held, save_tokenizer
-from trainings import course
+from support.tiny_model import held, save_tokenizer
+from support.trainings import course
 
 Cli = Callable[..., tuple[int, str, str]]
 GOOD = json.dumps({"text": "a line that is fine, and long enough to learn from"})

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tiny_model import save_llama
-from trainings import write_text
+from support.tiny_model import save_llama
+from support.trainings import write_text
 
 SETTINGS = {
     "everything in memory": (18, []),

@@ -16,8 +16,8 @@ import brim
 from brim.run.checkpoint import contents as checkpoint_contents
 from brim.run.checkpoint.reading import latest
 from brim.run.train.loop import train
-from tiny_model import held
-from trainings import course, request
+from support.tiny_model import held
+from support.trainings import course, request
 
 IDS = torch.arange(2, 26).view(2, 12)
 

@@ -20,8 +20,8 @@ from brim.run.checkpoint import contents as checkpoint_contents
 from brim.run.checkpoint import reading as checkpoint_reading
 from brim.run.checkpoint.reading import latest, steps
 from brim.run.train.loop import train
-from tiny_model import held, save_llama
-from trainings import course, request, same_weights
+from support.tiny_model import held, save_llama
+from support.trainings import course, request, same_weights
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16-mixed": {"precision": "bf16-mixed"},

@@ -17,7 +17,7 @@ from brim.memory.pool import HostSource, Pool
 from brim.memory.recorder import Recorder
 from brim.memory.tiers import Memory
 
-PROGRAM = Path(__file__).parents[1] / "without_posix.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "without_posix.py"
 
 
 @pytest.mark.thorough

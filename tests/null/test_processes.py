@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from brim.processes import bound, temporary_folder
-from forked import forked
+from support.forked import forked
 
 PREFIX = "brim-of-a-test-"
 

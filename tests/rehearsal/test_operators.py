@@ -12,7 +12,7 @@ import pytest
 
 import brim
 from brim.estimation.simulation import lives
-from cuda_operators import CASES
+from support.cuda_operators import CASES
 
 if TYPE_CHECKING:
     from conftest import OnDevice
@@ -22,7 +22,7 @@ PROGRAM = """
     warnings.simplefilter("ignore")
     sys.path.insert(0, {folder!r})
     import torch
-    from cuda_operators import CASES
+    from support.cuda_operators import CASES
     result = {{}}
     for name, build in CASES.items():
         torch._C._cuda_clearCublasWorkspaces()  # each as in a process of its own

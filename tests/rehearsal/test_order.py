@@ -181,7 +181,7 @@ STREAMED = """
     from brim.memory import streams
     from brim.memory.transfer import Done
     from brim.rehearsal.device import loaded
-    from placed import place
+    from support.placed import place
 
     def without(planted):
         if planted == "the copy":  # before a block computes, or its slot is filled anew

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from ordinary import programs
-from ordinary_programs import compared, traced
+from support.ordinary import programs
+from support.ordinary.comparison import compared, traced
 
 NAMES = (
     "checkpoints_written_and_read", "cifar_tutorial", "ddpm_with_ema", "dense_batches_from_sparse_features",

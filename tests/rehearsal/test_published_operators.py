@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from accuracy import ground_truth, liger
+from support.accuracy import ground_truth, liger
 
 if TYPE_CHECKING:
     from conftest import OnDevice
 
-BENCH = Path(__file__).parents[2] / "bench"
+TESTS = Path(__file__).parents[1]
 TABLE = "liger_ops.csv"
 CARDS = {"A100-SXM4-80GB": "A100-SXM4-80GB", "H100": "H100", "B200": "B200", "3090": "RTX 3090", "4090": "RTX 4090"}
 EXACT_MIB = 0.001
@@ -37,9 +37,10 @@ CONVOLUTIONS = ("multi_token_attention", "sparse_multi_token_attention")
 
 PROGRAM = """
     import gc, json, statistics, sys, time, warnings
-    sys.path.insert(0, {bench!r})
+    sys.path.insert(0, {tests!r})
     warnings.simplefilter("ignore")
-    import torch, liger_rows
+    import torch
+    from support.accuracy import liger_rows
     result = []
     for row in json.loads({rows!r}):
         step, peaks = liger_rows.build(row)(), []
@@ -69,7 +70,7 @@ def test_published_peaks_are_met(on_device: OnDevice, card: str) -> None:
         and not liger.reason_not_built(row)
         and row["kernel_name"] not in (*liger.HELD_BEFORE, *BY_VALUES)
     ]
-    program = PROGRAM.format(bench=str(BENCH), rows=json.dumps(rows))
+    program = PROGRAM.format(tests=str(TESTS), rows=json.dumps(rows))
     found = on_device.run(program, CARDS[card], timeout_s=280, copy_limit_bytes=32 << 20)
     missed: list[tuple[str, float]] = []
     exact = 0

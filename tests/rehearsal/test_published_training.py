@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from accuracy import ground_truth, torchtitan, xmem
+from support.accuracy import ground_truth, torchtitan, xmem
 
 if TYPE_CHECKING:
     from conftest import OnDevice
 
-BENCH, PROGRAMS = Path(__file__).parents[2] / "bench", Path(__file__).with_name("programs")
+TESTS, PROGRAMS = Path(__file__).parents[1], Path(__file__).with_name("programs")
 GIB, MIB = 1 << 30, 1 << 20
 
 # Ranks -> how far reserved memory may be from the row, in GiB. On 8 GPUs it is the row's number, which has one
@@ -31,12 +31,11 @@ FULL, SHORTER = (128, 128, 128, 128), (128, 128, 120, 128)
 
 LANGUAGE_MODELS = """
     import gc, json, sys, warnings
-    sys.path.insert(0, {bench!r})
     sys.path.insert(0, {tests!r})
     warnings.simplefilter("ignore")
     import torch
-    from accuracy import xmem
-    from accuracy.early_2025 import transformers_4_51
+    from support.accuracy import xmem
+    from support.accuracy.early_2025 import transformers_4_51
     result = []
     for name, optimizer, batch, lengths in json.loads({runs!r}):
         with transformers_4_51():
@@ -62,7 +61,7 @@ def test_torchtitan_s_llama_reserves_what_was_published(
     on_device: OnDevice, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     monkeypatch.setenv("RANKS", str(ranks))
-    monkeypatch.setenv("PYTHONPATH", str(BENCH))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     program = (PROGRAMS / "torchtitan_llama.py").read_text(encoding="utf-8")
     found = on_device.run(program, "H100", memory_bytes=95 * GIB, copy_limit_bytes=32 * MIB)
     (published,) = [there for key, there in torchtitan.measured() if torchtitan.RUNS[key] == ranks]
@@ -82,8 +81,7 @@ def test_language_models_reserve_what_was_published(on_device: OnDevice, card: s
     ]  # fmt: skip
     runs = [(row["model"], row["optimizer"], int(row["batch_size"])) for row in rows]
     asked = [(*run, FULL) for run in runs] + [(*UNSETTLED, SHORTER)] * (UNSETTLED in runs)
-    tests = str(Path(__file__).parents[1])
-    program = LANGUAGE_MODELS.format(bench=str(BENCH), tests=tests, runs=json.dumps(asked))
+    program = LANGUAGE_MODELS.format(tests=str(TESTS), runs=json.dumps(asked))
     found = on_device.run(program, card, values="whole", timeout_s=250, copy_limit_bytes=32 * MIB)
     missed = {}
     for run, row, reserved in zip(runs, rows, found, strict=False):

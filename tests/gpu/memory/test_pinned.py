@@ -13,7 +13,7 @@ from torch import nn
 from brim import accelerator
 from brim.measure import device_rates
 from brim.memory.streams import PinnedSource
-from placed import place
+from support.placed import place
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,8 +19,8 @@ import brim
 from brim.cli import main
 from brim.run.train.loop import train
 from brim.run.train.request import Request as Training
-from generating import save_words_llama
-from trainings import write_text
+from support.generating import save_words_llama
+from support.trainings import write_text
 
 pytestmark = [
     pytest.mark.gpu,

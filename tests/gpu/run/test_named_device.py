@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from brim.cli import main
-from generating import save_words_llama
-from trainings import write_text
+from support.generating import save_words_llama
+from support.trainings import write_text
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ import torch
 
 from brim.estimation.ranks.estimate import estimate_ranks
 from brim.estimation.ranks.split import Split
-from splitting import BATCH, LR, SEQ, STEPS, trained
-from tiny_model import save_llama
-from trainings import plain, write_text
+from support.splitting import BATCH, LR, SEQ, STEPS, trained
+from support.tiny_model import save_llama
+from support.trainings import plain, write_text
 
 pytestmark = [
     pytest.mark.gpu,

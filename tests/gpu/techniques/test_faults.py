@@ -10,7 +10,7 @@ from torch import nn
 
 from brim.errors import TransferError
 from brim.memory import direct_io
-from placed import place
+from support.placed import place
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from torch import nn
 import brim
 from brim.errors import UnsupportedError
 from brim.run.script.retry import repeat_no_more, repeat_when_out_of_memory
-from placed import place_least
+from support.placed import place_least
 
 pytestmark = [
     pytest.mark.gpu,

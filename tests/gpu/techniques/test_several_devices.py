@@ -8,7 +8,7 @@ from torch import nn
 
 import brim
 from brim.errors import UsageError
-from placed import place
+from support.placed import place
 
 pytestmark = [
     pytest.mark.gpu,

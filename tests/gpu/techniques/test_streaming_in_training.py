@@ -10,7 +10,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.memory.tiers import device_memory
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streaming.weight_streaming import FROM_DISK, FROM_RAM, Weights, apply
-from streamed_training import IDS, Net, plan_of
+from support.streamed_training import IDS, Net, plan_of
 
 pytestmark = [
     pytest.mark.gpu,

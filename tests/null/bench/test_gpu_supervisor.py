@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from _gpu_supervisor import Supervisor
+from support import benches
+
+bench = benches.load("_gpu_supervisor")
 
 WORKER = """
 import json, os, sys, time
@@ -21,12 +23,12 @@ for case in request["cases"]:
 
 @pytest.fixture
 def supervisor(tmp_path, monkeypatch):
-    monkeypatch.setattr("_gpu_supervisor._START_S", 4.0)
+    monkeypatch.setattr(bench, "_START_S", 4.0)
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
 
     def make(left_s=60.0, case_limit_s=0.5):
-        return Supervisor(
+        return bench.Supervisor(
             script=script,
             request={"factor": 2},
             environment={},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ordinary import programs
-from ordinary_programs import traced
+from support.ordinary import programs
+from support.ordinary.comparison import traced
 
 CHEAP = (
     "adam_amsgrad_one_by_one", "checks_of_gradients", "confusion_by_bincount", "dlrm_with_embedding_bags",

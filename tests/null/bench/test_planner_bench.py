@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from _planner_report import summarize
+from support.benches import BENCH, load
 
 pytestmark = pytest.mark.slow  # every plan is a search and several traces
 
-BENCH = Path(__file__).resolve().parents[3] / "bench"
+summarize = load("_planner_report").summarize
 
 
 def row(label: str, kind: str, measured_s: float, held: int, **more: Any) -> dict[str, Any]:

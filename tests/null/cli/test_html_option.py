@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from brim.cli import main
-from report_page import data_of
-from tiny_model import save_llama
+from support.report_page import data_of
+from support.tiny_model import save_llama
 
 
 @pytest.fixture(scope="module")

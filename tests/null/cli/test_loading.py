@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_model import save_llama
+from support.tiny_model import save_llama
 
 CYCLE = """
 class Cycle:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from brim.cli.loading import loading_bar
 from brim.run.generate.request import Request, generate
-from generating import save
+from support.generating import save
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from brim.measure import nvml
-from forked import forked
+from support.forked import forked
 
 
 class Library:

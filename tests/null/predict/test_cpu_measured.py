@@ -11,8 +11,8 @@ from torch import nn
 
 from brim.predict.lowering.cpu import measured as cpu_measured
 from brim.predict.tracer import trace
-from cpu_compare import predicted_events
-from cpu_truth import memory_events, peak_bytes
+from support.cpu.compare import predicted_events
+from support.cpu.truth import memory_events, peak_bytes
 
 LAYERS = {
     "speech": lambda: (nn.Conv1d(1, 32, 10, stride=5), (2, 1, 8000)),

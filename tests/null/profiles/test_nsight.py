@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from accuracy import ground_truth
 from brim.core import EventKind
 from brim.errors import FormatError, UnsupportedError
 from brim.profiles import nsight
 from brim.units import MIB
-from nsight_database import NAMES, PROCESS, TABLES, THREAD, call, copy, kernel, on_device, write
+from support.accuracy import ground_truth
+from support.nsight_database import NAMES, PROCESS, TABLES, THREAD, call, copy, kernel, on_device, write
 
 US = 1000
 T = 10**17  # nanoseconds, as large as real ones

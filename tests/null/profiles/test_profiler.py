@@ -22,7 +22,7 @@ from brim.profiles.activity import (
 from brim.profiles.events import copy_kind
 from brim.profiles.figures import CAUSES, DeviceProfile, Profile
 from brim.units import MIB
-from profiles import called, copied, kernel, memory, operation
+from support.profiles import called, copied, kernel, memory, operation
 
 Events = list[dict[str, Any]]
 

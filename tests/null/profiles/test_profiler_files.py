@@ -9,12 +9,12 @@ import tracemalloc
 import pytest
 import torch
 
-import _synthetic_trace
 from brim.core import json_stream
 from brim.errors import FormatError
 from brim.profiles import profiler as profile
 from brim.units import MIB
-from profiles import kernel
+from support import synthetic_trace
+from support.profiles import kernel
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz", "trace.bin"])
@@ -146,7 +146,7 @@ def test_numbers_that_are_no_json_and_lone_surrogates_do_no_harm(tmp_path):
 
 def test_memory_stays_in_proportion_to_the_file(tmp_path):
     path = tmp_path / "trace.json"
-    _synthetic_trace.write(path, 40_000)
+    synthetic_trace.write(path, 40_000)
     tracemalloc.start()
     try:
         found = profile.read(path)

@@ -24,16 +24,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import _synthetic_trace
 from brim.errors import FormatError
 from brim.profiles import nsight
 from brim.profiles import profiler as profile
 from brim.profiles.figures import Profile
 from brim.units import KIB
-from damaged import changed
-from nsight_database import NAMES, PROCESS, TABLES, call, copy, kernel, on_device, write
-from profiles import called, copied, memory, operation
-from profiles import kernel as kernel_event
+from support import synthetic_trace
+from support.damaged import changed
+from support.nsight_database import NAMES, PROCESS, TABLES, call, copy, kernel, on_device, write
+from support.profiles import called, copied, memory, operation
+from support.profiles import kernel as kernel_event
 
 SECONDS = float(os.environ.get("BRIM_FUZZ_SECONDS", "0"))
 SHORT = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -214,7 +214,7 @@ def judge_database(data: bytes) -> bool:
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_long_trace_takes_little_beside_its_text(name, tmp_path):
     path = tmp_path / name
-    _synthetic_trace.write(path, 8_000)
+    synthetic_trace.write(path, 8_000)
     assert text_bytes(path) > 4 * SPARE_BYTES
     assert judged(profile.read, path)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from accuracy import ground_truth
 from brim.core import EventKind
 from brim.profiles import profiler as profile
+from support.accuracy import ground_truth
 
 TRACES = ground_truth.folder() / "traces"
 pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="the published traces are not here")

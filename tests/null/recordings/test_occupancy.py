@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from _simulated_recording import Recording
 from brim.allocator.out_of_memory import OutOfMemory
 from brim.core import EventKind
 from brim.core.trace import Category
@@ -19,6 +18,7 @@ from brim.recordings.labels import label_of, telling_frames
 from brim.recordings.occupancy import Moment
 from brim.recordings.timeline import RecordedRun, recorded_run
 from brim.units import KIB, MIB
+from support.simulated_recording import Recording
 
 ROOT = Path(__file__).parents[3]
 SNAPSHOTS = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth")) / "snapshots"

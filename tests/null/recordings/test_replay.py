@@ -13,7 +13,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from _simulated_recording import Recording
 from brim.allocator.blocks import Block
 from brim.allocator.config import AllocatorConfig
 from brim.allocator.out_of_memory import OutOfMemory
@@ -24,6 +23,7 @@ from brim.recordings.replay import recorded_config, replay
 from brim.recordings.timeline import recorded_run
 from brim.recordings.what_if import best, what_if
 from brim.units import GIB, KIB, MIB
+from support.simulated_recording import Recording
 
 ROOT = Path(__file__).parents[3]
 SNAPSHOTS = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth")) / "snapshots"

@@ -13,7 +13,7 @@ from brim.memory.recorder import Recorder
 from brim.profiles import profiler as profile
 from brim.report.idle import attribute
 from brim.units import MIB
-from profiles import called, copied, kernel
+from support.profiles import called, copied, kernel
 
 
 def timeline(*events: tuple[EventKind, float, float, str]) -> Timeline:

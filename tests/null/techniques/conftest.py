@@ -11,7 +11,7 @@ from torch import nn
 
 from brim.techniques.blocks import adapters, find_blocks
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming, apply
-from streamed_training import CHOICES, memory_for, plan_of
+from support.streamed_training import CHOICES, memory_for, plan_of
 
 
 @pytest.fixture

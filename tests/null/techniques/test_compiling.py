@@ -20,8 +20,8 @@ from brim.predict.compiled.kernels import Kernel, Program
 from brim.predict.compiled.torch_compile import is_captured
 from brim.techniques import compiling
 from brim.techniques.checkpointing import technique as checkpointing
-from compiled_model import Block, Model
-from tiny_model import save_llama
+from support.compiled_model import Block, Model
+from support.tiny_model import save_llama
 
 _WIDTH, _TOKENS = 64, 32
 _GENERATOR_BYTES = 5056  # the CPU's random state, which a compiled block keeps to compute attention again

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import trained
 from brim.errors import BudgetError, UsageError
 from brim.techniques import micro_batch
+from support import trained
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

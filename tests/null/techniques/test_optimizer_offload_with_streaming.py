@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import streamed_training as streamed
 from brim.techniques.blocks import find_blocks
 from brim.techniques.optimizer_offload import technique as optimizer_offload
 from brim.techniques.streaming import weight_streaming
+from support import streamed_training as streamed
 
 PLACES = [
     ("disk", "disk", "keep"),

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import brim
-import trained
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques import precision
 from brim.techniques.optimizer_offload import rounding
 from brim.techniques.optimizer_offload.rounding import round_at_random
+from support import trained
 
 PURE = ("bf16", "bf16-stochastic", "bf16-master")
 ON_CPU = ("fp32", "bf16-mixed", "fp16-mixed", *PURE)

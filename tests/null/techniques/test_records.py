@@ -14,7 +14,7 @@ from brim.core.hardware import DISK, RAM
 from brim.memory.pool import PAGE_BYTES
 from brim.memory.tiers import Memory, fake_memory
 from brim.techniques.records import Records
-from offloaded import machine
+from support.offloaded import machine
 
 SIZES = {0: 3 * PAGE_BYTES, 1: 100, 2: PAGE_BYTES, 3: 8 * PAGE_BYTES, 4: 2 * PAGE_BYTES - 7, 5: PAGE_BYTES}
 

@@ -12,7 +12,7 @@ from brim.core.hardware import DISK, RAM, VRAM
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.streaming.offloaded_parameter import OffloadedParameter
 from brim.techniques.streaming.weight_streaming import WeightStreaming
-from streamed_training import (
+from support.streamed_training import (
     IDS,
     LAYERS,
     WIDTH,

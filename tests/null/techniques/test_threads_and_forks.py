@@ -15,8 +15,8 @@ from torch import nn
 
 import brim
 from brim.errors import UnsupportedError
-from streamed import FITS, X, load_streamed, make_net
-from tiny_model import save_llama
+from support.streamed import FITS, X, load_streamed, make_net
+from support.tiny_model import save_llama
 
 
 @pytest.mark.parametrize("fit", FITS.values(), ids=FITS)

@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-import trained
 from brim.techniques import precision
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.checkpointing import technique as checkpointing
 from brim.techniques.loss import chunked as chunked_loss
 from brim.techniques.saved_tensor_hooks import Kept, Saving
+from support import trained
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zoo import MODELS
+from support.zoo import MODELS
 
 # torchvision 0.2x documentation, "num_params" of each model's weights (docs/source/models); Inception v3 with its
 # auxiliary classifier; Xception: 22,855,952, pretrained-models.pytorch and Keras Applications (22.9 M).

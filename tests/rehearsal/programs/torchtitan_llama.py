@@ -1,8 +1,9 @@
 """One rank of torchtitan's Llama 3.1 8B under FSDP2, as on ``RANKS`` H100 at the end of 2024. Leaves ``result``.
 
-The model and its selective checkpointing are those that ``bench/accuracy/torchtitan.py`` has after torchtitan's code;
-here the loop is torchtitan's, too: model made on meta, fused AdamW, gradients clipped. PyTorch of that time took
-flash attention on an H100, which the checkpointing saves; today it takes cuDNN's, which that does not know.
+The model and its selective checkpointing are those that ``tests/support/accuracy/torchtitan.py`` has after
+torchtitan's code; here the loop is torchtitan's, too: model made on meta, fused AdamW, gradients clipped. PyTorch of
+that time took flash attention on an H100, which the checkpointing saves; today it takes cuDNN's, which that does not
+know.
 """
 
 import os
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from accuracy import torchtitan
+from support.accuracy import torchtitan
 
 warnings.simplefilter("ignore")
 ranks = int(os.environ["RANKS"])

@@ -18,7 +18,7 @@ from brim.memory.layout import WEIGHT_ALIGNMENT_BYTES
 from brim.rehearsal import device
 from brim.run.fit.machine import machine
 from brim.run.generate.load import warm_up
-from generating import save_tokenizer
+from support.generating import save_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from brim.run.generate.request import Request, generate
-from generating import save_words_llama
+from support.generating import save_words_llama
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from torch import nn
 from brim.errors import BudgetError
 from brim.run.train import saving
 from brim.run.train.loop import Request, Training, train
-from tiny_model import save_llama
-from trainings import write_text
+from support.tiny_model import save_llama
+from support.trainings import write_text
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from brim.errors import UnsupportedError
 from brim.rehearsal import device
 from brim.techniques.experts.calls import _sent
 from brim.techniques.experts.technique import CACHE_DISK, CACHE_RAM
-from cached_experts import fit
-from families import inputs, make
+from support.cached_experts import fit
+from support.families import inputs, make
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ import brim
 from brim.run.fit.step_memory import Inputs
 from brim.techniques.quantization.technique import SCHEMES, apply
 from brim.techniques.streaming.weight_streaming import RESIDENT
-from tiny_model import save_llama
+from support.tiny_model import save_llama
 
 pytestmark = [
     pytest.mark.gpu,

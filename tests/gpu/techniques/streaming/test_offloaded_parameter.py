@@ -11,10 +11,10 @@ import transformers
 from torch import nn
 
 import brim
-import families
 from brim.errors import BudgetError, UnsupportedError
 from brim.techniques.streaming.offloaded_parameter import OffloadedParameter
-from placed import place_least
+from support import families
+from support.placed import place_least
 
 pytestmark = [
     pytest.mark.gpu,

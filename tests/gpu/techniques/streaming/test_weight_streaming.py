@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import brim
-from placed import place
+from support.placed import place
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 
-from _simulated_recording import Recording
 from brim.cli import main
 from brim.core import EventKind, Timeline
 from brim.errors import BrimError, FormatError
@@ -31,6 +30,7 @@ from brim.recordings.timeline import recorded_run
 from brim.report.explain import summary
 from brim.report.oom.reader import read_oom
 from brim.units import KIB, MIB
+from support.simulated_recording import Recording
 
 SECONDS = float(os.environ.get("BRIM_FUZZ_SECONDS", "0"))
 INPUTS = 200  # at least, however long they take

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import pytest
 
-import nsight_database
-from _simulated_recording import Recording
 from brim.cli import main
 from brim.core import EventKind, Timeline
 from brim.recordings import snapshot
@@ -31,8 +29,10 @@ from brim.recordings.timeline import recorded_run
 from brim.report.explain import summary
 from brim.report.oom.reader import read_oom
 from brim.units import KIB, MIB
-from damaged import changed
-from profiles import called, copied, kernel, memory, operation
+from support import nsight_database
+from support.damaged import changed
+from support.profiles import called, copied, kernel, memory, operation
+from support.simulated_recording import Recording
 
 SECONDS = float(os.environ.get("BRIM_FUZZ_SECONDS", "0"))
 INPUTS = 100  # at least, however long they take

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-import _synthetic_trace
 import brim
-from _simulated_recording import Recording
 from brim.allocator.out_of_memory import OutOfMemory
 from brim.cli import main
 from brim.core import EventKind, Timeline
 from brim.recordings.what_if import CANDIDATES
 from brim.units import MIB
+from support import synthetic_trace
+from support.simulated_recording import Recording
 
 ROOT = Path(__file__).parents[4]
 TRUTH = Path(os.environ.get("BRIM_GROUND_TRUTH", ROOT.parent / "shared" / "ground_truth"))
@@ -60,7 +60,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     log = tmp_path / "a"
     log.write_text(MESSAGE)
     trace = tmp_path / "b.json"
-    _synthetic_trace.write(trace, 400)
+    synthetic_trace.write(trace, 400)
     return {
         "oom": log,
         "profile": trace.rename(tmp_path / "b"),
@@ -284,7 +284,7 @@ def test_two_snapshots_and_two_profiles_are_compared(files, tmp_path, capsys):
     assert main(["explain", "--diff", str(files["snapshot"]), str(other)]) == 0
     assert "by segment size" in capsys.readouterr().out
     trace = tmp_path / "trace.json"
-    _synthetic_trace.write(trace, 900)
+    synthetic_trace.write(trace, 900)
     (device,) = answer(capsys, "--diff", files["profile"], trace)["devices"]
     assert any(one["name"] == "busy_s" and one["before"] != one["after"] for one in device["figures"])
 
@@ -293,7 +293,7 @@ def test_names_of_kernels_are_told_as_they_are(tmp_path, capsys):
     """And are no units: this one has "_share" in it."""
     traces = [tmp_path / "before.json", tmp_path / "after.json"]
     for path, count in zip(traces, (600, 900), strict=True):
-        _synthetic_trace.write(path, count)
+        synthetic_trace.write(path, count)
         path.write_text(path.read_text().replace("kernel_", "kernel_share_"))
     assert main(["explain", "--diff", *map(str, traces)]) == 0
     counts = [line for line in capsys.readouterr().out.splitlines() if "kernel_share_" in line and "count" in line]

@@ -20,17 +20,15 @@ from typing import Any
 
 import pytest
 
-import _synthetic_trace
-import nsight_database
-import snapshot as synthetic_snapshot
-from _simulated_recording import Recording
 from brim.core import EventKind, Timeline
 from brim.units import KIB, MIB
+from support import nsight_database, synthetic_snapshot, synthetic_trace
+from support.simulated_recording import Recording
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a high water of RAM")
 TIMES = 4
 FLOOR_BYTES = 4 * MIB
-SCRIPT = Path(__file__).parents[3] / "reading_memory.py"
+SCRIPT = Path(__file__).parents[3] / "support" / "reading_memory.py"
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {} GiB. GPU {} has a total capacity of 23.65 GiB "
     "of which 100.00 MiB is free. Of the allocated memory 7.00 GiB is allocated by PyTorch.\n"
@@ -100,7 +98,7 @@ def timeline(count: int) -> bytes:
 
 
 def trace(folder: Path, count: int, name: str = "trace.json") -> bytes:
-    _synthetic_trace.write(folder / name, count)
+    synthetic_trace.write(folder / name, count)
     return (folder / name).read_bytes()
 
 

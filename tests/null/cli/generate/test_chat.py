@@ -15,7 +15,7 @@ import pytest
 from brim.cli import main
 from brim.cli.generate import chat as generate_chat
 from brim.run.generate.request import Request, generate
-from tiny_model import save_llama
+from support.tiny_model import save_llama
 
 
 @pytest.fixture(scope="module")

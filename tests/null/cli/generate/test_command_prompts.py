@@ -9,8 +9,8 @@ import pytest
 
 from brim.cli import main
 from brim.run.generate.inputs import read_prompts
-from generating import alone, save
-from tiny_model import held
+from support.generating import alone, save
+from support.tiny_model import held
 
 SUMMARY = {"batch", "tokens", "seconds", "tokens_per_s"}
 SUMMARY |= {"plan", "promised_bytes", "measured_bytes", "s_per_token", "steady_s_per_token", "eta", "compute"}

@@ -13,8 +13,8 @@ from brim.cli import main
 from brim.core import Plan
 from brim.run.generate.request import Request, generate
 from brim.run.model.opening import prepare
-from onlooker import watched
-from tiny_model import save_llama
+from support.onlooker import watched
+from support.tiny_model import save_llama
 
 MIB = 1 << 20
 KEYS = {"compute", "text", "token_ids", "plan", "promised_bytes", "measured_bytes", "eta"}

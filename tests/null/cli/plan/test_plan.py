@@ -14,8 +14,8 @@ import pytest
 
 from brim.cli import main
 from brim.run.plan import nearest, plan_file
-from report_page import data_of
-from tiny_model import save_llama
+from support.report_page import data_of
+from support.tiny_model import save_llama
 
 GENERATE = ("--gpu", "RTX 3060", "--seq", "16", "--new-tokens", "4")
 TRAIN = ("--task", "train", "--gpu", "RTX 3060", "--seq", "16", "--batch", "2")

@@ -16,8 +16,8 @@ from brim.core import Plan
 from brim.errors import BudgetError, ModelError, UsageError
 from brim.run.fit.step import Fitted
 from brim.run.train.loop import train
-from tiny_model import save_llama
-from trainings import plain, quick_trainings, request, weights, write_text
+from support.tiny_model import save_llama
+from support.trainings import plain, quick_trainings, request, weights, write_text
 
 __all__ = ["quick_trainings"]
 

@@ -15,7 +15,7 @@ from brim.report.html.packing import integers, plain, script_json
 from brim.report.html.pyramid import levels
 from brim.report.lanes import lanes
 from brim.report.occupancy import Segments, moments, ranked
-from report_page import unpacked
+from support.report_page import unpacked
 
 CATEGORIES = ("parameter", "gradient", "activation", "temporary")
 

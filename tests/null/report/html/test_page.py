@@ -18,7 +18,7 @@ from brim.core.plan import Decision, Promise
 from brim.errors import UsageError
 from brim.report.html import page as html
 from brim.report.html.page import Table, View, page, write
-from report_page import data_of, unpacked
+from support.report_page import data_of, unpacked
 
 HOSTILE = "</script><img src=x onerror=\"document.title='ran'\"><!--\u2028\u202e<script>"
 

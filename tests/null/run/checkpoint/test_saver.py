@@ -22,7 +22,7 @@ from brim.run.checkpoint.reading import Checkpoint, latest, read, steps
 from brim.run.checkpoint.saver import Checkpointer, Tensors
 from brim.run.checkpoint.stream import Ring, pieces
 from brim.run.model.opening import open_model
-from tiny_model import save_tokenizer
+from support.tiny_model import save_tokenizer
 
 
 def of(values: dict[str, torch.Tensor], stem: str = "model", shard_bytes: int | None = None) -> Tensors:

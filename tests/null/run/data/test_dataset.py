@@ -22,7 +22,7 @@ from brim.run.data.dataset import (
 )
 from brim.run.generate.inputs import encode
 from brim.run.model.chat_template import apply_template
-from tiny_model import save_tokenizer
+from support.tiny_model import save_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m.role + '\\n' + m.content + '</s>\\n' }}{% endfor %}"

@@ -14,8 +14,8 @@ from brim.run.generate.choose import GenerationStrategy
 from brim.run.generate.predicted_timeline import foreseen
 from brim.techniques.experts.technique import NAME
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming
-from families import inputs, make, size_of
-from strategies import strategy_of
+from support.families import inputs, make, size_of
+from support.strategies import strategy_of
 
 
 @pytest.fixture(params=["cpu", "emulated"])

@@ -17,7 +17,7 @@ from brim.run.generate.remembered_passes import RememberedPasses
 from brim.run.generate.request import Generation, Request, generate
 from brim.run.model.opening import open_model
 from brim.run.plan import choosing
-from generating import FAMILIES, save
+from support.generating import FAMILIES, save
 
 SIZES = Sizes(prompt=7, total=12, chunk=4)
 

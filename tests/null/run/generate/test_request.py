@@ -22,7 +22,7 @@ from brim.run.generate.request import (
 )
 from brim.run.generate.token_clock import Clock
 from brim.techniques.kv_offload import cache as kv_cache
-from generating import FAMILIES, alone, save
+from support.generating import FAMILIES, alone, save
 
 PROMPTS = ["hi", "one more thing to go on from", "a b c", "The rain in Spain", "x"]
 LONG = "A long prompt, word by word. " * 6
@@ -243,8 +243,8 @@ def test_requests_that_cannot_be_meant_are_refused(saved: Any) -> None:
 def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from generating import FAMILIES as families
-    from tiny_model import save_tokenizer
+    from support.generating import FAMILIES as families
+    from support.tiny_model import save_tokenizer
 
     LlamaForCausalLM(LlamaConfig(vocab_size=20, **families["llama"][2])).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)

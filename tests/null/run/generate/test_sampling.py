@@ -14,8 +14,8 @@ from brim.run.generate.chat import chat
 from brim.run.generate.loop import Printer
 from brim.run.generate.request import Answer, Request, generate, generate_many
 from brim.run.generate.sampling import Sampling, cut, withheld
-from generating import save
-from tiny_model import save_tokenizer
+from support.generating import save
+from support.tiny_model import save_tokenizer
 
 DRAWN = Sampling(temperature=1.3, top_p=0.9, top_k=40, seed=7)
 

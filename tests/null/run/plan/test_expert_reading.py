@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import families
 from brim.errors import UsageError
 from brim.run.plan.expert_reading import expected_experts, reading
+from support import families
 
 
 def test_one_token_reads_what_it_asks_for_and_many_read_all() -> None:

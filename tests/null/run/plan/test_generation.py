@@ -21,8 +21,8 @@ from brim.run.plan.search import plan
 from brim.run.plan.subject import Subject
 from brim.techniques.streaming.placement import COMPUTE_RAM, FROM_RAM, RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME
-from planned import LLAMA
-from tiny_model import save_llama
+from support.planned import LLAMA
+from support.tiny_model import save_llama
 
 pytestmark = pytest.mark.slow  # every plan is a search and several traces
 

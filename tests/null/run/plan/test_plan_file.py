@@ -22,7 +22,7 @@ from brim.run.plan import plan_file
 from brim.run.plan.plan_file import PlanFile, check, described, fingerprint
 from brim.run.plan.request import Answer, Machine, Proposal, Request
 from brim.units import GIB
-from tiny_model import save_llama
+from support.tiny_model import save_llama
 
 GPU = Hardware(
     name="a GPU",

@@ -26,7 +26,7 @@ from brim.run.plan.regimes import (
     regimes,
 )
 from brim.run.plan.request import Machine, Request, machine_of
-from planned import LLAMA
+from support.planned import LLAMA
 
 pytestmark = pytest.mark.slow  # every plan is a search and several traces
 

@@ -16,8 +16,8 @@ from brim.run.plan.request import Request, machine_of
 from brim.run.plan.router_file import Routers, routers_of
 from brim.techniques.experts.router_statistics import RouterStatistics
 from brim.techniques.experts.technique import EXPERT_SLOTS, find_experts
-from families import make
-from tiny_model import save_tokenizer
+from support.families import make
+from support.tiny_model import save_tokenizer
 
 WIDE: dict[str, Any] = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 512, "vocab_size": 300,

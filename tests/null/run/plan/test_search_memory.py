@@ -10,7 +10,7 @@ from brim.run.plan.opening import open_subject
 from brim.run.plan.request import Request, machine_of
 from brim.techniques.streaming.placement import RESIDENT
 from brim.techniques.streaming.weight_streaming import NAME
-from planned import LLAMA
+from support.planned import LLAMA
 
 
 def test_a_search_leaves_the_models_tensors_as_they_were(tmp_path: Path) -> None:

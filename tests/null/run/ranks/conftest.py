@@ -11,10 +11,10 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from rank_checks import save_mixtral
-from splitting import BATCH, LR, SEQ, STEPS
-from tiny_model import save_llama, save_tokenizer
-from trainings import plain, write_text
+from support.rank_checks import save_mixtral
+from support.splitting import BATCH, LR, SEQ, STEPS
+from support.tiny_model import save_llama, save_tokenizer
+from support.trainings import plain, write_text
 
 
 @pytest.fixture(scope="module")

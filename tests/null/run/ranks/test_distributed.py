@@ -15,9 +15,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import splitting
 from brim.core import Timeline
-from rank_checks import (
+from support import splitting
+from support.rank_checks import (
     OFFLOADED,
     SP,
     TABLE,
@@ -28,9 +28,9 @@ from rank_checks import (
     check_memory,
     check_trained,
 )
-from splitting import BATCH, LR, SEQ, STEPS, brim_train, command, environment, signal_rank, torchrun, trained
-from tiny_model import save_llama
-from trainings import course, plain, weights
+from support.splitting import BATCH, LR, SEQ, STEPS, brim_train, command, environment, signal_rank, torchrun, trained
+from support.tiny_model import save_llama
+from support.trainings import course, plain, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
 

@@ -12,7 +12,7 @@ from brim import catalog
 from brim.estimation.models import find_model
 from brim.planner.meshes.torch_engine import run_meshes
 from brim.run.ranks import plan as distributed_plan
-from rank_checks import (
+from support.rank_checks import (
     MIXED,
     SP,
     TENSORS,
@@ -25,8 +25,8 @@ from rank_checks import (
     save_family,
     save_mixtral,
 )
-from splitting import BATCH, LR, SEQ, STEPS, brim_train, torchrun, trained
-from trainings import plain
+from support.splitting import BATCH, LR, SEQ, STEPS, brim_train, torchrun, trained
+from support.trainings import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
 

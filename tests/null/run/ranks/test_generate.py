@@ -26,8 +26,8 @@ from brim.errors import BrimError
 from brim.run.generate.request import Request
 from brim.run.ranks.generate import RanksRequest
 from brim.run.ranks.start import start
-from generating_over_ranks import generated
-from tiny_model import save_llama, save_tokenizer
+from support.generating_over_ranks import generated
+from support.tiny_model import save_llama, save_tokenizer
 
 PROMPT, TOKENS = "what is said here", 12
 SMALL = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": None}

@@ -20,7 +20,7 @@ from brim.run.script.hooks import Call
 from brim.run.script.outcome import UNTOUCHED
 from brim.run.script.run import run
 from brim.run.script.settings import Settings
-from launching import in_child, plainly, program
+from support.launching import in_child, plainly, program
 
 HEAVY = (
     "brim.run.script.decide",

@@ -18,7 +18,7 @@ from torch import nn
 from brim.run.script.needs import within_fraction
 from brim.run.script.script import Program
 from brim.units import MIB
-from launching import OWN, Ended, budgeted, plainly
+from support.launching import OWN, Ended, budgeted, plainly
 
 HEAD = """
 import torch

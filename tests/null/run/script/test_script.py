@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import hear_interrupts
+from support.launching import hear_interrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="exit by signals")
 BRIM = [sys.executable, "-m", "brim", "run"]

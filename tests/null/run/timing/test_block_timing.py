@@ -13,7 +13,6 @@ import torch
 import transformers
 from torch import nn
 
-import families
 from brim.core import Hardware, Tier
 from brim.core.hardware import VRAM
 from brim.measure.waiting import Stopwatch
@@ -23,6 +22,7 @@ from brim.run.timing.block_calls import calls_of
 from brim.run.timing.block_timing import OUTSIDE, block_seconds
 from brim.run.timing.rated_seconds import rated_seconds, triggers
 from brim.techniques.blocks import find_blocks
+from support import families
 
 
 def llama(**values: Any) -> Any:

@@ -21,7 +21,7 @@ from brim.run.timing import spans
 from brim.run.timing.spans import BLOCKS, WHOLE, ComputeSpans
 from brim.techniques.streaming.weight_streaming import FROM_DISK, Weights, WeightStreaming
 from brim.units import GIB
-from strategies import strategy_of
+from support.strategies import strategy_of
 
 PASSES = 8
 

@@ -28,8 +28,8 @@ from brim.run.train.strategy.prediction import Rehearsal
 from brim.techniques.blocks import find_blocks
 from brim.techniques.checkpointing.technique import blocks
 from brim.techniques.streaming.weight_streaming import Weights
-from tiny_model import save_llama
-from trainings import SEQ, course, quick_trainings, request, weights, write_text
+from support.tiny_model import save_llama
+from support.trainings import SEQ, course, quick_trainings, request, weights, write_text
 
 __all__ = ["quick_trainings"]
 

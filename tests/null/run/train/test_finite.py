@@ -13,8 +13,8 @@ from brim.errors import ModelError, UsageError
 from brim.run.checkpoint.reading import latest
 from brim.run.train.finite import is_finite
 from brim.run.train.loop import Request, train
-from tiny_model import save_llama
-from trainings import quick_trainings, request, weights, write_text
+from support.tiny_model import save_llama
+from support.trainings import quick_trainings, request, weights, write_text
 
 __all__ = ["quick_trainings"]
 

@@ -15,8 +15,8 @@ from brim.memory.pool import Pool
 from brim.run.train.loop import Request, Training, train
 from brim.run.train.report import StepReport
 from brim.techniques import optimizers
-from tiny_model import save_llama
-from trainings import quick_trainings
+from support.tiny_model import save_llama
+from support.trainings import quick_trainings
 
 __all__ = ["quick_trainings"]
 

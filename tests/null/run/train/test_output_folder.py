@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from brim.errors import ModelError, TransferError, UsageError
 from brim.run.checkpoint.saver import MODEL, Tensors
 from brim.run.train.output_folder import LOCK_FILE, OutputFolder
-from forked import forked, was_killed
-from saved_steps import save_now
+from support.forked import forked, was_killed
+from support.saved_steps import save_now
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from brim.run.plan.request import Request as Question
 from brim.run.plan.training import plan_training
 from brim.run.train.loop import Request, Training, train
 from brim.run.train.strategy.choice import Choice
-from tiny_model import save_llama
+from support.tiny_model import save_llama
 
 SEQ, BATCH, STEPS, MIB = 64, 4, 2, 1 << 20
 

@@ -22,7 +22,7 @@ from brim.run.train.state import (
     restore_settings,
     rng_state,
 )
-from trained import same_state
+from support.trained import same_state
 
 
 def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:

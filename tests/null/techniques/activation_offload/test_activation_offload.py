@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from brim.memory.tiers import Memory
-from offloaded_activations import (
+from support.offloaded_activations import (
     BLOCKS,
     KIB,
     TIERS,

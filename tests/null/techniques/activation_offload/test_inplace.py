@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import brim
-import trained
 from brim.errors import UnsupportedError, UsageError
 from brim.techniques.activation_offload import inplace as inplace_activations
 from brim.techniques.checkpointing import technique as checkpointing
+from support import trained
 
 
 class Net(nn.Module):

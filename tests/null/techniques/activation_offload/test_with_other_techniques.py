@@ -19,7 +19,7 @@ from brim.errors import UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.activation_offload import technique as activation_offload
 from brim.techniques.activation_offload.technique import apply, options
-from offloaded_activations import (
+from support.offloaded_activations import (
     BLOCKS,
     KIB,
     TIERS,

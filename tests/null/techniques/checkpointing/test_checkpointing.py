@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 import brim
-import trained
 from brim.core import Category
 from brim.errors import UnsupportedError, UsageError
 from brim.model_cache import cache_input
@@ -27,6 +26,7 @@ from brim.techniques.checkpointing.technique import (
     SELECTIVE,
     selective_contexts,
 )
+from support import trained
 
 
 @pytest.mark.parametrize("family", trained.FAMILIES)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from _hybrid import compute_some_in_ram, split
 from brim.core import EventKind
 from brim.core.hardware import RAM, VRAM
 from brim.errors import BudgetError, TransferError, UnsupportedError, UsageError
@@ -20,6 +19,7 @@ from brim.techniques.blocks import find_blocks
 from brim.techniques.cpu_compute.technique import TRANSFER_BYTES
 from brim.techniques.streaming.placement import computable
 from brim.techniques.streaming.weight_streaming import COMPUTE_RAM, FROM_RAM, Weights, WeightStreaming
+from support.hybrid import compute_some_in_ram, split
 
 X = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from brim.errors import UnsupportedError
 from brim.techniques.experts.router_statistics import RouterStatistics, router_statistics, watch_routers
-from families import inputs, make
+from support.families import inputs, make
 
 
 def test_the_experts_of_each_call_are_counted() -> None:

@@ -16,7 +16,7 @@ from brim.memory.tiers import Memory, cpu_memory, emulated_memory
 from brim.memory.transfer import Ticket
 from brim.model_cache import cache_input, cache_of
 from brim.techniques.kv_offload import cache as kv_cache
-from generating import make
+from support.generating import make
 
 MIB = 1 << 20
 PROMPT, NEW = 11, 6

@@ -18,7 +18,7 @@ from brim.run.fit.step import apply_choice
 from brim.run.train.strategy.choice import Choice
 from brim.techniques.blocks import find_blocks
 from brim.techniques.streaming.weight_streaming import Weights
-from offloaded import Words, assert_same, batch, machine, make, offloaded, train
+from support.offloaded import Words, assert_same, batch, machine, make, offloaded, train
 
 _SOON_S = 20.0
 

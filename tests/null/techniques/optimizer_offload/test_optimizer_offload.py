@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.offloaded_tensor import OffloadedTensor
-from offloaded import (
+from support.offloaded import (
     OPTIMIZERS,
     PLACES,
     WIDTH,

@@ -15,8 +15,8 @@ from brim.errors import BrimError
 from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import apply, find_blocks
 from brim.techniques.optimizer_offload.trial import Trial
-from failing import Allocations, Calls
-from offloaded import OPTIMIZERS, assert_same, assert_same_state, machine
+from support.failing import Allocations, Calls
+from support.offloaded import OPTIMIZERS, assert_same, assert_same_state, machine
 
 BOUND_BYTES = 8 << 10
 UNCUT = {"adafactor", "adamw fused"}  # its kernel rounds the elements that fill no vector in another way

@@ -15,7 +15,7 @@ from brim.errors import UnsupportedError, UsageError
 from brim.memory.tiers import Memory
 from brim.techniques.offloaded_tensor import OffloadedTensor
 from brim.techniques.optimizer_offload.technique import apply, find_blocks
-from offloaded import (
+from support.offloaded import (
     OPTIMIZERS,
     PLACES,
     Lion,

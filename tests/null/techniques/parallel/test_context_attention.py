@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attention_ranks import largest_errors
 from brim.core import Category, Phase
 from brim.predict.tracer import trace
 from brim.techniques.parallel import attention_kernels, context_parallel, sharding
 from brim.techniques.parallel.context_attention import attention
+from support.attention_ranks import largest_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of PyTorch, about its own process groups
 TOKENS, HEADS, SHARED, WIDTH = 8192, 8, 2, 64

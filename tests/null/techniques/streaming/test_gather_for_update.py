@@ -22,7 +22,7 @@ from brim.techniques.blocks import find_blocks
 from brim.techniques.optimizer_offload import technique as optimizer_offload
 from brim.techniques.streaming.block_state import Streamed
 from brim.techniques.streaming.weight_streaming import Weights, WeightStreaming, apply
-from streamed_training import (
+from support.streamed_training import (
     CHOICES,
     IDS,
     LAYERS,

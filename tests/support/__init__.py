@@ -1,0 +1,1 @@
+"""What tests share with one another and with the benches."""

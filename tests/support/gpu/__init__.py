@@ -1,0 +1,1 @@
+"""Recorded runs on GPUs: their cases, how one is run and predicted, and how far off predictions are."""
