@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(root: Path) 
 def test_a_flipped_bit_in_a_weight_is_told_by_its_name(root: Path) -> None:
     path = root / "step-000002" / "model.safetensors"
     flipped(path, path.stat().st_size - 1, 0)
-    with pytest.raises(ModelError, match=r"b.weight in model.safetensors has another checksum"):
+    with pytest.raises(ModelError, match=r"checksum of b.weight in model.safetensors does not match"):
         read(root / "step-000002")
 
 
@@ -176,7 +176,7 @@ def test_a_manifest_that_lists_files_elsewhere_is_refused(root: Path, name: str)
     manifest = read_manifest(root / "step-000002")
     lying = replace(manifest, files={**manifest.files, name: manifest.files["config.json"]})
     (root / "step-000002" / MANIFEST_NAME).write_text(to_text(lying))
-    with pytest.raises(ModelError, match="no file of this folder"):
+    with pytest.raises(ModelError, match="not a file of this folder"):
         read(root / "step-000002")
 
 
@@ -221,7 +221,7 @@ def test_what_the_disk_changed_while_it_was_written_is_noticed_before_it_counts(
         return real(fd, changed if offset >= 4096 else data, offset)
 
     monkeypatch.setattr(os, "pwrite", corrupting)
-    with pytest.raises(TransferError, match="another checksum"):
+    with pytest.raises(TransferError, match=r"checksum of .* does not match"):
         save_now(root, 3, 30)
     monkeypatch.undo()
     assert latest(root).state["seed"] == 20 and hidden(root) == []

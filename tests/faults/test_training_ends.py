@@ -38,9 +38,9 @@ def test_memory_that_runs_out_under_every_plan_is_one_error_in_the_end(
         raise MemoryError
 
     monkeypatch.setattr(Fitted, "step", failing)
-    with pytest.raises(BudgetError, match="The smallest plan that is known is in force") as raised:
+    with pytest.raises(BudgetError, match="The smallest plan is already in force") as raised:
         train(request(tiny, text, tmp_path / "out", stream_weights=stream_weights))
-    assert "Training was to go on with less memory." in str(raised.value)
+    assert "Cannot continue training with less memory." in str(raised.value)
     del raised
     # Streaming may be planned so that all weights stay: what is there is enough for them.
     assert 5 <= len(plans) - 1 <= len({repr(plan) for plan in plans})

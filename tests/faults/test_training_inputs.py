@@ -92,7 +92,7 @@ def test_data_that_is_empty_missing_a_folder_or_of_another_kind_is_refused(cli: 
     refused(cli(write(tmp_path / "empty.jsonl", "")), "empty.jsonl", "It is empty")
     refused(cli(write(tmp_path / "empty.txt", "")), "empty.txt", "It is empty")
     refused(cli(tmp_path / "none.jsonl"), "none.jsonl", "No such file")
-    refused(cli(write(tmp_path / "short.txt", "a")), "sequences of 16 tokens", "It has 3")
+    refused(cli(write(tmp_path / "short.txt", "a")), "sequences of 16 tokens", "It has only 3")
     refused(cli(write(tmp_path / "data.parquet", "PAR1")), "'.parquet'")
     (tmp_path / "folder.jsonl").mkdir()
     refused(cli(tmp_path / "folder.jsonl"), "folder.jsonl", "no text files")

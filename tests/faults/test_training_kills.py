@@ -61,7 +61,7 @@ def test_ranks_that_train_into_nothing_stop_at_the_last_good_checkpoint(root: Pa
     assert found["saved"]["saved"] == found["spoiled"]["saved"] == found["no number"]["saved"] == [1, 2]
     for name, why in (("spoiled", "beyond what the weights' type can hold"), ("no number", "Its loss is nan")):
         told = found[name]["told"]
-        assert told.count("Error: ") == 1 and why in told and "--resume goes on from step 2" in told
+        assert told.count("Error: ") == 1 and why in told and "--resume continues from step 2" in told
     assert [step for step, _ in found["gone on"]["course"]] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(loss) for _, loss in found["gone on"]["course"])
     told = found["absurd"]["told"]

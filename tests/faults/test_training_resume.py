@@ -86,9 +86,9 @@ def begun(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.mark.parametrize(
     ("method", "options", "word"),
     [
-        ("full", {"method": "lora"}, "--method is another: that training began with full, not with lora"),
+        ("full", {"method": "lora"}, "--method differs: that training began with full, not with lora"),
         ("lora", {"method": "full"}, "--method is another"),
-        ("full", {"optimizer": "sgd"}, "--optimizer is another: that training began with adamw, not with sgd"),
+        ("full", {"optimizer": "sgd"}, "--optimizer differs: that training began with adamw, not with sgd"),
         ("full", {"optimizer": "sgd", "offload_optimizer": "disk"}, "--optimizer is another"),
         ("full", {"precision": "bf16-mixed"}, "--precision is another"),
         ("full", {"seq": 16}, "--seq"),
@@ -218,7 +218,7 @@ def test_no_room_for_the_model_at_the_end_is_one_error_and_resuming_writes_it(
     def refuse(self: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(TransferError, match="the checkpoints are as they were"):
+    with monkeypatch.context() as patch, pytest.raises(TransferError, match="the checkpoints are intact"):
         patch.setattr(Path, "write_bytes", refuse)
         train(request(tiny, text, tmp_path, steps=2, save_every=1))
     left = tmp_path / ".model.partial"  # as a killed process leaves it

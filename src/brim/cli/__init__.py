@@ -134,8 +134,8 @@ def _outcome(arguments: Sequence[str] | None) -> Any:
 
 
 _NO_PROC = UnsupportedError(
-    "The memory of this machine was to be looked at.",
-    "Linux tells of it in /proc, which is not there.",
+    "Cannot measure the memory of this machine.",
+    "Linux reports it in /proc, which does not exist.",
     "Mount /proc in the container or the chroot.",
 )
 
@@ -148,9 +148,9 @@ def _lacks_proc(error: Exception) -> bool:
 
 
 def _memory_ran_out(error: BaseException) -> BudgetError:
-    """Where it has nothing to do with a budget, and so with no plan."""
+    """The error when the system's memory ran out, independent of any budget or plan."""
     return BudgetError(
-        "The command was to go on.",
+        "The command cannot continue.",
         f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
         "End other programs, or allow this one more memory or threads.",
     )

@@ -78,8 +78,8 @@ class _DescribedModel(_Model):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from brim import catalog
 
-        known = [CompletionItem(name) for name in catalog.model_names() if name.startswith(incomplete.lower())]
-        return known or paths(ctx, param, incomplete)
+        items = [CompletionItem(name) for name in catalog.model_names() if name.startswith(incomplete.lower())]
+        return items or paths(ctx, param, incomplete)
 
 
 class _Device(click.Choice):  # type: ignore[type-arg]
@@ -165,10 +165,10 @@ class Command(click.Command):
         read, written = identities(self._inputs(ctx)), set[Path]()
         for option, path in self._outputs(ctx):
             asked = f"{option.opts[0]} {path} was given."
-            for same in (read[one] for one in identities([path]) if one in read):
-                raise UsageError(asked, f"It is {same}, which is read.", "Name another file.")
+            for same in (read[identity] for identity in identities([path]) if identity in read):
+                raise UsageError(asked, f"It is {same}, which is an input.", "Name another file.")
             if path.resolve() in written:
-                raise UsageError(asked, "Another result goes there too.", "Name another file.")
+                raise UsageError(asked, "Another result is written there too.", "Name another file.")
             written.add(path.resolve())
         return super().invoke(ctx)
 
@@ -184,14 +184,14 @@ class Command(click.Command):
 
     def _inputs(self, ctx: click.Context) -> Iterator[Path]:
         for param in self.params:
-            given = ctx.params.get(param.name or "")
+            value = ctx.params.get(param.name or "")
             if isinstance(param.type, OutputFile):
                 continue
-            for one in given if isinstance(given, tuple) else (given,):
-                if isinstance(one, Path):
-                    yield one
-                elif isinstance(one, str) and isinstance(param, click.Argument):  # MODEL, or file.py:function
-                    yield from (Path(one).expanduser(), Path(one.partition(":")[0]))
+            for entry in value if isinstance(value, tuple) else (value,):
+                if isinstance(entry, Path):
+                    yield entry
+                elif isinstance(entry, str) and isinstance(param, click.Argument):  # MODEL, or file.py:function
+                    yield from (Path(entry).expanduser(), Path(entry.partition(":")[0]))
 
 
 class Finite(click.FloatRange):

@@ -105,9 +105,9 @@ def rehearse(
         raise click.UsageError("Name a script, or a module with -m.")
     values = None if vary is None else _values(vary)
     kept = {"--html": html, "--snapshot": snapshot, "--what-if": settings}
-    for option in (name for name, given in kept.items() if given and vary is not None):
+    for option in (name for name, path in kept.items() if path and vary is not None):
         raise UsageError(
-            f"--vary {vary} was given with {option}.", "It keeps no recording.", "Rehearse one value then."
+            f"Cannot use --vary {vary} with {option}.", "Varied rehearsals keep no recording.", "Rehearse one value."
         )
     for text in settings:
         if text != BEST:
@@ -127,19 +127,19 @@ def rehearse(
     with temporary_folder(FOLDERS) as scratch:
         if values is not None:
             return _vary(request, environment, scratch, *values, as_json)
-        found = _run(request, environment, scratch)
-        explained = [_explained(one, settings) for one in found]
+        rehearsals = _run(request, environment, scratch)
+        explained = [_explained(rehearsal, settings) for rehearsal in rehearsals]
         if as_json:
-            print_json(_document(request, found, explained))
+            print_json(_document(request, rehearsals, explained))
         else:
-            for one, more in zip(found, explained, strict=True):
-                for line in _lines(request, one, more):
+            for rehearsal, more in zip(rehearsals, explained, strict=True):
+                for line in _lines(request, rehearsal, more):
                     click.echo(readable(line))
-        if snapshot is not None:  # what was found is told, though a disk may be full
-            _keep(found, snapshot)
+        if snapshot is not None:  # after printing: the disk may be full
+            _keep(rehearsals, snapshot)
         if html is not None:
-            _write_html(html, request, found, explained)
-    return max(_exit_code(one) for one in found)
+            _write_html(html, request, rehearsals, explained)
+    return max(_exit_code(rehearsal) for rehearsal in rehearsals)
 
 
 def _ranks(text: str | None) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ def _ranks(text: str | None) -> tuple[int, ...]:
     try:
         return tuple(map(int, text.split(",")))
     except ValueError as error:
-        raise UsageError(f"--rank {text} was given.", "Ranks are whole numbers.", "As in: --rank 0,63") from error
+        raise UsageError(f"--rank {text} was given.", "Ranks are whole numbers.", "Example: --rank 0,63") from error
 
 
 def _confirmed(what: str) -> bool:
@@ -165,18 +165,18 @@ def _run(request: Request, environment: Environment, folder: Path) -> list[Rehea
     )
 
 
-def _exit_code(found: Rehearsal) -> int:
-    return {None: FAILED, True: 0, False: OUT_OF_MEMORY}[found.fits]
+def _exit_code(rehearsal: Rehearsal) -> int:
+    return {None: FAILED, True: 0, False: OUT_OF_MEMORY}[rehearsal.fits]
 
 
-def _keep(found: Sequence[Rehearsal], path: Path) -> None:
-    for one in found:
-        asked = f"A recording was to be written to {path}."
-        if one.snapshot is None:
-            raise UsageError(asked, "There is none: the program made no use of CUDA, or its process was ended.")
+def _keep(rehearsals: Sequence[Rehearsal], path: Path) -> None:
+    for rehearsal in rehearsals:
+        asked = f"Cannot write a recording to {path}."
+        if rehearsal.snapshot is None:
+            raise UsageError(asked, "There is none: the program did not use CUDA, or its process was killed.")
         try:
-            with replacing(path if one.rank is None else _of_rank(path, one.rank)) as made:
-                shutil.copyfile(one.snapshot, made)
+            with replacing(path if rehearsal.rank is None else _of_rank(path, rehearsal.rank)) as partial:
+                shutil.copyfile(rehearsal.snapshot, partial)
         except OSError as error:
             raise UsageError(asked, f"{error.strerror}.", "Name another file.") from error
 
@@ -185,108 +185,110 @@ def _of_rank(path: Path, rank: int) -> Path:
     return path.with_stem(f"{path.stem}-rank{rank}")
 
 
-def _explained(found: Rehearsal, settings: tuple[str, ...]) -> Explained | None:
+def _explained(rehearsal: Rehearsal, settings: tuple[str, ...]) -> Explained | None:
     from brim.cli.explain import answers as explained
     from brim.cli.explain import source as explain_source
 
-    if found.snapshot is None:
+    if rehearsal.snapshot is None:
         return None
-    name = "rehearsal" if found.rank is None else f"rank {found.rank}"
-    source = explain_source.Source(name=name, kind=explain_source.SNAPSHOT, path=found.snapshot)
+    name = "rehearsal" if rehearsal.rank is None else f"rank {rehearsal.rank}"
+    source = explain_source.Source(name=name, kind=explain_source.SNAPSHOT, path=rehearsal.snapshot)
     return explained.of_snapshot(source, settings)
 
 
-def _headline(request: Request, found: Rehearsal) -> str:
+def _headline(request: Request, rehearsal: Rehearsal) -> str:
     where = f"{request.gpus} x {request.gpu}" if request.gpus > 1 else request.gpu
-    who = "" if found.rank is None else f"rank {found.rank} of {request.gpus}: "
-    if found.fits is None and found.ended != "failed":
-        return f"{who}Whether it fits on {where} is not known: {found.message}."
+    who = "" if rehearsal.rank is None else f"rank {rehearsal.rank} of {request.gpus}: "
+    if rehearsal.fits is None and rehearsal.ended != "failed":
+        return f"{who}Whether it fits on {where} is not known: {rehearsal.message}."
     return (
         who
         + {
             "finished": f"It fits on {where}: the program ran to its end.",
-            "enough": f"It fits on {where}: memory {_growth(found)}.",
-            "out of memory": f"It does not fit on {where}: it ran out of memory{_when(found)}.",
-            "failed": f"The program failed: {found.message}",
-        }[found.ended]
+            "enough": f"It fits on {where}: memory {_growth(rehearsal)}.",
+            "out of memory": f"It does not fit on {where}: it ran out of memory{_when(rehearsal)}.",
+            "failed": f"The program failed: {rehearsal.message}",
+        }[rehearsal.ended]
     )
 
 
-def _growth(found: Rehearsal) -> str:
-    if found.grew_until == found.steps:
-        return f"still grew in step {found.steps}, where the rehearsal ended"
-    return f"grew until step {found.grew_until}, and the rehearsal ended after step {found.steps}"
+def _growth(rehearsal: Rehearsal) -> str:
+    if rehearsal.grew_until == rehearsal.steps:
+        return f"still grew in step {rehearsal.steps}, where the rehearsal ended"
+    return f"grew until step {rehearsal.grew_until}, and the rehearsal ended after step {rehearsal.steps}"
 
 
-def _when(found: Rehearsal) -> str:
-    return f" in step {found.steps + 1}"
+def _when(rehearsal: Rehearsal) -> str:
+    return f" in step {rehearsal.steps + 1}"
 
 
-def _lines(request: Request, found: Rehearsal, explained: Explained | None) -> list[str]:
-    lines = [_headline(request, found)]
-    if found.ended == "out of memory":
-        lines += [f"  {line}" for line in found.message.splitlines()]
-    lines += [f"  {line}" for line in _facts(found)]
+def _lines(request: Request, rehearsal: Rehearsal, explained: Explained | None) -> list[str]:
+    lines = [_headline(request, rehearsal)]
+    if rehearsal.ended == "out of memory":
+        lines += [f"  {line}" for line in rehearsal.message.splitlines()]
+    lines += [f"  {line}" for line in _facts(rehearsal)]
     if explained is not None:
         lines += explained.lines
-    return lines + [f"note: {note}" for note in notes_of(found)]
+    return lines + [f"note: {note}" for note in notes_of(rehearsal)]
 
 
-def _facts(found: Rehearsal) -> list[str]:
+def _facts(rehearsal: Rehearsal) -> list[str]:
     lines = [
-        f"device {one.device}: {format_bytes(one.allocated_bytes)} allocated, {format_bytes(one.reserved_bytes)} "
-        f"reserved, {format_bytes(one.process_bytes)} taken by the process at the peak, of "
-        f"{format_bytes(found.memory_bytes)}"
-        for one in found.devices
+        f"device {device.device}: {format_bytes(device.allocated_bytes)} allocated, "
+        f"{format_bytes(device.reserved_bytes)} reserved, {format_bytes(device.process_bytes)} taken by the process "
+        f"at the peak, of {format_bytes(rehearsal.memory_bytes)}"
+        for device in rehearsal.devices
     ]
-    if found.devices:
-        context = format_bytes(found.context_bytes)
-        lines.append(f"of that {context} are the CUDA context of each process ({found.context_source})")
-    elif found.torch or found.ended == "finished":
+    if rehearsal.devices:
+        context = format_bytes(rehearsal.context_bytes)
+        lines.append(f"of that {context} are the CUDA context of each process ({rehearsal.context_source})")
+    elif rehearsal.torch or rehearsal.ended == "finished":
         lines.append(
-            "The program did not use CUDA." if not found.other_processes else "Its own process did not use CUDA."
+            "The program did not use CUDA." if not rehearsal.other_processes else "Its own process did not use CUDA."
         )
-    if found.attention:
-        kinds = ", ".join(f"{name} {times:,} times" for name, times in sorted(found.attention.items()))
+    if rehearsal.attention:
+        kinds = ", ".join(f"{name} {times:,} times" for name, times in sorted(rehearsal.attention.items()))
         lines.append(f"attention took: {kinds}")
-    lines += [f"  {name}: {times:,} launches" for name, times in sorted(found.kernels.items())]
-    decided = [one for one in found.reads if one["decides"]]
+    lines += [f"  {name}: {times:,} launches" for name, times in sorted(rehearsal.kernels.items())]
+    decided = [read for read in rehearsal.reads if read["decides"]]
     if decided:
         lines.append(
             "decided by made-up numbers:"
             if len(decided) == 1
             else f"decided by made-up numbers, in {len(decided)} places:"
         )
-        lines += [f"  {_read(one)}" for one in decided[:_MOST_READS]]
-    ram = f" and {format_bytes(found.host_peak_bytes)} of RAM" if found.host_peak_bytes else ""
-    lines.append(f"the rehearsal took {found.seconds:.0f} s{ram}")
+        lines += [f"  {_read(read)}" for read in decided[:_MOST_READS]]
+    ram = f" and {format_bytes(rehearsal.host_peak_bytes)} of RAM" if rehearsal.host_peak_bytes else ""
+    lines.append(f"the rehearsal took {rehearsal.seconds:.0f} s{ram}")
     return lines
 
 
-def _read(one: dict[str, Any]) -> str:
-    where = f"{one['file']}:{one['line']}" if one["file"] else "in a backward pass"
-    return f"{where}: {one['source']}  ({one['what']}, {one['times']:,} times)"
+def _read(read: dict[str, Any]) -> str:
+    where = f"{read['file']}:{read['line']}" if read["file"] else "in a backward pass"
+    return f"{where}: {read['source']}  ({read['what']}, {read['times']:,} times)"
 
 
-def notes_of(found: Rehearsal) -> list[str]:
+def notes_of(rehearsal: Rehearsal) -> list[str]:
     """What was assumed, and what cannot be known."""
-    notes = [_OTHERS] if found.other_processes else []
-    if found.ran_out and found.fits is not False:
-        times = "once" if found.ran_out == 1 else f"{found.ran_out} times"
+    notes = [_OTHERS] if rehearsal.other_processes else []
+    if rehearsal.ran_out and rehearsal.fits is not False:
+        times = "once" if rehearsal.ran_out == 1 else f"{rehearsal.ran_out} times"
         notes.append(f"Memory ran out {times}, and the program went on.")
-    notes += [_CUDNN] if found.uses_cudnn else []
-    notes += [_RANKS] if found.rank is not None else []
-    if found.left_bytes:
+    notes += [_CUDNN] if rehearsal.uses_cudnn else []
+    notes += [_RANKS] if rehearsal.rank is not None else []
+    if rehearsal.left_bytes:
         notes.append(
-            f"{format_bytes(found.left_bytes)} of weights that the program made on the CPU were left zero: so they "
-            "take no RAM here."
+            f"{format_bytes(rehearsal.left_bytes)} of weights that the program made on the CPU were left zero, "
+            "so that they take no RAM here."
         )
-    if found.not_computed:
-        notes.append(f"Not computed for want of a CPU kernel: {', '.join(found.not_computed)}.")
-    return [*notes, *_UNKNOWN] if found.devices else notes
+    if rehearsal.not_computed:
+        notes.append(f"Not computed for want of a CPU kernel: {', '.join(rehearsal.not_computed)}.")
+    return [*notes, *_UNKNOWN] if rehearsal.devices else notes
 
 
-def _document(request: Request, found: Sequence[Rehearsal], explained: Sequence[Explained | None]) -> dict[str, Any]:
+def _document(
+    request: Request, rehearsals: Sequence[Rehearsal], explained: Sequence[Explained | None]
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     def one(rehearsal: Rehearsal, more: Explained | None) -> dict[str, Any]:
@@ -299,26 +301,26 @@ def _document(request: Request, found: Sequence[Rehearsal], explained: Sequence[
         "arguments": list(request.arguments),
         "gpu": request.gpu,
         "gpus": request.gpus,
-        "processes": [one(*pair) for pair in zip(found, explained, strict=True)],
+        "processes": [one(*pair) for pair in zip(rehearsals, explained, strict=True)],
     }
 
 
 def _write_html(
-    path: Path, request: Request, found: Sequence[Rehearsal], explained: Sequence[Explained | None]
+    path: Path, request: Request, rehearsals: Sequence[Rehearsal], explained: Sequence[Explained | None]
 ) -> None:
     from brim.report.html.page import Table, View
 
     views, tables, notes = [], [], []
-    for one, more in zip(found, explained, strict=True):
-        name = "" if one.rank is None else f"rank {one.rank}, "
-        notes += [*_facts(one), *notes_of(one)]
+    for rehearsal, more in zip(rehearsals, explained, strict=True):
+        name = "" if rehearsal.rank is None else f"rank {rehearsal.rank}, "
+        notes += [*_facts(rehearsal), *notes_of(rehearsal)]
         if more is not None:
             views += [View(timeline=timeline, title=f"{name}{title}") for title, timeline in more.views]
             tables += [Table(title=f"{name}{title}", columns=heads, rows=rows) for title, heads, rows in more.tables]
             notes += more.notes
     title, verdict = (
         f"{request.target} on {request.gpu}, rehearsed",
-        " ".join(_headline(request, one) for one in found),
+        " ".join(_headline(request, rehearsal) for rehearsal in rehearsals),
     )
     write_html(path, views, title=title, verdict=verdict, tables=tables, notes=notes)
 
@@ -327,16 +329,16 @@ def _values(vary: str) -> tuple[str, list[str]]:
     """The option and its values."""
     option, _, text = vary.partition("=")
     values = text.split(",")
-    asked, like = f"--vary {vary} was given.", "As in: --vary batch=1,2,4,8"
+    asked, like = f"--vary {vary} was given.", "Example: --vary batch=1,2,4,8"
     if not option or not all(values):
-        raise UsageError(asked, "It names no values." if option else "It names no option.", like)
+        raise UsageError(asked, "It has no values." if option else "It has no option.", like)
     if len(set(values)) < len(values):
-        raise UsageError(asked, "A value comes twice.", like)
+        raise UsageError(asked, "A value is repeated.", like)
     numbers: list[float] = []
     with contextlib.suppress(ValueError):  # values may be words
         numbers = [float(value) for value in values]
     if numbers not in (sorted(numbers), sorted(numbers, reverse=True)):
-        raise UsageError(asked, "Its values are in no order.", f"What takes least comes first. {like}")
+        raise UsageError(asked, "Its values are not in order.", f"Begin with the value that takes least. {like}")
     return option, values
 
 
@@ -347,25 +349,30 @@ def _vary(
     tried: dict[str, list[Rehearsal]] = {}
 
     def fits(value: str) -> bool:
-        given = with_option(request.arguments, option, value)
-        tried[value] = _run(replace(request, arguments=given), environment, folder)
-        failed = next((one for one in tried[value] if one.fits is None), None)
+        arguments = with_option(request.arguments, option, value)
+        tried[value] = _run(replace(request, arguments=arguments), environment, folder)
+        failed = next((rehearsal for rehearsal in tried[value] if rehearsal.fits is None), None)
         if failed is not None:
-            raise UsageError(f"The program was rehearsed with {' '.join(given)}.", f"It failed: {failed.message}")
+            raise UsageError(
+                f"Cannot rehearse the program with {' '.join(arguments)}.", f"It failed: {failed.message}"
+            )
         click.echo(
-            f"{option}={value}: {'fits' if all(one.fits for one in tried[value]) else 'does not fit'}", err=True
+            f"{option}={value}: {'fits' if all(rehearsal.fits for rehearsal in tried[value]) else 'does not fit'}",
+            err=True,
         )
-        return all(one.fits for one in tried[value])
+        return all(rehearsal.fits for rehearsal in tried[value])
 
     largest = largest_that_fits(values, fits)
     rows: list[dict[str, Any]] = [
         {
             "value": value,
-            "fits": all(one.fits for one in found),
-            "reserved_bytes": max((d.reserved_bytes for one in found for d in one.devices), default=0),
-            "process_bytes": max((d.process_bytes for one in found for d in one.devices), default=0),
+            "fits": all(rehearsal.fits for rehearsal in rehearsals),
+            "reserved_bytes": max(
+                (d.reserved_bytes for rehearsal in rehearsals for d in rehearsal.devices), default=0
+            ),
+            "process_bytes": max((d.process_bytes for rehearsal in rehearsals for d in rehearsal.devices), default=0),
         }
-        for value, found in sorted(tried.items(), key=lambda item: values.index(item[0]))
+        for value, rehearsals in sorted(tried.items(), key=lambda item: values.index(item[0]))
     ]
     if as_json:
         print_json({"program": request.target, "option": option, "largest": largest, "tried": rows})
@@ -394,15 +401,15 @@ def with_option(arguments: Sequence[str], option: str, value: str) -> tuple[str,
     Hydra has it keeps its form).
     """
     name = option if option.startswith("-") else f"--{option}"
-    made = list(arguments)
-    for at, word in enumerate(made):
+    changed = list(arguments)
+    for at, word in enumerate(changed):
         if word.startswith(f"{option}="):
-            made[at] = f"{option}={value}"
-            return tuple(made)
+            changed[at] = f"{option}={value}"
+            return tuple(changed)
         if word.startswith(f"{name}="):
-            made[at] = f"{name}={value}"
-            return tuple(made)
-        if word == name and at + 1 < len(made):
-            made[at + 1] = value
-            return tuple(made)
-    return (*made, name, value)
+            changed[at] = f"{name}={value}"
+            return tuple(changed)
+        if word == name and at + 1 < len(changed):
+            changed[at + 1] = value
+            return tuple(changed)
+    return (*changed, name, value)

@@ -17,11 +17,11 @@ MOST_WAITS = 50
 def compute_of(measured: Timeline, predicted: Timeline | None) -> dict[str, Any]:
     """Seconds in which compute worked and waited, and for what: measured, and as the plan foresees it."""
     runs = {"measured": measured} | ({} if predicted is None else {"predicted": predicted})
-    made = {}
+    compute = {}
     for name, timeline in runs.items():
-        found = attribute(timeline).to_json()
-        made[name] = found | {"waits": found["waits"][:MOST_WAITS]}
-    return made
+        idle = attribute(timeline).to_json()
+        compute[name] = idle | {"waits": idle["waits"][:MOST_WAITS]}
+    return compute
 
 
 def views_of(measured: Timeline, predicted: Timeline | None, plan: Plan) -> list[View]:
@@ -36,15 +36,15 @@ def compute_tables(compute: Mapping[str, Mapping[str, Any]]) -> Sequence[Table]:
     """``compute_of`` as tables."""
     from brim.report.html.page import Table
 
-    known = {name: found for name, found in compute.items() if found["computed"]}
-    if not known:
+    computed = {name: idle for name, idle in compute.items() if idle["computed"]}
+    if not computed:
         return []
-    sums = tuple((name, found["wall_s"], found["busy_s"], found["idle_s"]) for name, found in known.items())
+    sums = tuple((name, idle["wall_s"], idle["busy_s"], idle["idle_s"]) for name, idle in computed.items())
     waits = tuple(
-        (name, one["label"], one["cause"], one["seconds"], one["count"])
-        for name, found in known.items()
-        for one in found["waits"]
+        (name, wait["label"], wait["cause"], wait["seconds"], wait["count"])
+        for name, idle in computed.items()
+        for wait in idle["waits"]
     )
-    made = [Table(title="Compute, measured and predicted", columns=("run", "all_s", "busy_s", "idle_s"), rows=sums)]
+    tables = [Table(title="Compute, measured and predicted", columns=("run", "all_s", "busy_s", "idle_s"), rows=sums)]
     columns = ("run", "waited for", "cause", "time_s", "times")
-    return [*made, Table(title="What compute waited for", columns=columns, rows=waits)] if waits else made
+    return [*tables, Table(title="What compute waited for", columns=columns, rows=waits)] if waits else tables

@@ -73,28 +73,28 @@ def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
 
     Raises UsageError where they are given without ``--gpus``.
     """
-    taken = {name: settings.pop(name) for name in _FIELDS}
+    options = {name: settings.pop(name) for name in _FIELDS}
     engine = settings.pop("engine")
-    given = [name for name, value in taken.items() if value is not None]
-    if taken["gpus"] is None:
+    names = [name for name, value in options.items() if value is not None]
+    if options["gpus"] is None:
         if engine is not None:
-            given.append("engine")
-        if given:
-            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise UsageError(f"{flags} was given without --gpus.", "It splits a job.", "Give --gpus.")
+            names.append("engine")
+        if names:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+            raise UsageError(f"Cannot use {flags} without --gpus.", "It splits a job over GPUs.", "Give --gpus.")
         return None
     if settings.pop("batch", 1) != 1:
-        raise UsageError("--batch was given with --gpus.", todo="Give --micro-batch and --global-batch.")
+        raise UsageError("Cannot use --batch with --gpus.", todo="Give --micro-batch and --global-batch.")
     from brim.estimation.ranks.split import Split
 
-    values = {name: taken[name] for name in given}
+    values = {name: options[name] for name in names}
     if "sp" in values:
         values["sequence_parallel"] = values.pop("sp")
     if "stage_layers" in values:
         values["stage_layers"] = _numbers(values["stage_layers"])
-    if values.get("offload_shards") and taken["gpus"] == 1:
+    if values.get("offload_shards") and options["gpus"] == 1:
         raise UsageError(
-            "--offload-shards was given for one GPU.", "It splits nothing there.",
+            "Cannot use --offload-shards with one GPU.", "There are no shards on one GPU.",
             "Give more --gpus; brim plan finds what one GPU can do with its host's RAM.",
         )  # fmt: skip
     return Split(**values), engine or "torch"
@@ -103,5 +103,5 @@ def split_of(settings: dict[str, Any]) -> tuple[Split, str] | None:
 def _numbers(text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
-        raise UsageError(f"--stage-layers {text} was given.", "It is numbers of layers, as in 9,9,8,6.")
+        raise UsageError(f"--stage-layers {text} was given.", "It must be numbers of layers, as in 9,9,8,6.")
     return tuple(map(int, words))

@@ -56,17 +56,17 @@ def standard_streams() -> Iterator[None]:
     if not _is_file(sys.stdout, 1) or not _is_file(sys.stderr, 2):  # somebody captures them
         yield
         return
-    made = [_replacement(stream, kind) for stream, kind in zip(before, (_Output, _Notes), strict=True)]
-    sys.stdout, sys.stderr = made
+    replacements = [_replacement(stream, kind) for stream, kind in zip(before, (_Output, _Notes), strict=True)]
+    sys.stdout, sys.stderr = replacements
     try:
         yield
-        made[0].flush()
+        replacements[0].flush()
     except OutputError as error:
-        made[1].write(f"Error: The output could not be written: {error}.\n")
+        replacements[1].write(f"Error: Cannot write the output: {error}.\n")
         raise
     finally:  # they may live on, in what writes logs
         with contextlib.suppress(OutputError, OSError):
-            made[0].flush()
+            replacements[0].flush()
         sys.stdout, sys.stderr = before
 
 

@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from brim.run.plan.request import Answer
 
 
-def of_estimate(found: Estimate, total_bytes: int | None, largest_batch: int | None = None) -> str:
+def of_estimate(estimate: Estimate, total_bytes: int | None, largest_batch: int | None = None) -> str:
     """``Fits with 3.1 GiB to spare; batch 25 is the largest.`` Bytes are of the whole process."""
-    process = found.peak_bytes.process
+    process = estimate.peak_bytes.process
     if total_bytes is None:
-        return f"Takes {format_bytes(process)} of GPU memory, {format_bytes(found.context_bytes)} of it CUDA context."
-    if found.fits:
+        return (
+            f"Takes {format_bytes(process)} of GPU memory, {format_bytes(estimate.context_bytes)} of it CUDA context."
+        )
+    if estimate.fits:
         told = f"Fits with {format_bytes(max(total_bytes - process, 0))} to spare"
-        over = found.upper_bound_bytes - total_bytes
+        over = estimate.upper_bound_bytes - total_bytes
         told += f", though the safe upper bound is {format_bytes(over)} above the memory" if over > 0 else ""
     else:
         told = f"Does not fit: it takes {format_bytes(process)} of {format_bytes(total_bytes)}"

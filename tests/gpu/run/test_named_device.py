@@ -141,7 +141,7 @@ def test_a_program_sees_that_gpu_alone(tmp_path: Path) -> None:
     assert "fitted for forward" in done.stderr
     refused = run(tmp_path, "--device", "cuda:2", program=("cuda",))
     assert refused.returncode == 2
-    assert "torch sees no such GPU (CUDA_VISIBLE_DEVICES=2)" in refused.stderr
+    assert "PyTorch sees no such GPU (CUDA_VISIBLE_DEVICES=2)" in refused.stderr
 
 
 def test_a_program_s_model_is_fitted_on_the_gpu_that_it_lies_on(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_memory_that_the_system_has_not_is_one_error(error, monkeypatch, capsys)
     monkeypatch.setitem(COMMANDS, "hungry", (f"{__name__}:hungry", ""))
     assert main(["hungry"]) == 2
     told = capsys.readouterr().err
-    assert "Error: The command was to go on." in told and "no more memory: " in told
+    assert "Error: The command cannot continue." in told and "no more memory: " in told
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_machine_without_proc_is_one_error(error, monkeypatch, capsys):
         main(["looking"])
     monkeypatch.setattr(Path, "exists", lambda path: False)
     assert main(["looking"]) == 2
-    assert "Linux tells of it in /proc" in capsys.readouterr().err
+    assert "Linux reports it in /proc" in capsys.readouterr().err
 
 
 def test_amounts_of_memory_are_options_in_the_usual_writing(capsys):

@@ -37,7 +37,7 @@ def test_a_report_is_not_written_onto_what_is_read(log: Path, way: str, capsys: 
         (os.link if way == "hard link" else os.symlink)(log, page)
     before = log.read_bytes()
     assert main(["explain", str(log), "--html", str(page)]) == 2
-    assert "which is read" in capsys.readouterr().err
+    assert "which is an input" in capsys.readouterr().err
     assert log.read_bytes() == before
 
 
@@ -65,10 +65,10 @@ def test_further_plans_are_results_too(tmp_path: Path, way: str, capsys: pytest.
         told = "is there already, and is not a JSON document"
     elif way == "read":
         second.symlink_to(model / "config.json")
-        told = "which is read"
+        told = "which is an input"
     else:
         command += ["--html", str(second)]
-        told = "Another result goes there too"
+        told = "Another result is written there too"
     before = {path: path.read_text() for path in (model / "config.json", second) if path.exists()}
     assert main(command) == 2
     assert told in " ".join(capsys.readouterr().err.split())
@@ -82,7 +82,7 @@ def test_a_model_is_not_trained_into_its_own_folder(tmp_path: Path, capsys: pyte
     command = ["train", str(tmp_path), "--data", str(tmp_path / "text.txt"), "--output", str(tmp_path)]
     for more in ([], ["--resume"], ["--overwrite"]):
         assert main([*command, *more]) == 2
-        assert "which is read" in capsys.readouterr().err
+        assert "which is an input" in capsys.readouterr().err
     assert (tmp_path / "model.safetensors").read_text() == "model.safetensors"
 
 

@@ -22,7 +22,7 @@ from brim.run.script import run as launch
         (["run", "--mode", "fast", __file__], "stream"),
         (["run", "--ram", "3 elephants", __file__], "8GiB"),
         (["run", "--device", "tpu", __file__], "cuda"),
-        (["run", "--report", "report.txt", __file__], ".html and .json"),
+        (["run", "--report", "report.txt", __file__], ".html or .json"),
         (["run", "--report", "/not/there/report.html", __file__], "not a folder"),
         (["run", "--lr", "3", __file__], "--lr"),
         (["run", "-m"], "-m"),

@@ -151,7 +151,7 @@ def estimate(
         _report_program(asked, by)
         return
     if by is not None:
-        raise UsageError(f"--by {by} was given for {model}.", "Only programs can be rehearsed.", "Leave it out.")
+        raise UsageError(f"Cannot use --by {by} with {model}.", "Only programs can be rehearsed.", "Leave out --by.")
     if arguments:
         raise UsageError(f"{' '.join(arguments)} was given beside {model}.", "Only programs take arguments.")
     split = split_of(options)
@@ -160,38 +160,40 @@ def estimate(
     options["lora_targets"] = None if targets is None else tuple(name.strip() for name in targets.split(","))
     if compiled and split is None:
         raise UsageError(
-            "--compile was given without --gpus.", "Blocks are compiled in predictions of ranks.", "Give --gpus 1."
+            "Cannot use --compile without --gpus.",
+            "Blocks are compiled in predictions of ranks only.",
+            "Give --gpus 1.",
         )
     if split is not None:
         options["compiled"] = bool(compiled)
         if explain_formula or html is not None:
-            raise UsageError("--gpus was given with --explain-formula or --html.", "They are of one GPU.")
+            raise UsageError("Cannot use --gpus with --explain-formula or --html.", "They apply to one GPU only.")
         estimate_ranks.report(model, options, *split, gpu, vram, alloc_conf, as_json)
     elif not explain_formula:
         _report(asked)
     elif html is None:
         _explain(model, options, as_json)
     else:
-        raise UsageError("--html was given with --explain-formula.", "Nothing is traced, so there is no picture.")
+        raise UsageError("Cannot use --html with --explain-formula.", "Nothing is traced, so there is no picture.")
 
 
 def _of_program(model: str, arguments: tuple[str, ...], options: dict[str, Any], explain_formula: bool) -> None:
     """Raises for a file that is not there, and for options that would change what the program does."""
     context = click.get_current_context()
-    given = [
+    options_given = [
         parameter.opts[0]
         for parameter in context.command.params
         if parameter.name in options and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     ]
-    given += ["--explain-formula"] * explain_formula
-    if given:
+    options_given += ["--explain-formula"] * explain_formula
+    if options_given:
         raise UsageError(
-            f"{' and '.join(given)} {'was' if len(given) == 1 else 'were'} given for {model}.",
+            f"{' and '.join(options_given)} {'was' if len(options_given) == 1 else 'were'} given for {model}.",
             "The program itself decides that.",
-            f"Give its own options after --, as in: brim estimate {model} -- {given[0]} ...",
+            f"Give its own options after --, as in: brim estimate {model} -- {options_given[0]} ...",
         )
     if not Path(model).is_file():
-        raise UsageError(f"{model} was to be run.", "There is no such file.")
+        raise UsageError(f"Cannot run {model}.", "There is no such file.")
     split_of(options)
     del options["compiled"]
 
@@ -235,14 +237,14 @@ def _report_program(asked: _Asked, by: str | None) -> None:
     from brim.estimation.growth import NOTHING
     from brim.report.html.page import View
 
-    click.echo("By rehearsal: the program runs, and what it writes is written.", err=True)
-    found, timeline = rehearsed(asked.model, asked.arguments, place, asked.alloc_conf, environment)
+    click.echo("By rehearsal: the program really runs, and the files that it writes are kept.", err=True)
+    estimate, timeline = rehearsed(asked.model, asked.arguments, place, asked.alloc_conf, environment)
     if asked.html is not None:
-        _write_page(asked.html, [] if timeline is None else [View(timeline=timeline)], found, place.total_bytes)
+        _write_page(asked.html, [] if timeline is None else [View(timeline=timeline)], estimate, place.total_bytes)
     if asked.as_json:
-        print_json(found.to_json())
+        print_json(estimate.to_json())
     else:
-        _print(found, NOTHING, place.total_bytes)
+        _print(estimate, NOTHING, place.total_bytes)
 
 
 def _report(asked: _Asked) -> None:
@@ -266,18 +268,18 @@ def _report(asked: _Asked) -> None:
         load(MODELS)
     with Console(stderr=True).status("Tracing one step on fake tensors") as status:
         study = Study(source, workload, place, hardware, asked.alloc_conf)
-        found = study.estimate()
+        estimate = study.estimate()
         status.update("Solving for other sizes")
         growth = None if asked.as_json else study.growth()
     if asked.html is not None:
-        _write_html(asked.html, study, found, growth)
+        _write_html(asked.html, study, estimate, growth)
     if growth is None:
-        print_json(found.to_json())
+        print_json(estimate.to_json())
     else:
-        _print(found, growth, study.place.total_bytes)
+        _print(estimate, growth, study.place.total_bytes)
 
 
-def _write_html(path: Path, study: Study, found: Estimate, growth: Growth | None) -> None:
+def _write_html(path: Path, study: Study, estimate: Estimate, growth: Growth | None) -> None:
     """What memory does on this GPU; of a step that does not fit, also what it would do without end."""
     import dataclasses
 
@@ -286,34 +288,36 @@ def _write_html(path: Path, study: Study, found: Estimate, growth: Growth | None
 
     here = simulate(study.trace, study.place, study.alloc_conf)
     views = [View(timeline=here, phases=phases(study.trace, here))]
-    if found.fits is False:
+    if estimate.fits is False:
         endless = dataclasses.replace(study.place, total_bytes=None)
         rest = simulate(study.trace, endless, study.alloc_conf)
-        title = f"{found.model} (predicted, if memory had no end)"
+        title = f"{estimate.model} (predicted, if memory had no end)"
         views.append(View(timeline=rest, title=title, phases=phases(study.trace, rest)))
-    _write_page(path, views, found, study.place.total_bytes, growth)
+    _write_page(path, views, estimate, study.place.total_bytes, growth)
 
 
 def _write_page(
-    path: Path, views: list[View], found: Estimate, total_bytes: int | None, growth: Growth | None = None
+    path: Path, views: list[View], estimate: Estimate, total_bytes: int | None, growth: Growth | None = None
 ) -> None:
     from brim.report.html.page import Table
 
-    peak = found.peak_bytes
+    peak = estimate.peak_bytes
     rows = [
         ("allocated", peak.allocated, "tensors, as torch.cuda.max_memory_allocated counts them"),
         ("reserved", peak.reserved, "what the allocator holds for them"),
-        ("process", peak.process, _PROCESS.format(format_bytes(found.context_bytes))),
-        *((f"+ {margin.name}", margin.bytes, margin.why) for margin in found.margins),
-        ("safe upper bound", found.upper_bound_bytes, ""),
+        ("process", peak.process, _PROCESS.format(format_bytes(estimate.context_bytes))),
+        *((f"+ {margin.name}", margin.bytes, margin.why) for margin in estimate.margins),
+        ("safe upper bound", estimate.upper_bound_bytes, ""),
     ]
     table = Table(title="Peak", columns=("peak", "bytes", "what"), rows=tuple(rows))
-    failed = [found.out_of_memory] if found.fits is False else []
+    failed = [estimate.out_of_memory] if estimate.fits is False else []
     told = Table(
-        title="What was assumed", columns=("note",), rows=tuple((note,) for note in (*found.notes, found.program))
+        title="What was assumed",
+        columns=("note",),
+        rows=tuple((note,) for note in (*estimate.notes, estimate.program)),
     )
-    sentence = verdict.of_estimate(found, total_bytes, growth.largest_batch if growth else None)
-    title, settings = found.title, found.settings
+    sentence = verdict.of_estimate(estimate, total_bytes, growth.largest_batch if growth else None)
+    title, settings = estimate.title, estimate.settings
     write_html(path, views, title=title, verdict=sentence, tables=[table, told], notes=[settings, *failed])
 
 
@@ -341,49 +345,49 @@ def _explain(model: str, settings: dict[str, Any], as_json: bool) -> None:
         console.print(f"{name.replace('_', ' ')}: {form.arithmetic}{told}", markup=False)
 
 
-def _print(found: Estimate, growth: Growth, total_bytes: int | None) -> None:
+def _print(estimate: Estimate, growth: Growth, total_bytes: int | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(verdict.of_estimate(found, total_bytes, growth.largest_batch), markup=False, style="bold")
-    console.print(found.describe(), markup=False)
-    if found.fits is False:
-        console.print(found.out_of_memory, markup=False)
-    for table in (_peaks(found), _categories(found), _modules(found), *_growth(growth)):
+    console.print(verdict.of_estimate(estimate, total_bytes, growth.largest_batch), markup=False, style="bold")
+    console.print(estimate.describe(), markup=False)
+    if estimate.fits is False:
+        console.print(estimate.out_of_memory, markup=False)
+    for table in (_peaks(estimate), _categories(estimate), _modules(estimate), *_growth(growth)):
         console.print(table)
-    _last_lines(console, found, growth)
+    _last_lines(console, estimate, growth)
 
 
-def _peaks(found: Estimate) -> Table:
+def _peaks(estimate: Estimate) -> Table:
     table = _table("peak", "bytes", "", title="")
-    peak = found.peak_bytes
+    peak = estimate.peak_bytes
     table.add_row(
         "allocated", format_bytes(peak.allocated), "tensors, as torch.cuda.max_memory_allocated counts them"
     )
     table.add_row("reserved", format_bytes(peak.reserved), "what the allocator holds for them")
-    table.add_row("process", format_bytes(peak.process), _PROCESS.format(format_bytes(found.context_bytes)))
-    for margin in found.margins:
+    table.add_row("process", format_bytes(peak.process), _PROCESS.format(format_bytes(estimate.context_bytes)))
+    for margin in estimate.margins:
         table.add_row(f"  + {margin.name}", format_bytes(margin.bytes), margin.why)
-    table.add_row("safe upper bound", format_bytes(found.upper_bound_bytes), "")
+    table.add_row("safe upper bound", format_bytes(estimate.upper_bound_bytes), "")
     return table
 
 
-def _categories(found: Estimate) -> Table:
+def _categories(estimate: Estimate) -> Table:
     table = _table("at the peak", "bytes", "share")
-    total = max(found.peak_bytes.allocated, 1)
-    rows = {name.replace("_", " "): size for name, size in found.at_peak_bytes.items() if name != "context"}
-    rows["allocator's rounding"] = found.rounding_bytes
+    total = max(estimate.peak_bytes.allocated, 1)
+    rows = {name.replace("_", " "): size for name, size in estimate.at_peak_bytes.items() if name != "context"}
+    rows["allocator's rounding"] = estimate.rounding_bytes
     for name, size in sorted(rows.items(), key=lambda row: -row[1]):
         if size:
             table.add_row(name, format_bytes(size), f"{size / total:.1%}")
     return table
 
 
-def _modules(found: Estimate) -> Table:
+def _modules(estimate: Estimate) -> Table:
     from brim.estimation.breakdown import folded
 
     table = _table("module", "bytes at the peak", "modules")
-    rows = folded(found.per_module)
+    rows = folded(estimate.per_module)
     for name, (size, count) in list(rows.items())[:_MOST_MODULES]:
         table.add_row(name, format_bytes(size), f"{count}")
     rest = list(rows.values())[_MOST_MODULES:]
@@ -407,17 +411,17 @@ def _growth(growth: Growth) -> list[Table]:
     return tables
 
 
-def _last_lines(console: Console, found: Estimate, growth: Growth) -> None:
+def _last_lines(console: Console, estimate: Estimate, growth: Growth) -> None:
     if growth.largest_batch is not None:
         console.print(f"largest batch that fits: {growth.largest_batch:,}", markup=False)
     elif growth.why_not:
         console.print(f"other batches are not solved: {growth.why_not}", markup=False)
-    time = f", {format_seconds(found.step_s)} by roofline" if found.step_s is not None else ""
-    if found.flops is not None:
-        console.print(f"{found.flops:,} FLOP a step{time}", markup=False)
-    if found.not_modelled:
-        console.print(f"not modelled inside: {', '.join(found.not_modelled)}", markup=False)
-    for note in (*found.notes, found.program):
+    time = f", {format_seconds(estimate.step_s)} by roofline" if estimate.step_s is not None else ""
+    if estimate.flops is not None:
+        console.print(f"{estimate.flops:,} FLOP a step{time}", markup=False)
+    if estimate.not_modelled:
+        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}", markup=False)
+    for note in (*estimate.notes, estimate.program):
         console.print(note, markup=False, soft_wrap=True)
 
 

@@ -51,20 +51,20 @@ def _environment(place: Place) -> Environment:
     from brim.rehearsal.settings import DeviceSettings
 
     if place.name not in catalog.gpu_names():
-        raise UsageError("A rehearsal was asked for.", "No GPU of the catalog is named.", "Name one with --gpu.")
+        raise UsageError("Cannot rehearse the program.", "No GPU of the catalog is named.", "Name one with --gpu.")
     settings = DeviceSettings.of(place.name, memory_bytes=place.total_bytes)
-    found = find()
-    if found is None:
+    environment = find()
+    if environment is None:
         raise UsageError(
-            "A rehearsal was asked for.",
+            "Cannot rehearse the program.",
             "There is no CUDA build of PyTorch.",
             f"`brim rehearse --gpu {place.name!r} ...` fetches one.",
         )
-    if not values_library.is_built(found.site_packages):
+    if not values_library.is_built(environment.site_packages):
         click.echo("Building the device for this PyTorch, once: half a minute.", err=True)
-    values_library.built(found.site_packages)
-    found.variables(settings)
-    return found
+    values_library.built(environment.site_packages)
+    environment.variables(settings)
+    return environment
 
 
 def rehearsed(
@@ -80,12 +80,12 @@ def rehearsed(
     request = Request(
         target=model, arguments=arguments, gpu=place.name, memory_bytes=place.total_bytes, alloc_conf=alloc_conf
     )
-    found, here = _run(request, environment)
-    if found.fits:
-        return _estimate(Path(model).name, found, here, place), here
+    rehearsal, here = _run(request, environment)
+    if rehearsal.fits:
+        return _estimate(Path(model).name, rehearsal, here, place), here
     endless, whole = _run(replace(request, memory_bytes=_ENDLESS_BYTES), environment)
-    made = _estimate(Path(model).name, endless, whole, place)
-    return replace(made, fits=False, out_of_memory=found.message), here
+    estimate = _estimate(Path(model).name, endless, whole, place)
+    return replace(estimate, fits=False, out_of_memory=rehearsal.message), here
 
 
 def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timeline | None]:
@@ -93,21 +93,21 @@ def _run(request: Request, environment: Environment) -> tuple[Rehearsal, Timelin
     from brim.rehearsal.rehearse import FOLDERS, rehearse_program
 
     with temporary_folder(FOLDERS) as folder:
-        (found,) = rehearse_program(request, environment, folder, output=sys.stderr)
-        if found.fits is None:
+        (rehearsal,) = rehearse_program(request, environment, folder, output=sys.stderr)
+        if rehearsal.fits is None:
             raise ModelError(
-                f"{request.target} was rehearsed as python runs it.",
-                f"It fails: {found.message}",
+                f"Cannot estimate {request.target}.",
+                f"The program fails: {rehearsal.message}",
                 "Correct the program, or its arguments, which go after --; or estimate it with --by trace.",
             )
-        if found.snapshot is None or not found.devices:
-            return found, None
-        devices = explain_snapshot(found.snapshot, request.target, ())
-    largest = max(found.devices, key=lambda one: one.process_bytes).device
-    return found, next((one.timeline for one in devices if one.body["device"] == largest), None)
+        if rehearsal.snapshot is None or not rehearsal.devices:
+            return rehearsal, None
+        devices = explain_snapshot(rehearsal.snapshot, request.target, ())
+    largest = max(rehearsal.devices, key=lambda device: device.process_bytes).device
+    return rehearsal, next((device.timeline for device in devices if device.body["device"] == largest), None)
 
 
-def _estimate(name: str, found: Rehearsal, timeline: Timeline | None, place: Place) -> Estimate:
+def _estimate(name: str, rehearsal: Rehearsal, timeline: Timeline | None, place: Place) -> Estimate:
     from brim.cli.rehearse import notes_of
     from brim.core import Category
     from brim.estimation.bounds import context_margin
@@ -116,8 +116,8 @@ def _estimate(name: str, found: Rehearsal, timeline: Timeline | None, place: Pla
     from brim.estimation.workload import Workload
     from brim.report.explain import summary
 
-    largest = max(found.devices, key=lambda one: one.process_bytes, default=None)
-    peak = PeakBytes(allocated=0, reserved=0, process=found.context_bytes)
+    largest = max(rehearsal.devices, key=lambda group: group.process_bytes, default=None)
+    peak = PeakBytes(allocated=0, reserved=0, process=rehearsal.context_bytes)
     categories = dict.fromkeys(NAMES.values(), 0)
     modules: dict[str, int] = {}
     if largest is not None:
@@ -125,13 +125,13 @@ def _estimate(name: str, found: Rehearsal, timeline: Timeline | None, place: Pla
             allocated=largest.allocated_bytes, reserved=largest.reserved_bytes, process=largest.process_bytes
         )
     if timeline is not None:
-        held = summary(timeline, most=None)
-        for one in held.by_category:
-            name = NAMES[Category(one.name)] if one.name in list(Category) else "other"
-            categories[name] = categories.get(name, 0) + one.bytes
-        modules = {one.name: one.bytes for one in held.by_module}
+        peak_summary = summary(timeline, most=None)
+        for group in peak_summary.by_category:
+            name = NAMES[Category(group.name)] if group.name in list(Category) else "other"
+            categories[name] = categories.get(name, 0) + group.bytes
+        modules = {group.name: group.bytes for group in peak_summary.by_module}
     added = tuple(margin for margin in [context_margin(place)] if margin.bytes)
-    context = f"CUDA context of {found.context_bytes:,} B: {found.context_source}"
+    context = f"CUDA context of {rehearsal.context_bytes:,} B: {rehearsal.context_source}"
     return Estimate(
         model=name,
         workload=Workload(),
@@ -139,14 +139,14 @@ def _estimate(name: str, found: Rehearsal, timeline: Timeline | None, place: Pla
         peak_bytes=peak,
         upper_bound_bytes=peak.process + sum(margin.bytes for margin in added),
         margins=added,
-        at_peak_bytes=categories | {"context": found.context_bytes},
+        at_peak_bytes=categories | {"context": rehearsal.context_bytes},
         per_module=modules,
         rounding_bytes=peak.allocated - sum(categories.values()),
         step_s=None,
         flops=None,
         not_modelled=(),
         fits=True,
-        notes=(f"program: {_REHEARSED}", _CATEGORIES, *notes_of(found), context),
+        notes=(f"program: {_REHEARSED}", _CATEGORIES, *notes_of(rehearsal), context),
         is_program=True,
         by=REHEARSAL,
     )

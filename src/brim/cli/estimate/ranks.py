@@ -33,71 +33,73 @@ def report(
 
     for name in ("method", "new_tokens", "lora_rank", "lora_targets"):
         if settings.pop(name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} was given with --gpus.", "Full training is split, so far.")
+            raise UsageError(
+                f"Cannot use --{name.replace('_', '-')} with --gpus.", "Only full training can be split so far."
+            )
     load("brim.estimation.ranks.estimate", MODELS)
     with Console(stderr=True).status("Working out one rank of each kind"):
         from brim.estimation.ranks.estimate import estimate_ranks
 
-        found = estimate_ranks(model, split, engine=engine, gpu=gpu, vram=vram, alloc_conf=alloc_conf, **settings)
+        estimate = estimate_ranks(model, split, engine=engine, gpu=gpu, vram=vram, alloc_conf=alloc_conf, **settings)
     if as_json:
-        print_json(found.to_json())
+        print_json(estimate.to_json())
     else:
-        _print(found)
+        _print(estimate)
 
 
-def _print(found: ParallelEstimate) -> None:
+def _print(estimate: ParallelEstimate) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    where = f" on {found.gpu}" if found.gpu else ""
-    console.print(f"{found.model}{where}: {found.workload.describe()}", markup=False, soft_wrap=True)
-    console.print(found.split.describe(), markup=False, soft_wrap=True)
-    console.print(_ranks(found))
-    console.print(_breakdown(found))
-    worst = found.worst
+    where = f" on {estimate.gpu}" if estimate.gpu else ""
+    console.print(f"{estimate.model}{where}: {estimate.workload.describe()}", markup=False, soft_wrap=True)
+    console.print(estimate.split.describe(), markup=False, soft_wrap=True)
+    console.print(_ranks(estimate))
+    console.print(_breakdown(estimate))
+    worst = estimate.worst
     told = f"worst rank: {_name(worst)}, {format_bytes(worst.peak_bytes.allocated)} allocated"
-    console.print(f"{told}; the largest process takes {format_bytes(found.process_bytes)}", markup=False)
+    console.print(f"{told}; the largest process takes {format_bytes(estimate.process_bytes)}", markup=False)
     if worst.ram is not None:
         console.print(
-            f"in RAM: {format_bytes(worst.ram.reserved)} for that rank, {format_bytes(found.node_ram_bytes)} for all "
-            "of a node", markup=False, soft_wrap=True,
+            f"in RAM: {format_bytes(worst.ram.reserved)} for that rank, "
+            f"{format_bytes(estimate.node_ram_bytes)} for all of a node", markup=False, soft_wrap=True,
         )  # fmt: skip
-    if found.fits is False:
+    if estimate.fits is False:
         console.print("It does not fit.", markup=False)
-    _last_lines(console, found)
+    _last_lines(console, estimate)
 
 
-def _last_lines(console: Any, found: ParallelEstimate) -> None:
-    if found.time is not None:
-        time = found.time
+def _last_lines(console: Any, estimate: ParallelEstimate) -> None:
+    if estimate.time is not None:
+        time = estimate.time
         console.print(
             f"{format_seconds(time.step_s)} a step: {format_seconds(time.compute_s)} kernels, "
             f"{format_seconds(time.communication_s)} waiting for collectives"
-            f"{' and shards' if found.split.offload_shards else ''}, {format_seconds(time.bubble_s)} "
+            f"{' and shards' if estimate.split.offload_shards else ''}, {format_seconds(time.bubble_s)} "
             f"pipeline bubble, {format_seconds(time.once_s)} gradients, weights and optimizer",
             markup=False, soft_wrap=True,
         )  # fmt: skip
-    console.print(f"{found.flops:,} FLOP a step on all GPUs", markup=False)
-    if found.not_modelled:
-        console.print(f"not modelled inside: {', '.join(found.not_modelled)}", markup=False)
-    for note in found.notes:
+    console.print(f"{estimate.flops:,} FLOP a step on all GPUs", markup=False)
+    if estimate.not_modelled:
+        console.print(f"not modelled inside: {', '.join(estimate.not_modelled)}", markup=False)
+    for note in estimate.notes:
         console.print(note, markup=False, soft_wrap=True)
 
 
-def _ranks(found: ParallelEstimate) -> Table:
+def _ranks(estimate: ParallelEstimate) -> Table:
     """One row for ranks that are alike, the worst first where there are many."""
     alike: dict[tuple[int, ...], list[Rank]] = {}
-    for rank in found.ranks:
+    for rank in estimate.ranks:
         sizes = _sizes(rank)
         alike.setdefault((rank.coordinates["pp"], *sizes), []).append(rank)
     groups = sorted(alike.values(), key=lambda ranks: ranks[0].rank)
     if len(groups) > _MOST_ROWS:
         groups = sorted(groups, key=lambda ranks: -ranks[0].peak_bytes.allocated)[:_MOST_ROWS]
-    in_ram = ("in RAM",) if found.split.offload_shards else ()
+    in_ram = ("in RAM",) if estimate.split.offload_shards else ()
     table = _table("ranks", "stage", "allocated", "reserved", "process", *in_ram)
     for ranks in groups:
         named = f"{ranks[0].rank}" if len(ranks) == 1 else f"{ranks[0].rank} to {ranks[-1].rank}"
-        mark = " (worst)" if found.worst_rank in {rank.rank for rank in ranks} else ""
+        mark = " (worst)" if estimate.worst_rank in {rank.rank for rank in ranks} else ""
         table.add_row(f"{named}{mark}", f"{ranks[0].coordinates['pp']}", *map(format_bytes, _sizes(ranks[0])))
     if len(alike) > len(groups):
         table.add_row(f"{len(alike) - len(groups)} other stages take less")
@@ -109,8 +111,8 @@ def _sizes(rank: Rank) -> tuple[int, ...]:
     return (peak.allocated, peak.reserved, peak.process, *([rank.ram.reserved] if rank.ram is not None else []))
 
 
-def _breakdown(found: ParallelEstimate) -> Table:
-    worst = found.worst
+def _breakdown(estimate: ParallelEstimate) -> Table:
+    worst = estimate.worst
     table = _table(f"at the peak of rank {worst.rank}", "bytes", "share")
     total = max(worst.peak_bytes.process, 1)
     for name, size in sorted(worst.breakdown.items(), key=lambda row: -row[1]):

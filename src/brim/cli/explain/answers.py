@@ -58,7 +58,7 @@ def advice_table(advice: Sequence[Mapping[str, Any]]) -> Rows:
     return (
         "What to do",
         ("advice", "helps", "to paste"),
-        tuple((one["text"], bool(one["helps"]), one["paste"]) for one in advice),
+        tuple((advised["text"], bool(advised["helps"]), advised["paste"]) for advised in advice),
     )
 
 
@@ -75,7 +75,7 @@ def of_snapshot(source: Source, settings: tuple[str, ...]) -> Explained:
         title=source.name,
         body={"kind": source.kind, "source": source.name, "devices": bodies},
         lines=explain_text.of_snapshot(bodies),
-        views=[(f"device {one.body['device']}", one.timeline) for one in devices],
+        views=[(f"device {each.body['device']}", each.timeline) for each in devices],
         notes=notes,
         tables=[table for body in bodies for table in _snapshot_tables(body)],
     )
@@ -83,29 +83,29 @@ def of_snapshot(source: Source, settings: tuple[str, ...]) -> Explained:
 
 def _snapshot_tables(body: dict[str, Any]) -> list[Rows]:
     name = f"device {body['device']}"
-    made: list[Rows] = [advice_table(body["advice"])] if body["advice"] else []
+    tables: list[Rows] = [advice_table(body["advice"])] if body["advice"] else []
     if body["what_if"]:
-        made.append(_what_if_table(body["what_if"], name))
+        tables.append(_what_if_table(body["what_if"], name))
     for moment in body["moments"]:
         when = f"{name}, {explain_text.WHEN[moment['what']]}"
         sizes = tuple(
             (explain_text.size_name(one["limit_bytes"]), one["count"], one["bytes"]) for one in moment["free_by_size"]
         )
-        made.append((f"Free blocks: {when}", ("size", "blocks", "bytes"), sizes))
+        tables.append((f"Free blocks: {when}", ("size", "blocks", "bytes"), sizes))
         pinned = tuple(
             (f"{one['address']:#x}", one["bytes"], one["free_bytes"], one["blocks_in_use"], explain_text.pins(one))
             for one in moment["segments"]
         )
         heads = ("segment", "size_bytes", "free_bytes", "blocks in use", "pinned by")
-        made.append((f"Segments with pinned free memory: {when}", heads, pinned))
-    return made
+        tables.append((f"Segments with pinned free memory: {when}", heads, pinned))
+    return tables
 
 
 def _what_if_table(runs: Sequence[Mapping[str, Any]], name: str) -> Rows:
     columns = ("settings", "reserved at the peak_bytes", "allocated at the peak_bytes", "would fit")
     rows = tuple(
-        (one["settings"] or "default", one["peak_reserved_bytes"], one["peak_allocated_bytes"], one["would_fit"])
-        for one in runs
+        (run["settings"] or "default", run["peak_reserved_bytes"], run["peak_allocated_bytes"], run["would_fit"])
+        for run in runs
     )
     return f"Replayed under other settings, {name}", columns, rows
 
@@ -141,7 +141,7 @@ def of_timeline(source: Source, settings: tuple[str, ...]) -> Explained:
 
 
 def _waits(idle: Mapping[str, Any]) -> Rows:
-    rows = tuple((one["label"], one["cause"], one["seconds"], one["count"]) for one in idle["waits"][:50])
+    rows = tuple((wait["label"], wait["cause"], wait["seconds"], wait["count"]) for wait in idle["waits"][:50])
     return "What compute waited for", ("what", "cause", "time_s", "times"), rows
 
 
@@ -151,15 +151,15 @@ def of_profile(source: Source, settings: tuple[str, ...]) -> Explained:
     from brim.report.idle import attribute
 
     read = nsight.read if source.kind == explain_source.NSIGHT else profile.read
-    found: Profile = read(source.path)
-    body = found.to_json() | {"source": source.name, "profiler": found.kind, "kind": source.kind}
+    recorded: Profile = read(source.path)
+    body = recorded.to_json() | {"source": source.name, "profiler": recorded.kind, "kind": source.kind}
     tables: list[Rows] = []
-    for device, plain in zip(found.devices, body["devices"], strict=True):
+    for device, plain in zip(recorded.devices, body["devices"], strict=True):
         plain["waits"] = attribute(device.timeline).to_json()["waits"][:20]
         tables += _profile_tables(plain)
-    views = [(f"device {device.device} {device.name}".strip(), device.timeline) for device in found.devices]
-    if len(found.host):
-        views.append(("host", found.host))
+    views = [(f"device {device.device} {device.name}".strip(), device.timeline) for device in recorded.devices]
+    if len(recorded.host):
+        views.append(("host", recorded.host))
     lines = explain_text.of_profile(body)
     return Explained(
         title=source.name, body=body, lines=lines, views=views, notes=explain_text.profile_notes(body), tables=tables
@@ -170,24 +170,24 @@ def _profile_tables(device: Mapping[str, Any]) -> list[Rows]:
     name = f"device {device['device']}"
     idle = tuple((cause, seconds) for cause, seconds in device["idle_by_cause"].items())
     gaps = tuple(
-        (one["start_s"], one["duration_s"], max(one["causes"], key=one["causes"].get, default=""), one["label"])
-        for one in device["gaps"]
+        (row["start_s"], row["duration_s"], max(row["causes"], key=row["causes"].get, default=""), row["label"])
+        for row in device["gaps"]
     )
     copies = tuple(
-        (one["kind"], one["unified"], one["count"], one["bytes"], one["seconds"]) for one in device["copies"]
+        (row["kind"], row["unified"], row["count"], row["bytes"], row["seconds"]) for row in device["copies"]
     )
-    kernels = tuple((one["name"], one["count"], one["seconds"]) for one in device["kernels"])
+    kernels = tuple((row["name"], row["count"], row["seconds"]) for row in device["kernels"])
     migrations = tuple(
-        (cause, one["count"], one["bytes"], one["seconds"]) for cause, one in device["migrations"].items()
+        (cause, row["count"], row["bytes"], row["seconds"]) for cause, row in device["migrations"].items()
     )
-    made: list[Rows] = [
+    tables: list[Rows] = [
         (f"Idle by cause, {name}", ("cause", "time_s"), idle),
         (f"The longest gaps, {name}", ("start_s", "duration_s", "cause", "waited for"), gaps),
         (f"Copies, {name}", ("kind", "unified memory", "count", "bytes", "time_s"), copies),
         (f"Kernels, {name}", ("kernel", "count", "time_s"), kernels),
         (f"Migrations of unified memory, {name}", ("cause", "count", "bytes", "time_s"), migrations),
     ]
-    return [table for table in made if table[2]]
+    return [table for table in tables if table[2]]
 
 
 BY_KIND: dict[str, Callable[[Source, tuple[str, ...]], Explained]] = {

@@ -47,33 +47,31 @@ def explain(
     its content tells which. "-" reads from the standard input.
     """
     if compared:
-        found = _compared(sources, settings)
+        explained = _compared(sources, settings)
     elif len(sources) == 1:
-        found = _one(sources[0], settings)
+        explained = _one(sources[0], settings)
     else:
-        raise UsageError(
-            f"{len(sources)} files were to be explained.", todo="Give one, or --diff and two: BEFORE AFTER."
-        )
+        raise UsageError(f"Cannot explain {len(sources)} files.", todo="Give one, or --diff and two: BEFORE AFTER.")
     if perfetto is not None:
-        _write_perfetto(perfetto, found)
+        _write_perfetto(perfetto, explained)
     if html is not None:
-        _write_html(html, found)
+        _write_html(html, explained)
     if as_json:
-        print_json(found.body)
+        print_json(explained.body)
         return
-    for line in found.lines:
+    for line in explained.lines:
         click.echo(readable(line))  # names are of any origin, and a file is explained because it is not known
 
 
-def _one(given: Path, settings: tuple[str, ...]) -> Explained:
+def _one(path: Path, settings: tuple[str, ...]) -> Explained:
     from brim.cli.explain import answers as explained
     from brim.cli.explain import source as explain_source
 
-    with explain_source.opened(given) as source:
+    with explain_source.opened(path) as source:
         if settings and source.kind != explain_source.SNAPSHOT:
             raise UsageError(
-                f"--what-if was given for {source.name}.",
-                "It holds no run that could be replayed.",
+                f"Cannot use --what-if with {source.name}.",
+                "It has no run that can be replayed.",
                 "Give a memory snapshot.",
             )
         return explained.BY_KIND[source.kind](source, settings)
@@ -84,32 +82,32 @@ def _compared(sources: tuple[Path, ...], settings: tuple[str, ...]) -> Explained
     from brim.cli.explain import source as explain_source
 
     if len(sources) != 2:
-        raise UsageError(f"{len(sources)} files were to be compared.", todo="Give two: BEFORE AFTER.")
+        raise UsageError(f"Cannot compare {len(sources)} files.", todo="Give two: BEFORE AFTER.")
     if settings:
         raise UsageError(
-            "--what-if was given with --diff.",
-            "Two runs were to be compared, none replayed under other settings.",
+            "Cannot use --what-if with --diff.",
+            "--diff compares two runs and replays neither.",
             "Give one snapshot and --what-if.",
         )
     if sources[0] == sources[1] == Path("-"):
-        raise UsageError("The standard input was to be compared with itself.", todo="Give at least one file.")
+        raise UsageError("Cannot compare the standard input with itself.", todo="Give at least one file.")
     with explain_source.opened(sources[0]) as before, explain_source.opened(sources[1]) as after:
         return explain_diff.compared(before, after)
 
 
-def _write_perfetto(path: Path, found: Explained) -> None:
+def _write_perfetto(path: Path, explained: Explained) -> None:
     from brim.report import perfetto
 
-    if not found.views:
-        raise UsageError(f"A trace was to be written to {path}.", "What was given holds no events, only a message.")
-    perfetto.write(path, [timeline for _, timeline in found.views])
+    if not explained.views:
+        raise UsageError(f"Cannot write a trace to {path}.", "The input has no events, only a message.")
+    perfetto.write(path, [timeline for _, timeline in explained.views])
 
 
-def _write_html(path: Path, found: Explained) -> None:
+def _write_html(path: Path, explained: Explained) -> None:
     from brim.report.html.page import Table, View
 
-    views = [View(timeline=timeline, title=title) for title, timeline in found.views]
-    tables = [Table(title=title, columns=columns, rows=rows) for title, columns, rows in found.tables]
-    first, *rest = [*found.notes, ""]
+    views = [View(timeline=timeline, title=title) for title, timeline in explained.views]
+    tables = [Table(title=title, columns=columns, rows=rows) for title, columns, rows in explained.tables]
+    first, *rest = [*explained.notes, ""]
     notes = [note for note in rest if note]
-    write_html(path, views, title=found.title, verdict=first, tables=tables, notes=notes)
+    write_html(path, views, title=explained.title, verdict=first, tables=tables, notes=notes)

@@ -30,12 +30,10 @@ def compared(before: Source, after: Source) -> Explained:
         return _runs(before, after)
     if kinds <= set(_PROFILES):
         return _profiles(before, after)
-    found = f"{before.name} is of the kind {before.kind}, {after.name} of the kind {after.kind}"
+    problem = f"{before.name} is of the kind {before.kind}, {after.name} of the kind {after.kind}"
     if kinds == {explain_source.LOG}:
-        found += ", which hold messages and no runs"
-    raise UsageError(
-        "Two runs were to be compared.", f"{found}.", "Give two snapshots or timelines, or two profiles."
-    )
+        problem += ", which hold messages and no runs"
+    raise UsageError("Cannot compare these two.", f"{problem}.", "Give two snapshots or timelines, or two profiles.")
 
 
 def _devices(source: Source) -> dict[int, tuple[Timeline, dict[str, float]]]:
@@ -46,12 +44,12 @@ def _devices(source: Source) -> dict[int, tuple[Timeline, dict[str, float]]]:
     from brim.recordings import snapshot
     from brim.recordings.timeline import recorded_run
 
-    found = snapshot.read(source.path)
-    made = {}
-    for history in found.devices:
-        run = recorded_run(history, source.name, stacks=found.stacks)
-        peak = next((one for one in run.moments if one.what == "peak"), run.moments[-1])
-        made[history.device] = (
+    recorded = snapshot.read(source.path)
+    devices = {}
+    for history in recorded.devices:
+        run = recorded_run(history, source.name, stacks=recorded.stacks)
+        peak = next((moment for moment in run.moments if moment.what == "peak"), run.moments[-1])
+        devices[history.device] = (
             run.timeline,
             {
                 "pinned_at_the_peak_bytes": float(peak.pinned_bytes),
@@ -60,7 +58,7 @@ def _devices(source: Source) -> dict[int, tuple[Timeline, dict[str, float]]]:
                 "segments_pinned_at_the_peak": float(peak.segments_with_pins),
             },
         )
-    return made
+    return devices
 
 
 def _runs(before: Source, after: Source) -> Explained:
@@ -70,13 +68,16 @@ def _runs(before: Source, after: Source) -> Explained:
     shared = sorted(left.keys() & right.keys())
     if not shared:
         raise UsageError(
-            "Two runs were to be compared.", f"They share no device: {sorted(left)} and {sorted(right)}."
+            "Cannot compare these two runs.", f"They share no device: {sorted(left)} and {sorted(right)}."
         )
-    found = {
+    differences = {
         device: diff(left[device][0], right[device][0], before_facts=left[device][1], after_facts=right[device][1])
         for device in shared
     }
-    bodies = [{"device": device, "headline": headline(one)} | one.to_json() for device, one in found.items()]
+    bodies = [
+        {"device": device, "headline": headline(difference)} | difference.to_json()
+        for device, difference in differences.items()
+    ]
     return Explained(
         title=f"{before.name} and {after.name}",
         body={
@@ -94,18 +95,22 @@ def _runs(before: Source, after: Source) -> Explained:
     )
 
 
-def headline(found: Difference) -> str:
+def headline(difference: Difference) -> str:
     """The change of the peak, and what made most of it: of what changed the same way."""
-    numbers = {one.name: (one.before or 0, one.after or 0) for one in found.figures}
+    numbers = {change.name: (change.before or 0, change.after or 0) for change in difference.figures}
     old, new = numbers["reserved_peak_bytes"]
     used, uses = numbers["allocated_peak_bytes"]
     text = f"reserved at the peak {_change(old, new)}, allocated {_change(used, uses)}"
     total = uses - used
-    alike = [one for one in found.by_category or found.by_label if one.name and one.grown_bytes * total > 0]
+    alike = [
+        change
+        for change in difference.by_category or difference.by_label
+        if change.name and change.grown_bytes * total > 0
+    ]
     if alike:
         most = alike[0]
         text += f"; most of it {most.name}: {_change(most.before_bytes, most.after_bytes)}"
-    return f"{text}. {found.new_stacks} new stacks at the peak, {found.gone_stacks} gone."
+    return f"{text}. {difference.new_stacks} new stacks at the peak, {difference.gone_stacks} gone."
 
 
 def _change(before: float, after: float) -> str:
@@ -115,15 +120,15 @@ def _change(before: float, after: float) -> str:
 
 def _lines(body: Mapping[str, Any]) -> list[str]:
     lines = [f"device {body['device']}: {body['headline']}"]
-    lines += [f"  {one['name'].replace('_', ' ')}: {_shown(one)}" for one in body["figures"]]
+    lines += [f"  {change['name'].replace('_', ' ')}: {_shown(change)}" for change in body["figures"]]
     for key in _BREAKDOWNS:
         if not body[key]:
             continue
         lines.append(f"  {key.replace('_', ' ')}:")
-        for one in body[key][:MOST_LINES]:
-            state = " new" if not one["before_count"] else " gone" if not one["after_count"] else ""
-            name = short(one["name"].split("\n")[0]) or "(not known)"
-            lines.append(f"    {_change(one['before_bytes'], one['after_bytes'])}{state}  {name}")
+        for change in body[key][:MOST_LINES]:
+            state = " new" if not change["before_count"] else " gone" if not change["after_count"] else ""
+            name = short(change["name"].split("\n")[0]) or "(not known)"
+            lines.append(f"    {_change(change['before_bytes'], change['after_bytes'])}{state}  {name}")
     return lines
 
 
@@ -154,28 +159,29 @@ def _number(name: str, value: float | None) -> str:
 
 def _tables(body: Mapping[str, Any]) -> list[Rows]:
     device = body["device"]
-    made: list[Rows] = [_figure_table(f"Before and after, device {device}", body["figures"])]
+    tables: list[Rows] = [_figure_table(f"Before and after, device {device}", body["figures"])]
     columns = ("what", "before_bytes", "after_bytes", "change_bytes", "blocks before", "blocks after")
     for key in _BREAKDOWNS:
         rows = tuple(
             (
-                one["name"] or "(not known)",
-                one["before_bytes"],
-                one["after_bytes"],
-                one["after_bytes"] - one["before_bytes"],
-                one["before_count"],
-                one["after_count"],
+                change["name"] or "(not known)",
+                change["before_bytes"],
+                change["after_bytes"],
+                change["after_bytes"] - change["before_bytes"],
+                change["before_count"],
+                change["after_count"],
             )
-            for one in body[key]
+            for change in body[key]
         )
         if rows:
-            made.append((f"Changes {key.replace('_', ' ')}, device {device}", columns, rows))
-    return made
+            tables.append((f"Changes {key.replace('_', ' ')}, device {device}", columns, rows))
+    return tables
 
 
 def _figure_table(title: str, figures: Sequence[Mapping[str, Any]]) -> Rows:
     rows = tuple(
-        (one["name"], _number(one["name"], one["before"]), _number(one["name"], one["after"])) for one in figures
+        (figure["name"], _number(figure["name"], figure["before"]), _number(figure["name"], figure["after"]))
+        for figure in figures
     )
     return title, ("figure", "before", "after"), rows
 
@@ -184,22 +190,22 @@ def _profiles(before: Source, after: Source) -> Explained:
     from brim.report.diff import figures
 
     left, right = of_profile(before, ()), of_profile(after, ())
-    old, new = ({one["device"]: one for one in side.body["devices"]} for side in (left, right))
+    old, new = ({device["device"]: device for device in side.body["devices"]} for side in (left, right))
     shared = sorted(old.keys() & new.keys())
     if not shared:
-        raise UsageError("Two profiles were to be compared.", f"They share no device: {sorted(old)}, {sorted(new)}.")
+        raise UsageError("Cannot compare these two profiles.", f"They share no device: {sorted(old)}, {sorted(new)}.")
     bodies = [
         {
             "device": device,
-            "figures": [asdict(one) for one in figures(old[device], new[device]) if one.name != "device"],
+            "figures": [asdict(figure) for figure in figures(old[device], new[device]) if figure.name != "device"],
         }
         for device in shared
     ]
     lines = []
     for body in bodies:
         lines.append(f"device {body['device']}:")
-        changed = [one for one in body["figures"] if one["before"] != one["after"]]
-        lines += [f"  {_readable(one['name'])}: {_shown(one)}" for one in changed]
+        changed = [figure for figure in body["figures"] if figure["before"] != figure["after"]]
+        lines += [f"  {_readable(figure['name'])}: {_shown(figure)}" for figure in changed]
     return Explained(
         title=f"{before.name} and {after.name}",
         body={"kind": "diff", "before": before.name, "after": after.name, "devices": bodies},

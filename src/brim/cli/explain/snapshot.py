@@ -39,17 +39,17 @@ def explain_snapshot(path: Path, name: str, settings: tuple[str, ...]) -> list[E
     for text in settings:
         if text != BEST:
             AllocatorConfig.parse(text)  # before anything is read: a wrong setting is told at once
-    found = snapshot.read(path)
-    return [_device(found, history, name, settings) for history in found.devices]
+    recorded = snapshot.read(path)
+    return [_device(recorded, history, name, settings) for history in recorded.devices]
 
 
-def _device(found: Snapshot, history: DeviceHistory, name: str, settings: tuple[str, ...]) -> ExplainedDevice:
+def _device(recording: Snapshot, history: DeviceHistory, name: str, settings: tuple[str, ...]) -> ExplainedDevice:
     from brim.allocator.config import AllocatorConfig
     from brim.recordings.timeline import recorded_run
     from brim.recordings.what_if import best, what_if
     from brim.report.explain import summary
 
-    run = recorded_run(history, f"{Path(name).name}, device {history.device}", stacks=found.stacks)
+    run = recorded_run(history, f"{Path(name).name}, device {history.device}", stacks=recording.stacks)
     recorded = run.config
     runs = [what_if(history, AllocatorConfig.parse(text), recorded=recorded) for text in settings if text != BEST]
     untried: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def _device(found: Snapshot, history: DeviceHistory, name: str, settings: tuple[
         runs, untried = [*runs, *search.found], search.untried
     replayed = asdict(run.replay)
     del replayed["device"]
-    oom = next((one for one in run.moments if one.what == "oom"), None)
+    oom = next((moment for moment in run.moments if moment.what == "oom"), None)
     body: dict[str, Any] = {
         "device": history.device,
         "events": len(history.actions),
@@ -67,22 +67,22 @@ def _device(found: Snapshot, history: DeviceHistory, name: str, settings: tuple[
         "headline": _headline(run, oom, runs),
         "replay": replayed | {"exact": run.replay.exact},
         "peak": asdict(summary(run.timeline)) | {"categories": "inferred from stacks"},
-        "moments": [_plain(one, found) for one in run.moments],
-        "what_if": [asdict(one) for one in runs],
+        "moments": [_plain(moment, recording) for moment in run.moments],
+        "what_if": [asdict(moment) for moment in runs],
         "untried": list(untried),
         "advice": _advice(run, oom, runs, recorded.describe()),
     }
     return ExplainedDevice(body=body, timeline=run.timeline)
 
 
-def _plain(one: Moment, found: Snapshot) -> dict[str, Any]:
+def _plain(moment: Moment, recorded: Snapshot) -> dict[str, Any]:
     """A moment with the stacks of what pins each segment."""
     from brim.recordings.labels import label_of, telling_frames
 
-    body = asdict(one) | {"free_bytes": one.free_bytes}
+    body = asdict(moment) | {"free_bytes": moment.free_bytes}
     for segment in body["segments"]:
         for pin in segment["pins"]:
-            frames = found.stacks[pin["stack"]] if 0 <= pin["stack"] < len(found.stacks) else ()
+            frames = recorded.stacks[pin["stack"]] if 0 <= pin["stack"] < len(recorded.stacks) else ()
             pin["stack"] = telling_frames(frames)
             pin["label"] = label_of(frames)
     return body
@@ -92,7 +92,7 @@ def _cause(run: RecordedRun, oom: Moment | None, runs: list[WhatIf]) -> str:
     """``fragmentation``: it would have fitted under other settings, or in one piece. "" if nothing failed."""
     if oom is None:
         return ""
-    if any(one.would_fit for one in runs):
+    if any(candidate.would_fit for candidate in runs):
         return "fragmentation"
     return "fragmentation" if _would_fit_in_one_piece(run, oom) else "exhausted"
 
@@ -102,15 +102,15 @@ def _would_fit_in_one_piece(run: RecordedRun, oom: Moment) -> bool:
 
 
 def _headline(run: RecordedRun, oom: Moment | None, runs: list[WhatIf]) -> str:
-    peak = next((one for one in run.moments if one.what == "peak"), run.moments[-1])
+    peak = next((moment for moment in run.moments if moment.what == "peak"), run.moments[-1])
     unused = peak.free_bytes / peak.reserved_bytes if peak.reserved_bytes else 0.0
     if oom is None:
         return (
             f"Nothing failed. At the peak {format_bytes(peak.reserved_bytes)} were reserved and "
-            f"{format_bytes(peak.allocated_bytes)} in use: {unused:.0%} lay unused."
+            f"{format_bytes(peak.allocated_bytes)} in use: {unused:.0%} was unused."
         )
     asked, free = format_bytes(oom.requested_bytes), format_bytes(oom.free_bytes)
-    fitting = next((one for one in runs if one.would_fit), None)
+    fitting = next((candidate for candidate in runs if candidate.would_fit), None)
     if _cause(run, oom, runs) == "exhausted":
         need = oom.allocated_bytes + oom.requested_bytes
         return (
@@ -132,29 +132,31 @@ def _headline(run: RecordedRun, oom: Moment | None, runs: list[WhatIf]) -> str:
 def _advice(run: RecordedRun, oom: Moment | None, runs: list[WhatIf], recorded: str) -> list[dict[str, Any]]:
     """What to do, each proven by a replay where it is a setting, the best first."""
     measured = run.replay.peak_reserved_measured_bytes
-    made = []
-    for one in runs:
-        if one.settings == recorded or one.would_fit is False:
+    advice = []
+    for candidate in runs:
+        if candidate.settings == recorded or candidate.would_fit is False:
             continue
-        peak = format_bytes(one.peak_reserved_bytes)
+        peak = format_bytes(candidate.peak_reserved_bytes)
         fits = f"it would have fitted: {peak} at the peak"
         less = f"{peak} instead of {format_bytes(measured)} at the peak"
-        if one.would_fit or one.peak_reserved_bytes < measured:
-            setting = one.settings or "default settings"
+        if candidate.would_fit or candidate.peak_reserved_bytes < measured:
+            setting = candidate.settings or "default settings"
             paste = (
-                f"export PYTORCH_CUDA_ALLOC_CONF={one.settings}" if one.settings else "unset PYTORCH_CUDA_ALLOC_CONF"
+                f"export PYTORCH_CUDA_ALLOC_CONF={candidate.settings}"
+                if candidate.settings
+                else "unset PYTORCH_CUDA_ALLOC_CONF"
             )
-            made.append(_told(f"With {setting} {fits if one.would_fit else less} (replayed).", paste))
-    if oom is not None and not any(one.would_fit for one in runs):
+            advice.append(_told(f"With {setting} {fits if candidate.would_fit else less} (replayed).", paste))
+    if oom is not None and not any(candidate.would_fit for candidate in runs):
         text = "Make the step smaller: batch size first, then sequence length; or recompute activations."
-        made.insert(0, _told(text, "model.gradient_checkpointing_enable()"))
-        tried = ", ".join(one.settings or "default settings" for one in runs)
-        made.append(_told(f"Allocator settings would not help: replayed, and none fits: {tried}.", helps=False))
-    peak_moment = next(one for one in run.moments if one.what == "peak")
+        advice.insert(0, _told(text, "model.gradient_checkpointing_enable()"))
+        tried = ", ".join(candidate.settings or "default settings" for candidate in runs)
+        advice.append(_told(f"Allocator settings would not help: replayed, and none fits: {tried}.", helps=False))
+    peak_moment = next(candidate for candidate in run.moments if candidate.what == "peak")
     if not runs and peak_moment.free_bytes > MUCH_UNUSED * peak_moment.reserved_bytes:
         text = "Replay the run under other settings: part of what is reserved lies unused."
-        made.append(_told(text, "brim explain SNAPSHOT --what-if best"))
-    return made
+        advice.append(_told(text, "brim explain SNAPSHOT --what-if best"))
+    return advice
 
 
 def _told(text: str, paste: str = "", *, helps: bool = True) -> dict[str, Any]:

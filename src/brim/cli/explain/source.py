@@ -35,28 +35,28 @@ class Source:
 
 
 @contextmanager
-def opened(given: Path) -> Iterator[Source]:
-    """What is in ``given``, or for "-" on the standard input. A pipe can be read once: it is kept in a file as long
-    as it is needed.
+def opened(path: Path) -> Iterator[Source]:
+    """The contents of ``path``, or of the standard input for "-". A pipe can be read only once: it is copied to a
+    file while it is needed.
 
     Raises FormatError if it cannot be read, UsageError if it is something of brim that holds no run.
     """
-    if str(given) == "-":
-        with _piped(sys.stdin.buffer, "the standard input", given) as source:
+    if str(path) == "-":
+        with _piped(sys.stdin.buffer, "the standard input", path) as source:
             yield source
-    elif _is_pipe(given):  # as in brim explain <(zcat log.gz)
-        with _open(given) as stream, _piped(stream, str(given), given) as source:
+    elif _is_pipe(path):  # as in brim explain <(zcat log.gz)
+        with _open(path) as stream, _piped(stream, str(path), path) as source:
             yield source
     else:
-        yield Source(name=str(given), kind=kind_of(_head(given), str(given)), path=given)
+        yield Source(name=str(path), kind=kind_of(_head(path), str(path)), path=path)
 
 
 @contextmanager
-def _piped(stream: BinaryIO, name: str, given: Path) -> Iterator[Source]:
-    """What can be read only once: a log is, anything else is put into a file."""
+def _piped(stream: BinaryIO, name: str, path: Path) -> Iterator[Source]:
+    """A source that can be read only once: a log is read as it comes, anything else is copied to a file."""
     head = stream.read(HEAD_BYTES)
     if (kind := kind_of(head, name)) == LOG:
-        yield Source(name=name, kind=kind, path=given, stream=io.BufferedReader(_Both(head, stream)))
+        yield Source(name=name, kind=kind, path=path, stream=io.BufferedReader(_Both(head, stream)))
         return
     with tempfile.NamedTemporaryFile(prefix="brim_explain_") as file:
         file.write(head)
@@ -82,7 +82,7 @@ def kind_of(head: bytes, name: str) -> str:
             return TIMELINE
         for artefact in _ARTEFACTS:
             if f'"kind":"{artefact}"' in text:
-                raise UsageError(f"{name} was to be explained.", f"It is a {artefact}, which holds no run.")
+                raise UsageError(f"Cannot explain {name}.", f"It is a {artefact}, which has no run in it.")
     return PROFILE if profile.is_trace(head) else LOG
 
 
@@ -119,7 +119,7 @@ def _open(path: Path) -> BinaryIO:
         os.set_blocking(descriptor, True)
         return open(descriptor, "rb")
     except OSError as error:
-        raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+        raise FormatError(f"Cannot explain {path}.", f"{error}.") from error
 
 
 def _waiting_open(path: Path) -> int:
@@ -138,7 +138,7 @@ def _head(path: Path) -> bytes:
         with _open(path) as file:
             return file.read(HEAD_BYTES)
     except OSError as error:
-        raise FormatError(f"{path} was to be explained.", f"{error}.") from error
+        raise FormatError(f"Cannot explain {path}.", f"{error}.") from error
 
 
 class _Both(io.RawIOBase):

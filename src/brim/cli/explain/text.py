@@ -20,7 +20,9 @@ def of_message(chosen: OomMessage, others: Sequence[OomMessage]) -> _Lines:
     lines = [f"{chosen.family} on {chosen.device}{rank}: {chosen.cause.replace('_', ' ')}", chosen.why]
     for name, count in chosen.numbers_bytes.items():
         lines.append(f"  {name.replace('_', ' '):18} {format_bytes(count):>10}  {count:,} bytes")
-    lines += _advice([{"text": one.text, "paste": one.paste, "helps": one.helps} for one in chosen.advice])
+    lines += _advice(
+        [{"text": advice.text, "paste": advice.paste, "helps": advice.helps} for advice in chosen.advice]
+    )
     for message in others[:MOST_LINES]:
         rank = f" ({message.rank})" if message.rank else ""
         lines.append(f"also: {message.family} on {message.device}{rank}: {message.cause.replace('_', ' ')}")
@@ -31,10 +33,10 @@ def of_message(chosen: OomMessage, others: Sequence[OomMessage]) -> _Lines:
 
 def _advice(advice: Sequence[Mapping[str, Any]]) -> _Lines:
     lines = []
-    for number, one in enumerate(advice, 1):
-        lines.append(f"{number}. {'' if one['helps'] else '(does not help) '}{one['text']}")
-        if one["paste"] and one["helps"]:
-            lines.append(f"     {one['paste']}")
+    for number, item in enumerate(advice, 1):
+        lines.append(f"{number}. {'' if item['helps'] else '(does not help) '}{item['text']}")
+        if item["paste"] and item["helps"]:
+            lines.append(f"     {item['paste']}")
     return lines
 
 
@@ -75,8 +77,8 @@ def untried(device: Mapping[str, Any]) -> str:
 
 def _shown(moments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The first failure, and the peak if it was another moment; where neither is, the end."""
-    failed = [one for one in moments if one["what"] == "oom"][:1]
-    peak = [one for one in moments if one["what"] == "peak"]
+    failed = [moment for moment in moments if moment["what"] == "oom"][:1]
+    peak = [moment for moment in moments if moment["what"] == "peak"]
     if failed and peak and failed[0]["reserved_bytes"] == peak[0]["reserved_bytes"]:
         peak = []
     return failed + peak or list(moments)
@@ -84,9 +86,9 @@ def _shown(moments: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _moment(moment: Mapping[str, Any]) -> _Lines:
     sizes = [
-        f"{one['count']:,} {size_name(one['limit_bytes'])} ({format_bytes(one['bytes'])})"
-        for one in moment["free_by_size"]
-        if one["count"]
+        f"{entry['count']:,} {size_name(entry['limit_bytes'])} ({format_bytes(entry['bytes'])})"
+        for entry in moment["free_by_size"]
+        if entry["count"]
     ]
     lines = [
         f"{WHEN[moment['what']]} (event {moment['event']:,}, {format_seconds(moment['time_s'])}): allocated "
@@ -96,10 +98,10 @@ def _moment(moment: Mapping[str, Any]) -> _Lines:
         f"  largest free block {format_bytes(moment['largest_free_bytes'])}; free blocks: "
         f"{', '.join(sizes) or 'none'}",
     ]
-    for one in moment["segments"][:4]:
+    for entry in moment["segments"][:4]:
         lines.append(
-            f"  {format_bytes(one['free_bytes'])} of {format_bytes(one['bytes'])} at {one['address']:#x} pinned by "
-            f"{_blocks(one['blocks_in_use'])}: {pins(one)}"
+            f"  {format_bytes(entry['free_bytes'])} of {format_bytes(entry['bytes'])} at {entry['address']:#x} "
+            f"pinned by {_blocks(entry['blocks_in_use'])}: {pins(entry)}"
         )
     return lines
 
@@ -107,7 +109,7 @@ def _moment(moment: Mapping[str, Any]) -> _Lines:
 def pins(segment: Mapping[str, Any]) -> str:
     """What keeps a segment: the largest blocks in use with the code that asked for them."""
     named = [
-        f"{format_bytes(one['bytes'])} {short(one['label']) or '(stack not recorded)'}" for one in segment["pins"]
+        f"{format_bytes(pin['bytes'])} {short(pin['label']) or '(stack not recorded)'}" for pin in segment["pins"]
     ]
     return "; ".join(named)
 
@@ -147,14 +149,15 @@ def of_peak(peak: Mapping[str, Any], title: str = "by category") -> _Lines:
         return ["nothing was allocated"]
     lines = [f"in use at the peak of {peak['tier']}, {format_bytes(peak['allocated_bytes'])}, {title}:"]
     lines += [
-        f"  {format_bytes(one['bytes']):>10}  {one['name'] or '(not known)'} ({_blocks(one['count'])})"
-        for one in peak["by_category"]
+        f"  {format_bytes(group['bytes']):>10}  {group['name'] or '(not known)'} ({_blocks(group['count'])})"
+        for group in peak["by_category"]
     ]
-    named = [one for one in peak["by_label"] if one["name"]][:MOST_LINES]
+    named = [group for group in peak["by_label"] if group["name"]][:MOST_LINES]
     if named:
         lines.append("by who asked for it:")
         lines += [
-            f"  {format_bytes(one['bytes']):>10}  {short(one['name'])} ({_blocks(one['count'])})" for one in named
+            f"  {format_bytes(group['bytes']):>10}  {short(group['name'])} ({_blocks(group['count'])})"
+            for group in named
         ]
     return lines
 
@@ -163,13 +166,13 @@ def timeline_headline(body: Mapping[str, Any]) -> str:
     """A run in one sentence."""
     peak = body["peak"]
     what = "Measured" if body["measured"] else "Predicted"
-    held = f"{format_bytes(peak['allocated_bytes'])} allocated at the peak of {peak['tier']}"
+    allocated = f"{format_bytes(peak['allocated_bytes'])} allocated at the peak of {peak['tier']}"
     reserved = f", {format_bytes(peak['reserved_peak_bytes'])} reserved"
     failed = body["out_of_memory"]
     if failed is None:
-        return f"{what}: {held}{reserved}. Nothing failed."
+        return f"{what}: {allocated}{reserved}. Nothing failed."
     by = f" by {failed['label']}" if failed["label"] else ""
-    return f"{what}: out of memory: {format_bytes(failed['bytes'])} were asked for{by}. {held}{reserved}."
+    return f"{what}: out of memory: {format_bytes(failed['bytes'])} were asked for{by}. {allocated}{reserved}."
 
 
 def of_idle(idle: Mapping[str, Any]) -> _Lines:
@@ -183,9 +186,9 @@ def of_idle(idle: Mapping[str, Any]) -> _Lines:
     else:
         rest = "what was done in the rest was not recorded"
         lines = [f"waiting {idle_s} of {wall_s} ({share}); {rest}. Waited for:"]
-    for one in idle["waits"][:MOST_LINES]:
+    for wait in idle["waits"][:MOST_LINES]:
         lines.append(
-            f"  {format_seconds(one['seconds']):>10}  {one['cause']}: {one['label']} ({one['count']:,} times)"
+            f"  {format_seconds(wait['seconds']):>10}  {wait['cause']}: {wait['label']} ({wait['count']:,} times)"
         )
     return lines
 
@@ -195,45 +198,45 @@ def profile_notes(body: Mapping[str, Any]) -> _Lines:
     if not body["devices"]:
         return ["Nothing ran on a device while this was recorded."]
     lines = []
-    for one in body["devices"]:
-        causes = sorted(one["idle_by_cause"].items(), key=lambda pair: -pair[1])
+    for device in body["devices"]:
+        causes = sorted(device["idle_by_cause"].items(), key=lambda pair: -pair[1])
         why = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes[:3] if seconds)
-        share = one["idle_s"] / one["wall_s"] if one["wall_s"] else 0.0
+        share = device["idle_s"] / device["wall_s"] if device["wall_s"] else 0.0
         lines.append(
-            f"device {one['device']} {one['name']}: computed {format_seconds(one['busy_s'])} of "
-            f"{format_seconds(one['wall_s'])}, idle {share:.0%}{f' ({why})' if why else ''}."
+            f"device {device['device']} {device['name']}: computed {format_seconds(device['busy_s'])} of "
+            f"{format_seconds(device['wall_s'])}, idle {share:.0%}{f' ({why})' if why else ''}."
         )
     return lines
 
 
 def of_profile(body: Mapping[str, Any]) -> _Lines:
     lines = []
-    for note, one in zip(profile_notes(body), body["devices"] or [None], strict=True):
+    for note, device in zip(profile_notes(body), body["devices"] or [None], strict=True):
         lines.append(note)
-        if one is not None:
-            lines += [f"  {line}" for line in _profiled(one)]
+        if device is not None:
+            lines += [f"  {line}" for line in _profiled(device)]
     return lines
 
 
-def _profiled(one: Mapping[str, Any]) -> _Lines:
+def _profiled(device: Mapping[str, Any]) -> _Lines:
     lines = [
-        f"copies {format_seconds(one['copy_s'])}, {format_seconds(one['overlap_s'])} of it beside compute; memory "
-        f"operations are {one['memory_operations_share']:.1%} of what the device did; unified memory "
-        f"{one['unified_share_time']:.1%} of their time, {one['unified_share_bytes']:.1%} of their bytes"
+        f"copies {format_seconds(device['copy_s'])}, {format_seconds(device['overlap_s'])} of it beside compute; "
+        f"memory operations are {device['memory_operations_share']:.1%} of what the device did; unified memory "
+        f"{device['unified_share_time']:.1%} of their time, {device['unified_share_bytes']:.1%} of their bytes"
     ]
-    for copy in one["copies"]:
+    for copy in device["copies"]:
         kind = f"{copy['kind']}{' (unified)' if copy['unified'] else ''}"
         lines.append(
             f"  {kind}: {copy['count']:,} copies, {format_bytes(copy['bytes'])}, {format_seconds(copy['seconds'])}"
         )
-    for cause, migration in one["migrations"].items():
+    for cause, migration in device["migrations"].items():
         lines.append(
             f"  migrated by {cause}: {migration['count']:,}, {format_bytes(migration['bytes'])}, "
             f"{format_seconds(migration['seconds'])}"
         )
-    if one["gaps"]:
+    if device["gaps"]:
         lines.append("longest gaps:")
-    for gap in one["gaps"][:MOST_LINES]:
+    for gap in device["gaps"][:MOST_LINES]:
         cause = max(gap["causes"], key=gap["causes"].get, default="unknown")
         at = format_seconds(gap["start_s"])
         lines.append(f"  {format_seconds(gap['duration_s']):>10} at {at}: {cause}, {gap['label']}")

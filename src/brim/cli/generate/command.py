@@ -131,7 +131,7 @@ def generate(
     split = {name: options.pop(name) for name in generate_split.SPLIT}
     if generate_split.asked_for(split):
         if prompt is None or html is not None:
-            raise click.UsageError("Conversations, --prompts and --html are not for several ranks.")
+            raise click.UsageError("Conversations, --prompts and --html do not work on several ranks.")
         return generate_split.run(model, prompt, split, options, as_json=as_json)
     if talks:
         if as_json or html is not None:
@@ -160,10 +160,10 @@ def _of_stdin() -> str:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
-            "The prompt was to be read from stdin.", f"It is not UTF-8: {error.reason}, at byte {error.start}."
+            "Cannot read the prompt from stdin.", f"It is not UTF-8: {error.reason}, at byte {error.start}."
         ) from error
     if not text.strip():
-        raise UsageError("The prompt was to be read from stdin.", "It is empty.", "Give at least one word.")
+        raise UsageError("Cannot read the prompt from stdin.", "It is empty.", "Give at least one word.")
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -25,12 +25,16 @@ def asked_for(split: Mapping[str, Any]) -> bool:
     if under_torchrun():
         if split["gpus"] not in (None, world):
             raise UsageError(
-                f"--gpus {split['gpus']} was given.", f"torchrun has started {world} ranks.", "Leave one out."
+                f"Cannot use --gpus {split['gpus']}.",
+                f"torchrun has started {world} ranks.",
+                "Leave out one of the two.",
             )
         return True
-    given = [name for name in ("split", "timeout") if split[name] is not None]
-    if split["gpus"] in (None, 1) and given:
-        raise UsageError(f"--{given[0]} was given.", "It is of several ranks.", "Give --gpus 2, or leave it out.")
+    split_options = [name for name in ("split", "timeout") if split[name] is not None]
+    if split["gpus"] in (None, 1) and split_options:
+        raise UsageError(
+            f"--{split_options[0]} was given.", "It needs several ranks.", "Give --gpus 2, or leave it out."
+        )
     return split["gpus"] not in (None, 1)
 
 
@@ -55,17 +59,17 @@ def run(
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    made = generate(request, on_text=on_text)
-    if made is None:
+    result = generate(request, on_text=on_text)
+    if result is None:
         return None
     if as_json:
-        print_json(made.to_json())
+        print_json(result.to_json())
         return None
     sys.stdout.write("\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    held = ", ".join(format_bytes(count) for count in made.weights_bytes)
-    took = "" if made.s_per_token is None else f"; {format_seconds(made.s_per_token)} per token"
-    console.print(f"{made.split} split: {held} of weights on ranks 0 to {len(made.weights_bytes) - 1}{took}")
+    weights = ", ".join(format_bytes(count) for count in result.weights_bytes)
+    took = "" if result.s_per_token is None else f"; {format_seconds(result.s_per_token)} per token"
+    console.print(f"{result.split} split: {weights} of weights on ranks 0 to {len(result.weights_bytes) - 1}{took}")
     return None
 
 
@@ -94,4 +98,4 @@ def _started(request: Any, gpus: int, *, as_json: bool) -> int | None:
     words += [] if asked.system is None else ["--system", asked.system]
     words += [] if asked.chat is None else ["--chat" if asked.chat else "--no-chat"]
     flags = {"--verify": asked.verify, "--trust-remote-code": asked.trust_remote_code, "--json": as_json}
-    return start(gpus, [*words, *(flag for flag, wanted in flags.items() if wanted)]) or None
+    return start(gpus, [*words, *(flag for flag, enabled in flags.items() if enabled)]) or None

@@ -48,14 +48,14 @@ class _PlanFiles(OutputFile):
         if params["regimes"] or params["gpus"] is not None or params["compare_gpus"] is not None:
             return  # one file
         name = re.compile(rf"{re.escape(path.stem)}\.([0-9]{{1,9}}){re.escape(path.suffix)}")
-        given = [one for one in params.values() if isinstance(one, Path)]
-        there = [one.name for one in given if one.parent.resolve() == path.parent.resolve()]
-        for other in sorted({*(one.name for one in path.parent.iterdir()), *there}):
-            found = name.fullmatch(other)
+        named = [entry for entry in params.values() if isinstance(entry, Path)]
+        there = [entry.name for entry in named if entry.parent.resolve() == path.parent.resolve()]
+        for other in sorted({*(entry.name for entry in path.parent.iterdir()), *there}):
+            match = name.fullmatch(other)
             if (
-                found is not None
-                and _file(path, int(found[1]) - 1).name == other
-                and 2 <= int(found[1]) <= params["top"]
+                match is not None
+                and _file(path, int(match[1]) - 1).name == other
+                and 2 <= int(match[1]) <= params["top"]
             ):
                 yield path.with_name(other)
 
@@ -169,24 +169,26 @@ def plan(
     if not regimes:
         return _show(_answer(request, output, **asked), output, html, as_json)
     if any(asked.values()):
-        raise UsageError("--regimes was given with --precisions or --router-statistics.", "It asks its own.")
+        raise UsageError(
+            "Cannot use --regimes with --precisions or --router-statistics.", "It makes its own comparison."
+        )
     _show_regimes(request, output, html, as_json)
     return None
 
 
 def _refuse_unused(context: click.Context) -> None:
-    """Raise UsageError for what was given beside several GPUs and would do nothing there."""
+    """Raise UsageError for options that have no effect with several GPUs."""
     asked = next((name for name in _USED if context.params[name] is not None), None)
     if asked is None:
         return
     flags = {option.name or "": option.opts[0] for option in context.command.params}
     unused = [flags[name] for name in flags if name not in _USED[asked] and _given(context, name)]
     if unused:
-        given = ", ".join(unused)
+        unused_flags = ", ".join(unused)
         raise UsageError(
-            f"{given} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
-            "It would change nothing there: splits are searched for AdamW, full training and bf16.",
-            f"Leave out {given}, or {flags[asked]}.",
+            f"{unused_flags} {'was' if len(unused) == 1 else 'were'} given beside {flags[asked]}.",
+            "It would have no effect: splits are searched for AdamW, full training and bf16.",
+            f"Leave out {unused_flags}, or {flags[asked]}.",
         )  # fmt: skip
 
 
@@ -241,14 +243,14 @@ def _with_files(answer: Answer, output: Path) -> Answer:
     """Commands with the names that their plans' files have, or will have."""
     from brim.run.plan.request import PLAN_FILE
 
-    def named(one: Proposal, index: int) -> Proposal:
+    def named(proposal: Proposal, index: int) -> Proposal:
         name = str(_file(output, index))
-        if not one.command.startswith("brim "):  # a line of Python
-            return replace(one, command=one.command.replace(PLAN_FILE, name))
-        words = [name if word == PLAN_FILE else word for word in shlex.split(one.command)]
-        return replace(one, command=shlex.join(words))
+        if not proposal.command.startswith("brim "):  # a line of Python
+            return replace(proposal, command=proposal.command.replace(PLAN_FILE, name))
+        words = [name if word == PLAN_FILE else word for word in shlex.split(proposal.command)]
+        return replace(proposal, command=shlex.join(words))
 
-    return replace(answer, proposals=[named(one, index) for index, one in enumerate(answer.proposals)])
+    return replace(answer, proposals=[named(proposal, index) for index, proposal in enumerate(answer.proposals)])
 
 
 def _print(answer: Answer, output: Path | None) -> None:
@@ -278,45 +280,45 @@ def _print_plans(console: Console, answer: Answer) -> None:
     tiers = tiers_of(answer)
     step = "s per step" if answer.request.task == "train" else "s per token"
     plans = _table("", *(tier.upper() for tier in tiers), step, "tokens/s", "limited by", "gap", left=("limited by",))
-    for number, one in enumerate(answer.proposals, 1):
-        peak = one.plan.promise.peak_bytes
+    for number, proposal in enumerate(answer.proposals, 1):
+        peak = proposal.plan.promise.peak_bytes
         plans.add_row(
             f"{number}",
             *(format_bytes(peak.get(tier, 0)) for tier in tiers),
-            format_seconds(one.step_s),
-            f"{answer.tokens_per_s(one):.3g}",
-            one.limited_by,
-            f"{one.gap:.1%}",
+            format_seconds(proposal.step_s),
+            f"{answer.tokens_per_s(proposal):.3g}",
+            proposal.limited_by,
+            f"{proposal.gap:.1%}",
         )
     console.print(plans)
-    for number, one in enumerate(answer.proposals, 1):
-        console.print(f"{number}: {_in_words(one)}", markup=False)
+    for number, proposal in enumerate(answer.proposals, 1):
+        console.print(f"{number}: {_in_words(proposal)}", markup=False)
     best = answer.proposals[0]
     for title, effects in (("plan 1 uses", best.techniques), ("more room by", best.frees)):
         if effects:
             console.print(_effects(title, effects))
-    for number, one in enumerate(answer.proposals, 1):
-        console.print(f"{number}: {one.command}", markup=False)
+    for number, proposal in enumerate(answer.proposals, 1):
+        console.print(f"{number}: {proposal.command}", markup=False)
 
 
 def _effects(title: str, effects: Sequence[Effect]) -> Table:
     table = _table(title, "which", "saves", "costs", left=("which", "saves"))
-    for one in effects:
-        costs = format_seconds(one.costs_s) if one.costs_s else "nothing"
-        table.add_row(one.technique, one.what, _saved(one), costs)
+    for effect in effects:
+        costs = format_seconds(effect.costs_s) if effect.costs_s else "nothing"
+        table.add_row(effect.technique, effect.what, _saved(effect), costs)
     return table
 
 
-def _in_words(one: Proposal) -> str:
-    return "; ".join(f"{effect.technique}: {effect.what}" for effect in one.techniques) or "everything resident"
+def _in_words(proposal: Proposal) -> str:
+    return "; ".join(f"{effect.technique}: {effect.what}" for effect in proposal.techniques) or "everything resident"
 
 
 def _saved(effect: Effect) -> str:
     """``2 GiB of VRAM, takes 2 GiB of RAM``."""
     parts = [(tier.upper(), count) for tier, count in effect.saves_bytes.items() if count]
     saved = [f"{format_bytes(count)} of {tier}" for tier, count in parts if count > 0]
-    taken = [f"takes {format_bytes(-count)} of {tier}" for tier, count in parts if count < 0]
-    return ", ".join([*saved, *taken])
+    costs = [f"takes {format_bytes(-count)} of {tier}" for tier, count in parts if count < 0]
+    return ", ".join([*saved, *costs])
 
 
 def _print_nearest(console: Console, answer: Answer) -> None:
@@ -325,8 +327,8 @@ def _print_nearest(console: Console, answer: Answer) -> None:
         console.print("No small change that would do was found.")
         return
     changes = _table("it fits with", "")
-    for one in answer.nearest:
-        changes.add_row(one.change, one.command)
+    for change in answer.nearest:
+        changes.add_row(change.change, change.command)
     console.print(changes)
 
 

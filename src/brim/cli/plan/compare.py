@@ -49,7 +49,7 @@ def numbers(text: str) -> list[int]:
     """``1,2,4`` as numbers; raises UsageError for anything else."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"--compare-gpus {text} was given.", "It is numbers of GPUs, as in 1,2,4,8.")
+        raise UsageError(f"--compare-gpus {text} was given.", "It must be numbers of GPUs, as in 1,2,4,8.")
     return sorted({int(word) for word in words})
 
 
@@ -61,7 +61,9 @@ def show(
     from rich.console import Console
 
     if options["task"] != "train" or not options["gpu"]:
-        raise UsageError("--compare-gpus was given.", "It compares trainings on GPUs.", "Add --task train and --gpu.")
+        raise UsageError(
+            "Cannot use --compare-gpus.", "It compares trainings on GPUs.", "Add --task train and --gpu."
+        )
     batch = options["global_batch"] or 8 * max(counts)
     load("brim.estimation.ranks.estimate", "brim.run.plan.search", MODELS)
     with Console(stderr=True).status("Comparing"):
@@ -69,8 +71,10 @@ def show(
     if output is not None:
         _plot(output, model, rows)
     if as_json:
-        found = [row.to_json(price) for row in rows]
-        print_json({"model": model, "gpu": options["gpu"], "global_batch": batch, "tokens": _TOKENS, "rows": found})
+        documents = [row.to_json(price) for row in rows]
+        print_json(
+            {"model": model, "gpu": options["gpu"], "global_batch": batch, "tokens": _TOKENS, "rows": documents}
+        )
     else:
         _print(model, batch, options, rows, price)
     return None if any(row.step_s is not None for row in rows) else INFEASIBLE
@@ -106,11 +110,11 @@ def _split(model: str, count: int, batch: int, options: dict[str, Any]) -> Row:
     from brim.run.plan.meshes import fastest
 
     asked = {**options, "gpus": count, "gpus_per_node": min(options["gpus_per_node"] or 8, count), "top": 1}
-    found = fastest(model, {**asked, "global_batch": batch})
+    answer = fastest(model, {**asked, "global_batch": batch})
     tokens = batch * options["seq"]
-    if not found.rows:
-        return Row(gpus=count, way=f"does not fit: {found.none()}", tokens=tokens)
-    mesh, proof = found.rows[0]
+    if not answer.rows:
+        return Row(gpus=count, way=f"does not fit: {answer.none()}", tokens=tokens)
+    mesh, proof = answer.rows[0]
     way = f"{mesh.split.describe().partition(': ')[2]}, recompute {mesh.checkpointing}"
     step_s, offload = proof.step_s or mesh.step_s, mesh.split.offload_shards
     peak = {"vram": proof.process_bytes} | ({"ram": proof.node_ram_bytes} if offload else {})
@@ -133,8 +137,8 @@ def _print(model: str, batch: int, options: dict[str, Any], rows: Sequence[Row],
         if row.step_s is not None and row.gpu_hours is not None and row.peak_bytes is not None:
             cells += [format_seconds(row.step_s), f"{row.gpu_hours:,.1f}"]
             cells += [f"{row.gpu_hours * price:,.2f}"] if price is not None else []
-            held = (row.peak_bytes.get(tier) for tier in ("vram", "ram", "disk"))
-            cells += ["" if not count else format_bytes(count) for count in held]
+            peaks = (row.peak_bytes.get(tier) for tier in ("vram", "ram", "disk"))
+            cells += ["" if not count else format_bytes(count) for count in peaks]
         table.add_row(*cells)
     console.print(table)
     for row in rows:
@@ -159,4 +163,4 @@ def _plot(path: Path, model: str, rows: Sequence[Row]) -> None:
     try:
         write_text(path, drawn)
     except OSError as error:
-        raise UsageError(f"A plot was to be written to {path}.", f"{error}.", "Name another file.") from error
+        raise UsageError(f"Cannot write a plot to {path}.", f"{error}.", "Name another file.") from error

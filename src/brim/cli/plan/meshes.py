@@ -29,31 +29,31 @@ def show(model: str, options: dict[str, Any], output: Path | None, as_json: bool
     started = time.perf_counter()
     load("brim.estimation.ranks.estimate", MODELS)
     with Console(stderr=True).status("Looking at meshes"):
-        found = _found(model, options)
-    if isinstance(found, BudgetError):
-        return _show_nearest(model, options, found, as_json=as_json)
+        answer = _found(model, options)
+    if isinstance(answer, BudgetError):
+        return _show_nearest(model, options, answer, as_json=as_json)
     took_s = time.perf_counter() - started
     if output is not None:
-        _write(output, model, options, *found.rows[0])
+        _write(output, model, options, *answer.rows[0])
     if as_json:
-        print_json(_document(model, options, found, took_s))
+        print_json(_document(model, options, answer, took_s))
     else:
-        _print(model, options, found, took_s)
+        _print(model, options, answer, took_s)
     return None
 
 
 def _found(model: str, options: dict[str, Any]) -> Found | BudgetError:
-    """What the search found, or why there is nothing."""
+    """The answer of the search, or why there is none."""
     from brim.run.plan.meshes import fastest
 
     try:
-        found = fastest(model, options)
+        answer = fastest(model, options)
     except BudgetError as error:
         return error
-    if found.rows:
-        return found
-    asked = f"{model} was to be split over {options['gpus']} {options['gpu']}."
-    return BudgetError(asked, f"{found.none()}.", smallest_bytes=found.least_bytes)
+    if answer.rows:
+        return answer
+    asked = f"Cannot split {model} over {options['gpus']} {options['gpu']}."
+    return BudgetError(asked, f"{answer.none()}.", smallest_bytes=answer.least_bytes)
 
 
 def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, as_json: bool) -> int:
@@ -75,8 +75,8 @@ def _show_nearest(model: str, options: dict[str, Any], refusal: BudgetError, *, 
     console.print(f"Nothing fits. {answer.why}", markup=False)
     if refusal.todo:
         console.print(refusal.todo, markup=False)
-    for one in answer.nearest:
-        console.print(f"It fits with {one.change}: {one.command}", markup=False)
+    for change in answer.nearest:
+        console.print(f"It fits with {change.change}: {change.command}", markup=False)
     if not answer.nearest:
         console.print("No small change that would do was found.", markup=False)
     return INFEASIBLE
@@ -88,19 +88,23 @@ def _write(path: Path, model: str, options: dict[str, Any], mesh: Mesh, proof: P
     from brim.run.ranks import plan as distributed_plan
 
     engine, precision = engine_of(mesh, options)
-    made = distributed_plan.made(
+    plan = distributed_plan.made(
         model=model, gpu=options["gpu"], engine=engine, precision=precision, sequence=options["seq"],
         split=mesh.split, checkpointing=mesh.checkpointing, peak_bytes=proof.process_bytes,
         step_s=proof.step_s or mesh.step_s,
     )  # fmt: skip
-    distributed_plan.write(path, made)
+    distributed_plan.write(path, plan)
 
 
 def _check(options: dict[str, Any]) -> None:
     if options["task"] != "train":
-        raise UnsupportedError("--gpus was given for generating.", "Training is split, so far.", "Use --task train.")
+        raise UnsupportedError(
+            "Cannot use --gpus for generating.", "Only training can be split so far.", "Use --task train."
+        )
     if not options["gpu"]:
-        raise UsageError("--gpus was given without --gpu.", "Seconds and memory need one.", 'Add --gpu "A100 80GB".')
+        raise UsageError(
+            "Cannot use --gpus without --gpu.", "Seconds and memory depend on it.", 'Add --gpu "A100 80GB".'
+        )
 
 
 def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
@@ -122,9 +126,9 @@ def _command(model: str, options: dict[str, Any], mesh: Mesh) -> str:
     return shlex.join([*words, "--checkpointing", mesh.checkpointing, "--engine", engine])
 
 
-def _document(model: str, options: dict[str, Any], found: Found, took_s: float) -> dict[str, Any]:
+def _document(model: str, options: dict[str, Any], answer: Found, took_s: float) -> dict[str, Any]:
     proposals = []
-    for mesh, proof in found.rows:
+    for mesh, proof in answer.rows:
         document = proof.to_json()
         document.pop("ranks")
         proposals.append(document | {
@@ -135,8 +139,8 @@ def _document(model: str, options: dict[str, Any], found: Found, took_s: float) 
             "command": _command(model, options, mesh),
         })  # fmt: skip
     return {
-        "model": model, "gpus": options["gpus"], "meshes": found.looked_at, "traced": found.traced,
-        "least_bytes": found.least_bytes, "proposals": proposals, "took_s": took_s,
+        "model": model, "gpus": options["gpus"], "meshes": answer.looked_at, "traced": answer.traced,
+        "least_bytes": answer.least_bytes, "proposals": proposals, "took_s": took_s,
     }  # fmt: skip
 
 
@@ -145,12 +149,12 @@ def _size(split: Split, axis: str) -> str:
     return f"{split.interleave}{' zb' * split.zero_bubble}" if axis == "v" else str(split.size(axis))
 
 
-def _print(model: str, options: dict[str, Any], found: Found, took_s: float) -> None:
+def _print(model: str, options: dict[str, Any], answer: Found, took_s: float) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    rows = found.rows
+    rows = answer.rows
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{model}: train on {options['gpus']} {options['gpu']}, {options['seq']:,} tokens", markup=False)
     table = Table(box=box.SIMPLE, pad_edge=False)
@@ -180,5 +184,5 @@ def _print(model: str, options: dict[str, Any], found: Found, took_s: float) -> 
     console.print(f"Every rank of the first: {_command(model, options, rows[0][0])}", markup=False)
     for note in rows[0][1].notes:
         console.print(note, markup=False)
-    counts = f"looked at {found.looked_at:,} meshes in {format_seconds(took_s)}, {found.traced} of them traced"
+    counts = f"looked at {answer.looked_at:,} meshes in {format_seconds(took_s)}, {answer.traced} of them traced"
     console.print(counts, markup=False)

@@ -19,8 +19,8 @@ TIERS = ("vram", "ram", "disk")
 def tiers_of(answer: Answer) -> list[str]:
     """Those that some plan uses."""
     used: set[str] = set()
-    for one in answer.proposals:
-        used |= {tier for tier, count in one.plan.promise.peak_bytes.items() if count}
+    for proposal in answer.proposals:
+        used |= {tier for tier, count in proposal.plan.promise.peak_bytes.items() if count}
     return [tier for tier in TIERS if tier in used]
 
 
@@ -35,7 +35,7 @@ def write_page(path: Path, answer: Answer) -> None:
         tables += [_effects("What plan 1 uses", best.techniques), _effects("More room by", best.frees)]
         tables.append(_commands(answer))
     else:
-        changes = tuple((one.change, one.command) for one in answer.nearest)
+        changes = tuple((proposal.change, proposal.command) for proposal in answer.nearest)
         tables.append(Table(title="It fits with", columns=("change", "command"), rows=changes))
     tables.append(_precisions(answer))
     budget = tuple((tier.upper(), count) for tier, count in answer.machine.budget_bytes.items())
@@ -44,7 +44,11 @@ def write_page(path: Path, answer: Answer) -> None:
         told = tuple((text,) for text in answer.machine.assumed)
         tables.append(Table(title="What was assumed", columns=("of the machine",), rows=told))
     tables = [table for table in tables if table.rows]
-    views = [View(timeline=_picture(one, answer), plan=one.plan) for one in answer.proposals[:1] if one.timeline]
+    views = [
+        View(timeline=_picture(proposal, answer), plan=proposal.plan)
+        for proposal in answer.proposals[:1]
+        if proposal.timeline
+    ]
     notes = [] if answer.proposals else [answer.refusal]
     title = f"{request.model}: a plan to {request.task} on {answer.machine.hardware.name}"
     write_html(path, views, title=title, verdict=verdict.of_plans(answer), tables=tables, notes=notes)
@@ -56,13 +60,13 @@ def _plans(answer: Answer, tiers: Sequence[str]) -> Any:
     rows: tuple[tuple[Any, ...], ...] = tuple(
         (
             number,
-            *(one.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
-            one.step_s,
-            answer.tokens_per_s(one),
-            one.limited_by,
-            one.gap,
+            *(proposal.plan.promise.peak_bytes.get(tier, 0) for tier in tiers),
+            proposal.step_s,
+            answer.tokens_per_s(proposal),
+            proposal.limited_by,
+            proposal.gap,
         )
-        for number, one in enumerate(answer.proposals, 1)
+        for number, proposal in enumerate(answer.proposals, 1)
     )
     peaks = (f"{tier}_bytes" for tier in tiers)
     columns = ("plan", *peaks, "step_s", "tokens per second", "limited by", "gap_share")
@@ -70,33 +74,33 @@ def _plans(answer: Answer, tiers: Sequence[str]) -> Any:
     return Table(title="Plans", columns=columns, rows=rows, note=note)
 
 
-def _picture(one: Proposal, answer: Answer) -> Timeline:
+def _picture(proposal: Proposal, answer: Answer) -> Timeline:
     """The schedule of a plan; where that has no bytes, what the compute tier holds at the most under it."""
     from brim.core import EventKind, Timeline
 
-    assert one.timeline is not None
-    compute = (one.hardware or answer.machine.hardware).compute
-    if any(event.kind is EventKind.ALLOC and event.tier == compute for event in one.timeline):
-        return one.timeline
-    made = Timeline(one.timeline.name, measured=False, facts=dict(one.timeline.facts))
-    rest = one.plan.promise.peak_bytes.get(compute, 0)
-    for decision in one.plan.decisions:
+    assert proposal.timeline is not None
+    compute = (proposal.hardware or answer.machine.hardware).compute
+    if any(event.kind is EventKind.ALLOC and event.tier == compute for event in proposal.timeline):
+        return proposal.timeline
+    timeline = Timeline(proposal.timeline.name, measured=False, facts=dict(proposal.timeline.facts))
+    rest = proposal.plan.promise.peak_bytes.get(compute, 0)
+    for decision in proposal.plan.decisions:
         if decision.choice == "resident" and decision.bytes <= rest:
-            made.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
+            timeline.add(EventKind.ALLOC, compute, decision.bytes, label=decision.block, category="parameter")
             rest -= decision.bytes
-    made.add(EventKind.ALLOC, compute, rest, label="all else at its peak", category="temporary")
-    for event in one.timeline:
-        made.add(**{name: getattr(event, name) for name in event.__slots__})
-    return made
+    timeline.add(EventKind.ALLOC, compute, rest, label="all else at its peak", category="temporary")
+    for event in proposal.timeline:
+        timeline.add(**{name: getattr(event, name) for name in event.__slots__})
+    return timeline
 
 
 def _effects(title: str, effects: Sequence[Effect]) -> Any:
     from brim.report.html.page import Table
 
-    tiers = [tier for tier in TIERS if any(one.saves_bytes.get(tier) for one in effects)]
+    tiers = [tier for tier in TIERS if any(effect.saves_bytes.get(tier) for effect in effects)]
     rows = tuple(
-        (one.technique, one.what, *(_or_none(one.saves_bytes, tier) for tier in tiers), one.costs_s)
-        for one in effects
+        (effect.technique, effect.what, *(_or_none(effect.saves_bytes, tier) for tier in tiers), effect.costs_s)
+        for effect in effects
     )
     columns = ("technique", "which", *(f"saves_{tier}_bytes" for tier in tiers), "costs_s")
     return Table(title=title, columns=columns, rows=rows, note="Negative is taken, not saved.")
@@ -128,5 +132,5 @@ def _or_none(saves_bytes: Mapping[str, int], tier: str) -> int | None:
 def _commands(answer: Answer) -> Any:
     from brim.report.html.page import Table
 
-    rows = tuple((number, one.command) for number, one in enumerate(answer.proposals, 1))
+    rows = tuple((number, proposal.command) for number, proposal in enumerate(answer.proposals, 1))
     return Table(title="Commands", columns=("plan", "command"), rows=rows)

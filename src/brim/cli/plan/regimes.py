@@ -17,51 +17,51 @@ if TYPE_CHECKING:
 
 
 def show(request: Request, plot: Path | None, html: Path | None, as_json: bool) -> None:
-    """Compare, and print or write what was found. ``plot`` is an SVG file."""
+    """Compare, and print or write the answer. ``plot`` is an SVG file."""
     from rich.console import Console
 
     from brim.run.plan.regimes import regimes
     from brim.run.plan.request import machine_of
 
     if request.task != "generate":
-        raise UsageError(f"--regimes was given with --task {request.task}.", "It compares ways to generate.")
+        raise UsageError(f"Cannot use --regimes with --task {request.task}.", "It compares ways to generate.")
     request.check()
     with Console(stderr=True).status("Comparing ways to run it"):
-        found = regimes(request, machine_of(request))
+        answer = regimes(request, machine_of(request))
     if plot is not None:
-        _write_plot(plot, found)
+        _write_plot(plot, answer)
     if html is not None:
-        _write_html(html, found)
+        _write_html(html, answer)
     if as_json:
-        print_json(found.to_json())
+        print_json(answer.to_json())
         return
     console = Console(highlight=False, soft_wrap=True)
-    console.print(found.table())
-    console.print(found.answer(), markup=False)
-    for assumed in found.assumed:
+    console.print(answer.table())
+    console.print(answer.answer(), markup=False)
+    for assumed in answer.assumed:
         console.print(f"assumed: {assumed}", markup=False)
 
 
-def _write_plot(path: Path, found: Regimes) -> None:
+def _write_plot(path: Path, answer: Regimes) -> None:
     try:
-        write_text(path, found.svg())
+        write_text(path, answer.svg())
     except OSError as error:
-        raise UsageError(f"A plot was to be written to {path}.", f"{error}.", "Name another file.") from error
+        raise UsageError(f"Cannot write a plot to {path}.", f"{error}.", "Name another file.") from error
     click.echo(f"plot: {path}", err=True)
 
 
-def _write_html(path: Path, found: Regimes) -> None:
+def _write_html(path: Path, answer: Regimes) -> None:
     from brim.report.html.page import Table
 
-    columns = ("times the memory", *(f"{way}_s" for way in found.ways))
-    tokens = tuple((point.ratio, *(point.token_s[way] for way in found.ways)) for point in found.points)
-    prompts = tuple((point.ratio, *(point.prompt_s[way] for way in found.ways)) for point in found.points)
-    crossings = tuple((one.ratio, one.first, one.second) for one in found.crossings)
+    columns = ("times the memory", *(f"{way}_s" for way in answer.ways))
+    tokens = tuple((point.ratio, *(point.token_s[way] for way in answer.ways)) for point in answer.points)
+    prompts = tuple((point.ratio, *(point.prompt_s[way] for way in answer.ways)) for point in answer.points)
+    crossings = tuple((crossing.ratio, crossing.first, crossing.second) for crossing in answer.crossings)
     tables = [
         Table(title="Time per token", columns=columns, rows=tokens),
         Table(title="Time per prompt", columns=columns, rows=prompts),
         Table(title="Where they cross", columns=("from", "instead of", "faster is"), rows=crossings),
-        Table(title="What was assumed", columns=("of the machine",), rows=tuple((text,) for text in found.assumed)),
+        Table(title="What was assumed", columns=("of the machine",), rows=tuple((text,) for text in answer.assumed)),
     ]
-    title = f"{found.model} on {found.hardware}: ways to generate"
-    write_html(path, [], title=title, tables=[table for table in tables if table.rows], notes=[found.answer()])
+    title = f"{answer.model} on {answer.hardware}: ways to generate"
+    write_html(path, [], title=title, tables=[table for table in tables if table.rows], notes=[answer.answer()])

@@ -223,14 +223,14 @@ def train(
 
 def _resolved(options: dict[str, Any]) -> dict[str, Any]:
     """The words of the command line as Request has them: None where the planner chooses."""
-    made = dict(options)
-    made["precision"] = None if made["precision"] == "auto" else made["precision"]
-    made["checkpointing"] = None if made["checkpointing"] == "auto" else made["checkpointing"]
-    offload = made["offload_optimizer"]
-    made["offload_optimizer"] = {"auto": None, "none": "keep"}.get(offload, offload)
-    made["report_to"] = made["report_to"] or None
-    made["stream_weights"] = None if made["stream_weights"] == "auto" else False
-    return made
+    resolved = dict(options)
+    resolved["precision"] = None if resolved["precision"] == "auto" else resolved["precision"]
+    resolved["checkpointing"] = None if resolved["checkpointing"] == "auto" else resolved["checkpointing"]
+    offload = resolved["offload_optimizer"]
+    resolved["offload_optimizer"] = {"auto": None, "none": "keep"}.get(offload, offload)
+    resolved["report_to"] = resolved["report_to"] or None
+    resolved["stream_weights"] = None if resolved["stream_weights"] == "auto" else False
+    return resolved
 
 
 def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> None:
@@ -256,7 +256,7 @@ def _write_html(path: Path, result: Training, compute: Mapping[str, Any]) -> Non
     evaluated = Table(
         title="Evaluation",
         columns=("step", "loss"),
-        rows=tuple((one.step, one.loss) for one in result.evaluations),
+        rows=tuple((evaluation.step, evaluation.loss) for evaluation in result.evaluations),
     )
     views = views_of(result.timeline, result.predicted, result.plan)
     title = f"{result.plan.model}: {result.plan.task}"

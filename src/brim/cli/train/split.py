@@ -23,10 +23,10 @@ SPLIT = {
 def asked_for(options: Mapping[str, Any]) -> bool:
     """Whether this run is one over ranks: torchrun has started it."""
     under = under_torchrun()
-    given = [name for name, unset in SPLIT.items() if options[name] != unset]
-    if given and not under:
+    split_options = [name for name, unset in SPLIT.items() if options[name] != unset]
+    if split_options and not under:
         raise UsageError(
-            f"--{given[0].replace('_', '-')} was given.",
+            f"--{split_options[0].replace('_', '-')} was given.",
             "It splits a training over ranks, and this process is alone.",
             "Run torchrun --nproc-per-node N -m brim train ..., or leave it out.",
         )  # fmt: skip
@@ -36,9 +36,11 @@ def asked_for(options: Mapping[str, Any]) -> bool:
 def run(training: Request, options: Mapping[str, Any], *, as_json: bool) -> None:
     """Train with the others; only rank 0 says anything."""
     if training.eval_data is not None or training.report_to is not None:
-        given = "--eval-data" if training.eval_data is not None else "--report-to"
+        option = "--eval-data" if training.eval_data is not None else "--report-to"
         raise UnsupportedError(
-            f"{given} was given under torchrun.", "It is of trainings in one process, so far.", "Leave it out."
+            f"Cannot use {option} under torchrun.",
+            "It works in single-process trainings only, so far.",
+            "Leave it out.",
         )
     from brim.run.ranks.request import TIMEOUT_S, SplitRequest
     from brim.run.ranks.train import train
@@ -51,16 +53,16 @@ def run(training: Request, options: Mapping[str, Any], *, as_json: bool) -> None
         timeout_s=options["timeout"] or TIMEOUT_S,
     )  # fmt: skip
     console = Console(stderr=True)
-    made = train(
+    result = train(
         request,
         on_step=lambda report: console.print(report.line(), highlight=False, soft_wrap=True),
         on_note=lambda text: console.print(text, highlight=False, soft_wrap=True),
     )
-    if made is None:
+    if result is None:
         return
     if as_json:
-        print_json(made.to_json())
+        print_json(result.to_json())
         return
-    if made.losses:
-        console.print(f"loss {made.losses[0]:.4f} -> {made.losses[-1]:.4f} in {len(made.losses)} steps")
-    click.echo(str(made.output))
+    if result.losses:
+        console.print(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f} in {len(result.losses)} steps")
+    click.echo(str(result.output))

@@ -37,8 +37,8 @@ def model_tensors(
     value: gives a tensor by its name, for modules whose weights rest elsewhere; None: each submodule's own
     ``state_dict`` does, one at a time.
     """
-    held = dict(module.named_parameters()) | dict(_persistent_buffers(module))
-    layout: list[Layout] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held.items()]
+    tensors = dict(module.named_parameters()) | dict(_persistent_buffers(module))
+    layout: list[Layout] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     read = value or (lambda name: _own_value(module, name))
     return Tensors(stem=MODEL, layout=layout, values=((n, read(n)) for n, _, _ in layout), shard_bytes=shard_bytes)
 
@@ -60,8 +60,8 @@ def tokenizer_files(source: Path | None) -> dict[str, bytes | Path]:
     """The tokenizer's files in the folder ``source``."""
     if source is None:
         return {}
-    found = {path for pattern in _TOKENIZER_PATTERNS for path in source.glob(pattern) if path.is_file()}
-    return {path.name: path.absolute() for path in sorted(found)}
+    paths = {path for pattern in _TOKENIZER_PATTERNS for path in source.glob(pattern) if path.is_file()}
+    return {path.name: path.absolute() for path in sorted(paths)}
 
 
 def adapter_tensors(module: torch.nn.Module, adapter: str = "default") -> Tensors:
@@ -72,9 +72,9 @@ def adapter_tensors(module: torch.nn.Module, adapter: str = "default") -> Tensor
     from peft import get_peft_model_state_dict
 
     trained = {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
-    found = get_peft_model_state_dict(module, state_dict=trained, adapter_name=adapter, save_embedding_layers=False)
-    layout: list[Layout] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()]
-    return Tensors(stem=ADAPTER, layout=layout, values=list(found.items()))
+    tensors = get_peft_model_state_dict(module, state_dict=trained, adapter_name=adapter, save_embedding_layers=False)
+    layout: list[Layout] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return Tensors(stem=ADAPTER, layout=layout, values=list(tensors.items()))
 
 
 def adapter_files(

@@ -62,7 +62,7 @@ def to_text(manifest: Manifest) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in ``folder``. Raises ModelError when there is none or it is damaged."""
     path = folder / MANIFEST_NAME
-    asked = f"{folder} was to be read as a training checkpoint."
+    asked = f"Cannot read {folder} as a training checkpoint."
     try:
         document = json.loads(regular(path).read_bytes().decode("utf-8"))
         claimed = document.pop("checksum")
@@ -71,14 +71,14 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise ModelError(asked, f"{MANIFEST_NAME} is damaged: {error!r:.200}.") from error
     if claimed != _digest(document):
-        raise ModelError(asked, f"{MANIFEST_NAME} is damaged: its checksum is another.")
+        raise ModelError(asked, f"{MANIFEST_NAME} is damaged: its checksum does not match.")
     try:
         manifest = codec.from_json(Manifest, document, VERSION)
     except FormatError as error:
         raise ModelError(asked, f"{MANIFEST_NAME}: {error.found}", error.todo) from error
     outside = next((name for name in manifest.files if name == ".." or Path(name).name != name), None)
     if outside is not None:
-        raise ModelError(asked, f"{MANIFEST_NAME} lists {outside!r}, which is no file of this folder.")
+        raise ModelError(asked, f"{MANIFEST_NAME} lists {outside!r}, which is not a file of this folder.")
     return manifest
 
 
@@ -104,9 +104,9 @@ def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
     """(step, folder), the newest first; of one step, the one that was set aside last."""
     if not root.is_dir():
         return []
-    found = [(match, path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()]
-    found.sort(key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))
-    return [(int(match[1]), path) for match, path in found]
+    folders = [(match, path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir()]
+    folders.sort(key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))
+    return [(int(match[1]), path) for match, path in folders]
 
 
 def _digest(document: Any) -> str:

@@ -48,17 +48,17 @@ class Checkpoint:
 
     def check(self, stem: str, wanted: Sequence[Layout]) -> None:
         """Raise ModelError that names the first tensor that is missing, too many or of another dtype or shape."""
-        found = {name: (dtype, tuple(shape)) for name, dtype, shape in self.layout(stem)}
+        stored = {name: (dtype, tuple(shape)) for name, dtype, shape in self.layout(stem)}
         for name, dtype, shape in wanted:
-            if name not in found:
-                raise self._differs(stem, f"{name} is not in it; it holds {len(found)} tensors.")
-            if found[name] != (dtype, tuple(shape)):
-                stored_dtype, stored_shape = found[name]
+            if name not in stored:
+                raise self._differs(stem, f"{name} is not in it; it holds {len(stored)} tensors.")
+            if stored[name] != (dtype, tuple(shape)):
+                stored_dtype, stored_shape = stored[name]
                 raise self._differs(
                     stem, f"{name} is {stored_dtype} {list(stored_shape)} there, not {dtype} {list(shape)}."
                 )
         expected = {name for name, _, _ in wanted}
-        extra = next((name for name in found if name not in expected), None)
+        extra = next((name for name in stored if name not in expected), None)
         if extra is not None:
             raise self._differs(stem, f"It holds {extra}, for which there is no place.")
 
@@ -87,24 +87,24 @@ class Checkpoint:
 
     def _stored(self, stem: str) -> dict[str, tuple[TensorSource, str]]:
         """Where each tensor is, and its checksum, by name in the files' order."""
-        found: dict[str, tuple[TensorSource, str]] = {}
+        tensors: dict[str, tuple[TensorSource, str]] = {}
         for file, entry in sorted(self.files.items()):
             if file == stem + _SUFFIX or file.startswith(f"{stem}-"):
                 for name, source in read_safetensors_header(self.folder / file).items():
-                    found[name] = source, entry.tensors[name].checksum
-        return found
+                    tensors[name] = source, entry.tensors[name].checksum
+        return tensors
 
     def _fill(self, target: torch.Tensor, stored: tuple[TensorSource, str]) -> None:
-        source, wanted = stored
+        source, expected = stored
         path = Path(source.extents[0].path)
         with _Reader(path) as reader:
-            if reader.fill(source.extents[0].offset, target.view(-1).view(torch.uint8)) != wanted:
-                raise _damaged(self.folder, f"{source.name} in {path.name} has another checksum.")
+            if reader.fill(source.extents[0].offset, target.view(-1).view(torch.uint8)) != expected:
+                raise _damaged(self.folder, f"The checksum of {source.name} in {path.name} does not match.")
 
-    def _differs(self, stem: str, found: str) -> ModelError:
+    def _differs(self, stem: str, problem: str) -> ModelError:
         return ModelError(
-            f"{stem} of the checkpoint {self.folder} was to be read.",
-            found,
+            f"Cannot read {stem} of the checkpoint {self.folder}.",
+            problem,
             "Resume with the model, method and optimizer that the checkpoint was written with.",
         )
 
@@ -124,7 +124,7 @@ def latest(folder: str | Path) -> Checkpoint:
         except BrimError as error:
             skipped.append(f"{path.name} is skipped: {error.found}")
     raise ModelError(
-        f"A training checkpoint was to be read from {root}.",
+        f"Cannot read a training checkpoint from {root}.",
         " ".join(skipped) or "There is none.",
         "Train without --resume, or give the folder of an earlier run.",
     )
@@ -173,21 +173,21 @@ def entry_of(path: Path) -> FileEntry:
 def _verify_whole(folder: Path, path: Path, entry: FileEntry) -> None:
     with _Reader(path) as reader:
         if reader.checksum(0, entry.bytes) != entry.checksum:
-            raise _damaged(folder, f"{path.name} has another checksum.")
+            raise _damaged(folder, f"The checksum of {path.name} does not match.")
 
 
 def _verify_tensors(folder: Path, path: Path, entry: FileEntry) -> None:
     sources = read_safetensors_header(path)
-    found = {s.name: (CODES[s.dtype], s.shape) for s in sources.values()}
-    if found != {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}:
-        raise _damaged(folder, f"{path.name} holds other tensors than the manifest says.")
+    stored = {s.name: (CODES[s.dtype], s.shape) for s in sources.values()}
+    if stored != {name: (tensor.dtype, tensor.shape) for name, tensor in entry.tensors.items()}:
+        raise _damaged(folder, f"{path.name} has other tensors than the manifest lists.")
     data_begins = entry.bytes - sum(source.bytes for source in sources.values())
     with _Reader(path) as reader:
         if reader.checksum(0, data_begins) != entry.checksum:
-            raise _damaged(folder, f"The header of {path.name} has another checksum.")
+            raise _damaged(folder, f"The checksum of the header of {path.name} does not match.")
         for name, source in sources.items():
             if reader.checksum(source.extents[0].offset, source.bytes) != entry.tensors[name].checksum:
-                raise _damaged(folder, f"{name} in {path.name} has another checksum.")
+                raise _damaged(folder, f"The checksum of {name} in {path.name} does not match.")
 
 
 class _Reader:
@@ -209,20 +209,20 @@ class _Reader:
         os.close(self._fd)
 
     def checksum(self, offset: int, bytes: int) -> str:
-        made, piece = Checksum(), torch.empty(min(bytes, _PIECE_BYTES), dtype=torch.uint8)
+        checksum, piece = Checksum(), torch.empty(min(bytes, _PIECE_BYTES), dtype=torch.uint8)
         for at in range(0, bytes, _PIECE_BYTES):
             part = piece[: min(_PIECE_BYTES, bytes - at)]
             self._read(offset + at, part)
-            made.update(part)
-        return f"{made.value():016x}"
+            checksum.update(part)
+        return f"{checksum.value():016x}"
 
     def fill(self, offset: int, target: torch.Tensor) -> str:
-        made = Checksum()
+        checksum = Checksum()
         for at in range(0, target.numel(), _PIECE_BYTES):
             part = target[at : at + _PIECE_BYTES]
             self._read(offset + at, part)
-            made.update(part)
-        return f"{made.value():016x}"
+            checksum.update(part)
+        return f"{checksum.value():016x}"
 
     def _read(self, offset: int, into: torch.Tensor) -> None:
         view, done = memoryview(into.numpy().data), 0
@@ -236,10 +236,10 @@ class _Reader:
             done += got
         system.forget_cached(self._fd, offset, done)
 
-    def _failed(self, found: str) -> TransferError:
-        return TransferError(f"{self._path} was to be read.", found, "Check the disk.")
+    def _failed(self, problem: str) -> TransferError:
+        return TransferError(f"Cannot read {self._path}.", problem, "Check the disk.")
 
 
-def _damaged(folder: Path, found: str) -> ModelError:
-    asked = f"{folder} was to be read as a training checkpoint."
-    return ModelError(asked, found, "Resume from an earlier checkpoint, or train anew.")
+def _damaged(folder: Path, problem: str) -> ModelError:
+    asked = f"Cannot read {folder} as a training checkpoint."
+    return ModelError(asked, problem, "Resume from an earlier checkpoint, or train anew.")

@@ -80,9 +80,11 @@ class Checkpointer:
         protected: Collection[Path] = (),
     ) -> None:
         if keep < 1:
-            raise UsageError(f"{keep} checkpoints were to be kept.", "It takes one at least.")
+            raise UsageError(f"Cannot keep {keep} checkpoints.", "At least one must be kept.")
         if staging is None and staging_bytes < PAGE_BYTES:
-            raise UsageError(f"{staging_bytes} bytes were given to write checkpoints.", f"It takes {PAGE_BYTES}.")
+            raise UsageError(
+                f"{staging_bytes} bytes are too few to write checkpoints.", f"Give {PAGE_BYTES} or more."
+            )
         self._root, self._keep = Path(folder).absolute(), keep
         self._staging, self._staging_bytes = staging, round_up(staging_bytes, PAGE_BYTES)
         self._protected = {Path(path).absolute() for path in protected}
@@ -110,7 +112,7 @@ class Checkpointer:
         self.finish()
         document = json.loads(json.dumps(state))  # as it is now
         extra = dict(files or {})
-        groups = [_plan(one, extra) for one in tensors]
+        groups = [_plan(file_tensors, extra) for file_tensors in tensors]
         writer = FolderWriter(self._root, step, [plan for group in groups for plan in group])
         thread: WriterThread | None = None
         try:
@@ -118,8 +120,8 @@ class Checkpointer:
             with interrupts_held():
                 thread = WriterThread(writer, ring, lambda: self._complete(writer, step, document, extra))
             first = 0
-            for one, group in zip(tensors, groups, strict=True):
-                thread.feed(first, group, one.values)
+            for file_tensors, group in zip(tensors, groups, strict=True):
+                thread.feed(first, group, file_tensors.values)
                 first += len(group)
             thread.end()
             self._writing = thread
@@ -149,8 +151,8 @@ class Checkpointer:
             writer.add(name, content)
         writer.commit(state)
         with _told(
-            f"Checkpoints before step {step} were to be deleted from {self._root}.",
-            "The new one is complete. Delete them by hand.",
+            f"Cannot delete the checkpoints before step {step} from {self._root}.",
+            "The new checkpoint is complete. Delete the older ones by hand.",
         ):
             writer.prune(self._keep, self._protected)
 
@@ -160,8 +162,8 @@ class Checkpointer:
             self._writing.join()  # an interrupt while it waits leaves it to be waited for
             writing, self._writing = self._writing, None
             with _told(
-                f"A checkpoint was to be written into {self._root}.",
-                "The earlier ones are as they were. Free some disk space or choose another folder.",
+                f"Cannot write a checkpoint to {self._root}.",
+                "Earlier checkpoints are intact. Free some disk space or choose another folder.",
             ):
                 writing.wait()
 
@@ -183,21 +185,21 @@ def _told(asked: str, todo: str) -> Iterator[None]:
     except OSError as error:
         raise TransferError(asked, f"{error.strerror or error}.", todo) from error
     except ModelError as error:  # it was written, and what was read back is not what was written
-        raise TransferError(asked, error.found, "The earlier ones are as they were. Check the disk.") from error
+        raise TransferError(asked, error.found, "Earlier checkpoints are intact. Check the disk.") from error
 
 
 def _plan(tensors: Tensors, files: MutableMapping[str, bytes | Path]) -> list[PlannedFile]:
     """The files that ``tensors`` become; where there are several, their index is added to ``files``."""
     for name, dtype, _ in tensors.layout:
         if dtype not in CODES:
-            raise UnsupportedError(f"{name} was to be saved.", f"safetensors has no dtype for {dtype}.")
+            raise UnsupportedError(f"Cannot save {name}.", f"safetensors has no dtype for {dtype}.")
     shards = _shards(tensors)
     if not shards:
         return []
     if len(shards) == 1:
         return [_planned(f"{tensors.stem}.safetensors", shards[0], tensors.metadata)]
     names = [f"{tensors.stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    weight_map = {one[0]: file for file, shard in zip(names, shards, strict=True) for one in shard}
+    weight_map = {tensor[0]: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
     index = {"metadata": {"total_size": sum(map(_bytes, tensors.layout))}, "weight_map": weight_map}
     files[f"{tensors.stem}.safetensors.index.json"] = json.dumps(index, indent=2).encode()
     return [_planned(file, shard, tensors.metadata) for file, shard in zip(names, shards, strict=True)]
@@ -208,12 +210,12 @@ def _shards(tensors: Tensors) -> list[list[Layout]]:
         return []
     shards: list[list[Layout]] = [[]]
     held_bytes = 0
-    for one in tensors.layout:
-        if shards[-1] and tensors.shard_bytes is not None and held_bytes + _bytes(one) > tensors.shard_bytes:
+    for tensor in tensors.layout:
+        if shards[-1] and tensors.shard_bytes is not None and held_bytes + _bytes(tensor) > tensors.shard_bytes:
             shards.append([])
             held_bytes = 0
-        shards[-1].append(one)
-        held_bytes += _bytes(one)
+        shards[-1].append(tensor)
+        held_bytes += _bytes(tensor)
     return shards
 
 
@@ -222,6 +224,6 @@ def _planned(name: str, layout: Sequence[Layout], metadata: Mapping[str, str]) -
     return PlannedFile(name=name, header=header, sources=sources)
 
 
-def _bytes(one: Layout) -> int:
-    _, dtype, shape = one
+def _bytes(layout: Layout) -> int:
+    _, dtype, shape = layout
     return math.prod(shape) * dtype.itemsize

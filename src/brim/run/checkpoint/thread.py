@@ -50,8 +50,8 @@ class WriterThread:
         for name, tensor in values:
             file = files.pop(name)
             source = plans[file - first].sources[name]
-            found = (tensor.dtype, tuple(tensor.shape))
-            assert found == (source.dtype, source.shape), f"{name}: {found} is not what the layout announced"
+            layout = (tensor.dtype, tuple(tensor.shape))
+            assert layout == (source.dtype, source.shape), f"{name}: {layout} is not what the layout announced"
             if not self._pass_on(file, name, tensor):
                 return
         assert not files, f"announced but not given: {sorted(files)}"

@@ -88,29 +88,29 @@ class FolderWriter:
             shutil.rmtree(left)
         self._partial.mkdir()
         for plan in self._plans:
-            made = _OpenFile(plan, os.open(self._partial / plan.name, _NEW, 0o666))
-            self._open.append(made)
-            made.checksums = {name: Checksum() for name in plan.sources}
-            _write(made.fd, memoryview(plan.header), 0)
+            file = _OpenFile(plan, os.open(self._partial / plan.name, _NEW, 0o666))
+            self._open.append(file)
+            file.checksums = {name: Checksum() for name in plan.sources}
+            _write(file.fd, memoryview(plan.header), 0)
 
     def write(self, file: int, name: str, at: int, piece: torch.Tensor) -> None:
         """The next bytes (flat uint8) of a tensor of the ``file``-th plan; ``at`` of them were written before."""
-        made = self._open[file]
-        _write(made.fd, memoryview(piece.numpy().data), made.plan.sources[name].extents[0].offset + at)
-        made.checksums[name].update(piece)
-        made.unsynced_bytes += piece.numel()
-        if made.unsynced_bytes >= _SYNC_BYTES:
-            _sync(made.fd)
-            made.unsynced_bytes = 0
+        open_file = self._open[file]
+        _write(open_file.fd, memoryview(piece.numpy().data), open_file.plan.sources[name].extents[0].offset + at)
+        open_file.checksums[name].update(piece)
+        open_file.unsynced_bytes += piece.numel()
+        if open_file.unsynced_bytes >= _SYNC_BYTES:
+            _sync(open_file.fd)
+            open_file.unsynced_bytes = 0
 
     def finish_tensors(self) -> dict[str, FileEntry]:
         """Bring the tensors' files to the disk and close them."""
         while self._open:
-            made = self._open[0]
-            _sync(made.fd)
-            self._entries[made.plan.name] = made.entry()
+            file = self._open[0]
+            _sync(file.fd)
+            self._entries[file.plan.name] = file.entry()
             self._open.pop(0)
-            os.close(made.fd)
+            os.close(file.fd)
         return self._entries
 
     def add(self, name: str, content: bytes | Path) -> None:
@@ -192,6 +192,6 @@ def _as_tensor(piece: bytes) -> torch.Tensor:
 
 
 def _checksum(content: bytes) -> str:
-    made = Checksum()
-    made.update(_as_tensor(content))
-    return f"{made.value():016x}"
+    checksum = Checksum()
+    checksum.update(_as_tensor(content))
+    return f"{checksum.value():016x}"

@@ -40,8 +40,8 @@ class ChatEncoder:
             ) from error
         if not tokenizer.is_fast:
             raise UnsupportedError(
-                "The data has messages, of which the answers are to be learnt.",
-                f"{type(tokenizer).__name__} does not tell where in the text its tokens are.",
+                "The data has messages, so the answers in them must be located.",
+                f"{type(tokenizer).__name__} does not give the positions of its tokens in the text.",
                 "Use a fast tokenizer (one with a tokenizer.json).",
             )
         self._marked = bool(_GENERATION.search(template))
@@ -52,10 +52,10 @@ class ChatEncoder:
         """Token ids, and for each whether it is part of an answer. ``where`` is the line, for errors."""
         messages, options = row["messages"], {"tools": row["tools"]} if row.get("tools") else {}
         if self._marked:
-            made = self._applied(
+            encoded = self._applied(
                 where, messages, **options, return_dict=True, return_assistant_tokens_mask=True, verbose=False
             )
-            return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+            return list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
 
         def render(part: Sequence[Message], prompt: bool) -> str:
             text = self._applied(where, part, **options, tokenize=False, add_generation_prompt=prompt)
@@ -64,17 +64,17 @@ class ChatEncoder:
 
         full = render(messages, False)
         spans = self._answers(messages, full, render, where)
-        made = self._tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = made["offset_mapping"]
-        return list(made["input_ids"]), [end > begin and _inside(begin, spans) for begin, end in offsets]
+        encoded = self._tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = encoded["offset_mapping"]
+        return list(encoded["input_ids"]), [end > begin and _inside(begin, spans) for begin, end in offsets]
 
     def _applied(self, where: str, messages: Sequence[Message], **options: Any) -> Any:
         try:
             return apply_template(self._tokenizer, messages, **options)
         except Exception as error:  # templates raise what they like
             raise UsageError(
-                f"{where} was to be put into the tokenizer's chat template.",
-                f"It refuses: {' '.join(str(error).split()) or type(error).__name__:.300}.",
+                f"Cannot apply the tokenizer's chat template to {where}.",
+                f"The template fails: {' '.join(str(error).split()) or type(error).__name__:.300}.",
                 "Write the conversation as the model expects it.",
             ) from error
 
@@ -128,7 +128,7 @@ def _inside(at: int, spans: Sequence[Span]) -> bool:
 
 def _not_found(index: int, where: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The answer in message {index + 1} of {where} was to be found in the conversation as the model sees it.",
-        "The tokenizer's chat template changes it beyond recognition.",
+        f"Cannot find the answer of message {index + 1} of {where} in the templated conversation.",
+        "The tokenizer's chat template changes its text.",
         "Mark the answers in the template with {% generation %} ... {% endgeneration %}.",
     )

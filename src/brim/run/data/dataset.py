@@ -75,11 +75,11 @@ def open_data(
     tokenizer that does not fit.
     """
     if seq < 2:
-        raise UsageError(f"Sequences of {seq} tokens were asked for.", "The shortest that can be learnt from has 2.")
+        raise UsageError(f"Cannot train on sequences of {seq} tokens.", "The shortest possible length is 2.")
     path = Path(path)
     if not _is_jsonl(path):
         if pack is False:
-            raise UsageError(f"{path} was to be read unpacked.", "Text files have no examples.", "Give JSONL.")
+            raise UsageError(f"Cannot read {path} without packing.", "Text files have no examples.", "Give JSONL.")
         files = _text_files(path)
         row = token_row(files, lambda: (text_pieces(file) for file in files), tokenizer)
         return PackedDataset(path, row, tokenizer, seq, vocab_size)
@@ -87,7 +87,7 @@ def open_data(
     if not pack:
         return LineDataset(lines, tokenizer, seq, vocab_size, too_long)
     if lines.kind != TEXT:
-        raise UsageError(f"{path} was to be packed.", "It has messages; only text can be.", "Leave pack out.")
+        raise UsageError(f"Cannot pack {path}.", "It has messages; only text can be packed.", "Leave out pack.")
     row = token_row([path], lambda: ([lines.row(i)[TEXT]] for i in range(len(lines))), tokenizer)
     return PackedDataset(path, row, tokenizer, seq, vocab_size)
 
@@ -106,10 +106,11 @@ def _is_jsonl(path: Path) -> bool:
 
 def _text_files(path: Path) -> list[Path]:
     """The file, or the text files in the folder. Raises UsageError when there is none, or an empty one."""
-    files = sorted(one for one in path.iterdir() if one.suffix.lower() in _TEXT) if path.is_dir() else [path]
+    inside = path.iterdir() if path.is_dir() else ()
+    files = sorted(entry for entry in inside if entry.suffix.lower() in _TEXT) if path.is_dir() else [path]
     if not files:
-        known = ", ".join(_TEXT)
-        raise UsageError(f"{path} was given as training data.", "It holds no text files.", f"They end in {known}.")
+        suffixes = ", ".join(_TEXT)
+        raise UsageError(f"{path} was given as training data.", "It holds no text files.", f"They end in {suffixes}.")
     for file in files:
         if not any(piece.strip() for piece in text_pieces(file)):
             raise UsageError(f"{file} was given as training data.", "It is empty.", "Give text to learn.")
@@ -165,13 +166,13 @@ class LineDataset:
     def _note_cut(self, index: int, tokens: int, where: str) -> None:
         if self._too_long == "error":
             raise UsageError(
-                f"{where} was to be used as a sequence of at most {self._seq} tokens.",
-                f"It has {tokens}.",
+                f"Cannot use {where} as a sequence of at most {self._seq} tokens.",
+                f"It has {tokens} tokens.",
                 "Allow longer sequences (--seq), split the example, or let it be truncated.",
             )
         if not any(self._cut):
             warnings.warn(
-                f"{where} has {tokens} tokens and is cut to {self._seq}. Others will be too without saying so.",
+                f"{where} has {tokens} tokens and is cut to {self._seq}. Later examples are cut without a warning.",
                 stacklevel=3,
             )
         self._cut[index] = 1
@@ -189,9 +190,9 @@ class PackedDataset:
             _check_vocabulary(row.largest, vocab_size, tokenizer, str(path))
         if row.count < seq:
             raise UsageError(
-                f"{path} was to be cut into sequences of {seq} tokens.",
-                f"It has {row.count}.",
-                "Ask for shorter sequences (--seq), or give more text.",
+                f"Cannot cut {path} into sequences of {seq} tokens.",
+                f"It has only {row.count} tokens.",
+                "Use shorter sequences (--seq), or give more text.",
             )
 
     def __len__(self) -> int:
@@ -225,7 +226,7 @@ class Batches:
     ) -> None:
         """pad_to: every batch is this long (``seq``: always the shape that was promised); None: as its longest."""
         if batch < 1:
-            raise UsageError(f"Batches of {batch} examples were asked for.", "It takes one at least.")
+            raise UsageError(f"Cannot make batches of {batch} examples.", "A batch has at least one.")
         self._dataset, self._batch, self._pad_id, self._pad_to = dataset, batch, pad_id, pad_to
         self._seed, self._shuffle = seed, shuffle
         self.position = 0  # examples given so far
@@ -245,11 +246,11 @@ class Batches:
         itself has no label. Raises what ``Dataset.example`` raises; the position is then where it was.
         """
         examples = [self._example(at) for at in range(self.position, self.position + self._batch)]
-        length = self._pad_to or max(len(one.input_ids) for one in examples)
+        length = self._pad_to or max(len(example.input_ids) for example in examples)
         self.position += self._batch
         return {
-            "input_ids": _padded([one.input_ids for one in examples], length, self._pad_id),
-            "labels": _padded([one.labels for one in examples], length, IGNORED),
+            "input_ids": _padded([example.input_ids for example in examples], length, self._pad_id),
+            "labels": _padded([example.labels for example in examples], length, IGNORED),
         }
 
     def _example(self, position: int) -> Example:
@@ -283,7 +284,7 @@ class Batches:
         """
         if state["identity"] != self._dataset.identity:
             raise UsageError(
-                "Training was to go on in the middle of its data.",
+                "Cannot resume in the middle of the training data.",
                 "The data, the tokenizer or the length of sequences has changed since the checkpoint was written.",
                 "Resume with the same data and --seq, or train anew from the checkpoint's model.",
             )
@@ -295,8 +296,8 @@ def one_pass(dataset: Dataset, batch: int, *, pad_to: int, pad_id: int = 0) -> I
     for first in range(0, len(dataset), batch):
         examples = [dataset.example(index) for index in range(first, min(first + batch, len(dataset)))]
         yield {
-            "input_ids": _padded([one.input_ids for one in examples], pad_to, pad_id),
-            "labels": _padded([one.labels for one in examples], pad_to, IGNORED),
+            "input_ids": _padded([example.input_ids for example in examples], pad_to, pad_id),
+            "labels": _padded([example.labels for example in examples], pad_to, IGNORED),
         }
 
 
@@ -326,20 +327,20 @@ def _check_vocabulary(largest: int, vocab_size: int, tokenizer: Any, where: str)
     if largest >= vocab_size:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise ModelError(
-            f"{where} was tokenised for a model with {vocab_size} tokens.",
-            f"The tokenizer makes token {largest} of it ({token!r}).",
+            f"Cannot use {where} with a model of {vocab_size} tokens.",
+            f"The tokenizer produces token {largest} for it ({token!r}).",
             "Use the tokenizer that belongs to the model.",
         )
 
 
 def _nothing_learnt(where: str, beyond: bool, tokens: int, seq: int) -> UsageError:
-    found = (
-        f"Nothing of an answer is among the first {seq} of its {tokens} tokens."
+    problem = (
+        f"None of the first {seq} of its {tokens} tokens belongs to an answer."
         if beyond
-        else (f"None of its {tokens} tokens is to be learnt.")
+        else (f"None of its {tokens} tokens is a target of training.")
     )
     return UsageError(
-        f"{where} was to be used as training data.", found, "Allow longer sequences (--seq), or leave the line out."
+        f"Cannot use {where} as training data.", problem, "Allow longer sequences (--seq), or leave the line out."
     )
 
 

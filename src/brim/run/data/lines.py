@@ -99,36 +99,36 @@ def _is_list(path: Path) -> bool:
 
 def _read_elements(path: Path) -> Iterator[tuple[int, bytes]]:
     """Where each element of a JSON list begins, and its text, which nobody has looked into yet."""
-    held, base, at, depth, begin = b"", 0, 0, 0, 0
+    buffer, base, at, depth, begin = b"", 0, 0, 0, 0
     number, ended = 0, False
     try:
         with regular(path).open("rb") as file:
             while True:
-                found = _TOKEN.search(held, at)
-                if found is None or (found[0].startswith(b'"') and found.end() == len(held) and not ended):
+                match = _TOKEN.search(buffer, at)
+                if match is None or (match[0].startswith(b'"') and match.end() == len(buffer) and not ended):
                     if ended:
                         break
-                    at = len(held) if found is None else found.start()
-                    base, held, at, begin = base + begin, held[begin:], at - begin, 0
-                    if len(held) > _MAX_LINE_BYTES:
+                    at = len(buffer) if match is None else match.start()
+                    base, buffer, at, begin = base + begin, buffer[begin:], at - begin, 0
+                    if len(buffer) > _MAX_LINE_BYTES:
                         raise _too_long(f"{path}, element {number + 1}")
                     more = file.read(_READ_BYTES)
-                    held, ended = held + more, not more
+                    buffer, ended = buffer + more, not more
                     continue
-                at, token = found.end(), found[0]
+                at, token = match.end(), match[0]
                 depth += (token in b"[{") - (token in b"]}") if len(token) == 1 else 0
                 if token == b"[" and depth == 1:
                     begin = at
                 elif (token == b"," and depth == 1) or (token == b"]" and depth == 0):
-                    raw = held[begin : found.start()]
+                    raw = buffer[begin : match.start()]
                     number += 1
                     if raw.strip() or token == b"," or number > 1:
                         yield base + begin, raw if raw.strip() else b"?"
                     begin = at
                     if depth == 0:
                         break
-            if depth or (held[at:] + file.read(_READ_BYTES)).strip():
-                raise _refused(f"{path}, behind element {number}", "The list does not end, or something follows it.")
+            if depth or (buffer[at:] + file.read(_READ_BYTES)).strip():
+                raise _refused(f"{path}, after element {number}", "The list does not end, or something follows it.")
     except OSError as error:
         raise UsageError(f"{path} was given as training data.", f"{error.strerror}.") from error
 
@@ -148,8 +148,8 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 def _kind(row: dict[str, Any], where: str) -> str:
     if MESSAGES in row or TEXT in row:
         return MESSAGES if MESSAGES in row else TEXT
-    known = ", ".join(map(repr, row)) or "none"
-    raise _refused(where, f"It has neither messages, text, instruction nor conversations; its keys are {known}.")
+    keys = ", ".join(map(repr, row)) or "none"
+    raise _refused(where, f"It has neither messages, text, instruction nor conversations; its keys are {keys}.")
 
 
 def _check(row: dict[str, Any], kind: str, where: str) -> None:
@@ -160,7 +160,7 @@ def _check(row: dict[str, Any], kind: str, where: str) -> None:
         return
     messages = row[MESSAGES]
     if not isinstance(messages, list) or not messages:
-        raise _refused(where, "messages is not a list with one message at least.")
+        raise _refused(where, "messages is not a list of one or more messages.")
     for index, message in enumerate(messages, start=1):
         _check_message(message, f"message {index}", where)
     if not any(message["role"] == "assistant" for message in messages):
@@ -186,16 +186,16 @@ def _check_text(text: Any, name: str, where: str, *, may_be_empty: bool = False)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise _refused(where, f"{name} has half of a surrogate pair, which is no character.") from error
+        raise _refused(where, f"{name} has an unpaired surrogate, which is not a character.") from error
 
 
 def _too_long(where: str) -> UsageError:
     return UsageError(
-        f"{where} was to be read.",
+        f"Cannot read {where}.",
         f"It is longer than {_MAX_LINE_BYTES // MIB} MiB.",
-        "Split it: it is one example.",
+        "Split it into several examples.",
     )
 
 
-def _refused(where: str, found: str, todo: str = FORMS) -> UsageError:
-    return UsageError(f"{where} was to be read as training data.", found, todo)
+def _refused(where: str, problem: str, todo: str = FORMS) -> UsageError:
+    return UsageError(f"Cannot read {where} as training data.", problem, todo)

@@ -38,7 +38,7 @@ class TokenRow:
             raw = os.pread(file.fileno(), (end - begin) * _DTYPE.itemsize, begin * _DTYPE.itemsize)
         ids = np.frombuffer(raw, dtype=_DTYPE).tolist()
         if len(ids) != end - begin:
-            raise UsageError(f"{self.path} was to be read.", "It is cut short.", "Delete its folder.")
+            raise UsageError(f"Cannot read {self.path}.", "It is cut short.", "Delete its folder.")
         return [int(token) for token in ids]
 
 
@@ -95,24 +95,24 @@ def text_pieces(path: Path) -> Iterator[str]:
     Raises UsageError with the number of the line that is not UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    held, lines = "", 1
+    text_buffer, lines = "", 1
     try:
         with regular(path).open("rb") as file:
             while True:
                 raw = file.read(_READ_BYTES)
                 text = _decoded(decoder, raw, path, lines)
                 lines += text.count("\n")
-                held += text.removeprefix("\ufeff") if not held else text
-                while len(held) > _PIECE_CHARACTERS:
-                    at = _cut(held)
-                    yield held[:at]
-                    held = held[at:]
+                text_buffer += text.removeprefix("\ufeff") if not text_buffer else text
+                while len(text_buffer) > _PIECE_CHARACTERS:
+                    at = _cut(text_buffer)
+                    yield text_buffer[:at]
+                    text_buffer = text_buffer[at:]
                 if not raw:
                     break
     except OSError as error:
         raise UsageError(f"{path} was given as training data.", f"{error.strerror}.") from error
-    if held:
-        yield held
+    if text_buffer:
+        yield text_buffer
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, raw: bytes, path: Path, line: int) -> str:
@@ -121,7 +121,7 @@ def _decoded(decoder: codecs.IncrementalDecoder, raw: bytes, path: Path, line: i
     except UnicodeDecodeError as error:
         line += error.object[: error.start].count(b"\n")
         raise UsageError(
-            f"{path}, line {line} was to be read as training data.", "It is not UTF-8.", "Convert the file."
+            f"Cannot read {path}, line {line} as training data.", "It is not UTF-8.", "Convert the file."
         ) from error
 
 

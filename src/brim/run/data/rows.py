@@ -36,7 +36,7 @@ def _of_instruction(row: dict[str, Any], refuse: Callable[[str], Exception]) -> 
         if not isinstance(text, str):
             raise refuse(f"{name} is not a string but {type(text).__name__}.")
     if not texts["output"].strip():
-        raise refuse("It has an instruction and no output.")
+        raise refuse("It has an instruction but no output.")
     asked = "\n\n".join(text for text in (texts[_INSTRUCTION], texts["input"]) if text)
     system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
@@ -45,7 +45,7 @@ def _of_instruction(row: dict[str, Any], refuse: Callable[[str], Exception]) -> 
 def _of_conversation(turns: Any, refuse: Callable[[str], Exception]) -> list[dict[str, Any]]:
     """ShareGPT: ``from`` and ``value``; some exports have ``role`` and ``content`` here too."""
     if not isinstance(turns, list) or not turns:
-        raise refuse("conversations is not a list with one message at least.")
+        raise refuse("conversations is not a list of one or more messages.")
     messages = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):

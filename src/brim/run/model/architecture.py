@@ -43,14 +43,14 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
             f"{directory} was given as the model.", "It has no config.json.", "Give the folder save_pretrained wrote."
         ) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path} was to be read.", f"It is damaged: {error}.", "Fetch it again.") from error
+        raise ModelError(f"Cannot read {path}.", f"It is damaged: {error}.", "Fetch it again.") from error
     if not isinstance(raw, dict):
-        raise ModelError(f"{path} was to be read.", "It is not a JSON object.", "Fetch it again.")
+        raise ModelError(f"Cannot read {path}.", "It is not a JSON object.", "Fetch it again.")
     wrong = next(
         (n for n, v in raw.items() if n.startswith("num_") and isinstance(v, (int, float)) and not v >= 0), ""
     )
     if wrong:
-        raise ModelError(f"{path} was to be read.", f"Its {wrong} is {raw[wrong]}.", "Fetch it again.")
+        raise ModelError(f"Cannot use {path}.", f"Its {wrong} is {raw[wrong]}.", "Fetch it again.")
     if "_class_name" in raw and "model_type" not in raw:
         raise UnsupportedError(
             f"{directory} was given as the model.",
@@ -71,7 +71,7 @@ def read_config(directory: Path, *, trust_remote_code: bool) -> Any:
             return AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
         except Exception as error:
             raise ModelError(
-                f"{path} was to be read.", f"transformers does not accept it: {_short(error)}", "Correct it."
+                f"Cannot use {path}.", f"transformers does not accept it: {_short(error)}", "Correct it."
             ) from error
 
 
@@ -101,7 +101,7 @@ def build_module(
             raise
         except Exception as error:
             raise ModelError(
-                f"{kind.__name__} was to be built from {directory}.",
+                f"Cannot build {kind.__name__} from {directory}.",
                 _short(error),
                 "The config and the checkpoint may be of different models, or need a newer transformers.",
             ) from error
@@ -137,9 +137,9 @@ class _NoLargeWeights(TorchFunctionMode):
 
 def _refuse_quantized(path: Path, raw: dict[str, Any]) -> None:
     parts = [raw, *(value for value in raw.values() if isinstance(value, dict))]
-    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
-    if found is not None:
-        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
+    quantization = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if quantization is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UnsupportedError(
             f"{path.parent} was given as the model.",
             f"Its weights are quantized ({method}).",
@@ -157,37 +157,37 @@ def model_class(directory: Path, config: Any, trust_remote_code: bool) -> Any:
     import transformers
 
     autos = ("AutoModelForCausalLM", "AutoModel")
-    found = class_of(config, config.architectures or (), ())
-    if found is not None:
-        return found
+    cls = class_of(config, config.architectures or (), ())
+    if cls is not None:
+        return cls
     auto_map = getattr(config, "auto_map", None) or {}
     for auto in autos:
         if trust_remote_code and auto in auto_map:
             from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
             return get_class_from_dynamic_module(auto_map[auto], str(directory))
-        found = class_of(config, (), (auto,))
-        if found is not None:
-            return found
+        cls = class_of(config, (), (auto,))
+        if cls is not None:
+            return cls
     raise UnsupportedError(
         f"{directory} was given as the model.",
         f"transformers {transformers.__version__} has no class {config.architectures or config.model_type}.",
-        "A newer transformers may.",
+        "Install a newer version of transformers.",
     )
 
 
 def _check_fit(directory: Path, info: dict[str, Any]) -> None:
-    for name, found, wanted in sorted(info["mismatched_keys"]):
+    for name, stored_shape, model_shape in sorted(info["mismatched_keys"]):
         raise ModelError(
-            f"{directory}: by its config, {name} has the shape {list(wanted)}.",
-            f"The checkpoint holds it in the shape {list(found)}.",
+            f"{directory}: by its config, {name} has the shape {list(model_shape)}.",
+            f"In the checkpoint its shape is {list(stored_shape)}.",
             "config.json and weights are of different models: fetch them again.",
         )
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise ModelError(
-            f"{directory} was to be opened as its config says.",
+            f"Cannot open {directory} as its config describes it.",
             f"The checkpoint lacks {', '.join(missing[:_SHOWN])}{more}.",
             "Fetch the checkpoint again; if it is of another architecture, correct config.json.",
         )
@@ -207,7 +207,7 @@ def _load_generation_config(module: Any, directory: Path) -> None:
             )
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{directory / 'generation_config.json'} was to be read.", _short(error), "Fetch it again."
+            f"Cannot read {directory / 'generation_config.json'}.", _short(error), "Fetch it again."
         ) from error
 
 
@@ -225,16 +225,16 @@ def _move_to_meta(module: torch.nn.Module) -> tuple[dict[str, FileTensor], dict[
                 tied[name] = canonical
         elif tensor.is_meta:
             raise UnsupportedError(
-                "The model was to be opened.",
+                "Cannot open the model.",
                 f"{name} is not in the checkpoint, and computing it takes {tensor.nbytes} bytes.",
                 "Load this model without brim.",
             )
-    made = {id(tensor): _meta_twin(tensor) for tensor in tensors.values()}
+    twins = {id(tensor): _meta_twin(tensor) for tensor in tensors.values()}
     for child in module.modules():
         for slots in (child._parameters, child._buffers):
             for key, tensor in slots.items():
-                if tensor is not None and id(tensor) in made:
-                    slots[key] = made[id(tensor)]  # type: ignore[assignment]
+                if tensor is not None and id(tensor) in twins:
+                    slots[key] = twins[id(tensor)]  # type: ignore[assignment]
     return tensors, tied
 
 

@@ -36,10 +36,10 @@ def apply_template(tokenizer: Any, messages: Sequence[Any], **options: Any) -> A
 
 
 def _counted(*bounds: int) -> range:
-    made = range(*bounds)
+    numbers = range(*bounds)
     if _left.numbers is None:
-        return made
-    if len(made) > _left.numbers:  # OverflowError itself where no machine word holds the length
+        return numbers
+    if len(numbers) > _left.numbers:  # OverflowError itself where no machine word holds the length
         raise OverflowError(f"its ranges have more than {_MOST_REPEATED:,} numbers in all")
-    _left.numbers -= len(made)
-    return made
+    _left.numbers -= len(numbers)
+    return numbers

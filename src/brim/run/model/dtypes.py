@@ -11,7 +11,7 @@ from brim.run.model.file_tensor import FileTensor
 
 
 def check_dtypes(directory: Path, tensors: dict[str, FileTensor], main: torch.dtype) -> None:
-    """Raise ModelError where stored and wanted dtypes differ by more than transformers' usual exceptions.
+    """Raise ModelError where stored and required dtypes differ by more than transformers' usual exceptions.
 
     ``main`` is the dtype the model is built in. Exceptions that are converted: a few tensors stored wider than
     ``main`` (float32 norms of a bfloat16 model), and those that the model itself keeps in another dtype.
@@ -25,16 +25,16 @@ def check_dtypes(directory: Path, tensors: dict[str, FileTensor], main: torch.dt
     for name, (stored, wanted) in casts.items():
         if not _may_cast(stored, wanted, main):
             raise ModelError(
-                f"{directory}: the model wants {name} in {_word(wanted)}.",
+                f"{directory}: the model needs {name} in {_word(wanted)}.",
                 f"It is stored in {_word(stored)}.",
-                "The checkpoint does not fit its config.json (dtype): fetch it again or save it anew.",
+                "The checkpoint does not match the dtype in its config.json: fetch it again or save it anew.",
             )
     cast_bytes = sum(origin.bytes for name in casts for origin in tensors[name].origins)
     all_bytes = sum(origin.bytes for tensor in tensors.values() for origin in tensor.origins)
     if 2 * cast_bytes > all_bytes:
         name, (stored, wanted) = max(casts.items(), key=lambda item: tensors[item[0]].numel())
         raise ModelError(
-            f"{directory}: the model was asked for in {_word(main)}.",
+            f"Cannot open {directory} in {_word(main)}.",
             f"Most of its weights, such as {name}, are stored in {_word(stored)}.",
             f"Weights are streamed as they are stored: ask for {_word(stored)}, or save the model in {_word(wanted)} "
             "first (from_pretrained(DIR, dtype=...).save_pretrained(NEW_DIR)).",

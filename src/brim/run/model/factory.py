@@ -32,22 +32,22 @@ def made_by(source: Source) -> tuple[nn.Module, Any]:
 
     Raises ModelError where it fails, UsageError where it returns something else.
     """
-    assert source.factory is not None, "it is a function's"
+    assert source.factory is not None, "the source is a function"
     try:
-        made = source.factory()
+        pair = source.factory()
     except Exception as error:
         raise ModelError(
-            f"{source.name} was to build a model.",
+            f"{source.name} cannot build a model.",
             f"It fails{place_in(error, source.file)}: {short(error)}",
             "Correct the file.",
         ) from error
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], nn.Module)):
         raise UsageError(
-            f"A plan for {source.name} was asked for.",
-            f"It returned {type(made).__name__}.",
-            "Return a model and its inputs as a pair; what a step of one's own does, brim estimate tells.",
+            f"Cannot make a plan for {source.name}.",
+            f"It returned {type(pair).__name__}.",
+            "Return a model and its inputs as a pair; for a step of your own use brim estimate.",
         )
-    model, example = made
+    model, example = pair
     return model.train().to("meta"), as_arguments(example)
 
 
@@ -56,9 +56,9 @@ def rows_of(example: Any, name: str) -> int:
     sizes = {t.shape[0] for t in tree_leaves(example) if isinstance(t, torch.Tensor) and t.dim()}
     if len(sizes) != 1:
         raise UsageError(
-            f"A plan for {name} was asked for.",
+            f"Cannot make a plan for {name}.",
             f"Its inputs have {sorted(sizes) or 'no'} rows.",
-            "Return tensors that all begin with the batch.",
+            "Return tensors whose first dimension is the batch.",
         )
     return sizes.pop()
 
@@ -71,8 +71,8 @@ def resolved(request: Request) -> Request:
     source = find_model(request.model)
     if request.task != "train" or request.method != "full":
         raise UnsupportedError(
-            f"{request.task if request.task != 'train' else request.method} was asked for {source.name}.",
-            "Of a function's model, plans are made for full training.",
+            f"Cannot plan {request.task if request.task != 'train' else request.method} for {source.name}.",
+            "Models built by a function can be planned for full training only.",
             "Give --task train --method full, or a model of transformers.",
         )
     _, example = made_by(source)

@@ -45,9 +45,9 @@ class FileTensor(torch.Tensor):
         compute: Callable[[], torch.Tensor] | None = None,
     ) -> FileTensor:
         # It says "cpu" so that nothing tries to bring it there.
-        made = torch.Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=torch.device("cpu"))
-        made.extents, made.origins, made._compute = extents, origins, compute
-        return made
+        tensor = torch.Tensor._make_wrapper_subclass(cls, meta.shape, dtype=meta.dtype, device=torch.device("cpu"))
+        tensor.extents, tensor.origins, tensor._compute = extents, origins, compute
+        return tensor
 
     @classmethod
     def open(cls, source: TensorSource) -> FileTensor:
@@ -69,14 +69,14 @@ class FileTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "device"}
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        inputs = [leaf for leaf in given if isinstance(leaf, FileTensor)]
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in tensors if isinstance(leaf, FileTensor)]
         if func._schema.is_mutable:
             if _is_throwaway(func, args):
                 return args[0]
             raise UnsupportedError(
-                f"{func} was to change {inputs[0]!r} while the model is built.",
-                "Its weights are still on disk then.",
+                f"Cannot run {func} on {inputs[0]!r} while the model is built.",
+                "It changes weights in place, and they are still on disk.",
                 "Load this model without brim.",
             )
         if func is aten.equal.default and len(inputs) == 2:
@@ -87,7 +87,7 @@ class FileTensor(torch.Tensor):
 
         if not all("Tensor" in str(returned.type) for returned in func._schema.returns):
             return run_for_real()
-        metas = {id(leaf): torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in given}
+        metas = {id(leaf): torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tensors}
         meta_args, meta_kwargs = tree_map(lambda leaf: metas.get(id(leaf), leaf), (args, kwargs))
         outputs = func(*meta_args, **meta_kwargs)
         origins = tuple({id(origin): origin for leaf in inputs for origin in leaf.origins}.values())
@@ -111,13 +111,13 @@ def read_extent(extent: Extent, into: memoryview) -> None:
                 count = file.readinto(into[done:])
                 if not count:
                     raise TransferError(
-                        f"{extent.bytes} bytes at {extent.offset} of {extent.path} were to be read.",
+                        f"Cannot read {extent.bytes} bytes at {extent.offset} of {extent.path}.",
                         f"The file ends {extent.bytes - done} bytes too soon: it changed while it was in use.",
                         "Fetch it again.",
                     )
                 done += count
     except OSError as error:
-        raise TransferError(f"{extent.path} was to be read.", f"{error.strerror}.", "Check the disk.") from error
+        raise TransferError(f"Cannot read {extent.path}.", f"{error.strerror}.", "Check the disk.") from error
 
 
 def _is_throwaway(func: Any, args: Any) -> bool:
@@ -134,18 +134,18 @@ def _is_throwaway(func: Any, args: Any) -> bool:
     )
 
 
-def _equal(one: FileTensor, other: FileTensor) -> bool:
+def _equal(first: FileTensor, second: FileTensor) -> bool:
     """Whether two tensors hold the same values; tied weights stored twice are compared piece by piece."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    if one.extents is None or other.extents is None:
-        return bool(torch.equal(_real(one), _real(other)))
-    if one.extents == other.extents:
+    if first.extents is None or second.extents is None:
+        return bool(torch.equal(_real(first), _real(second)))
+    if first.extents == second.extents:
         return True
-    size = one.numel() * one.dtype.itemsize
+    size = first.numel() * first.dtype.itemsize
     for start in range(0, size, _COMPARED_BYTES):
         count = min(_COMPARED_BYTES, size - start)
-        pieces = [_read(_take(side.extents or (), start, count), count).view(one.dtype) for side in (one, other)]
+        pieces = [_read(_take(side.extents or (), start, count), count).view(first.dtype) for side in (first, second)]
         if not torch.equal(*pieces):
             return False
     return True

@@ -64,7 +64,7 @@ def _main(path: Path, folder: Path) -> int:
     except BrimError as error:
         return _refuse(error)
     except OSError as error:
-        return _refuse(TransferError(f"{path} was to be converted into {folder}.", f"{error}.", "Check both disks."))
+        return _refuse(TransferError(f"Cannot convert {path} into {folder}.", f"{error}.", "Check both disks."))
     return 0
 
 
@@ -91,7 +91,7 @@ def _convert(path: Path, folder: Path) -> None:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
     except (ValueError, KeyError) as error:
         raise UnsupportedError(
-            f"{path} was to be converted.",
+            f"Cannot convert {path}.",
             f"transformers does not accept its metadata: {error}",
             "Give the model's safetensors folder instead.",
         ) from error
@@ -131,9 +131,9 @@ def _model_class(path: Path, config: Any) -> Any:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise UnsupportedError(
-        f"{path} was to be converted.",
+        f"Cannot convert {path}.",
         f"transformers {transformers.__version__} has no model class for {config.model_type}.",
-        "A newer transformers may.",
+        "Install a newer version of transformers.",
     )
 
 
@@ -184,7 +184,7 @@ def _checked(
     if tuple(tensor.shape) != shapes[name]:
         raise ModelError(
             f"{path}: by its metadata, {name} has the shape {list(shapes[name])}.",
-            f"The file holds it in the shape {list(tensor.shape)}.",
+            f"In the file its shape is {list(tensor.shape)}.",
             "Fetch the file again.",
         )
     return name, tensor.to(torch.float32)
@@ -222,8 +222,8 @@ def _whole_model(path: Path, model_class: Any) -> tuple[list[Layout], Iterator[t
     return [(name, t.dtype, tuple(t.shape)) for name, t in state.items()], iter(state.items())
 
 
-def _damaged(path: Path, found: str) -> ModelError:
-    return ModelError(f"{path} was to be read as GGUF.", found, "Fetch the file again.")
+def _damaged(path: Path, problem: str) -> ModelError:
+    return ModelError(f"Cannot read {path} as GGUF.", problem, "Fetch the file again.")
 
 
 if __name__ == "__main__":

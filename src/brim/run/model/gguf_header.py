@@ -32,9 +32,9 @@ def check_header(path: Path) -> None:
                 raise ValueError(f"It begins with {magic!r}, not with {_MAGIC!r}")
             _Header(file, size_bytes).check()
     except OSError as error:
-        raise ModelError(f"{path} was to be read as GGUF.", f"{error.strerror}.", "Check the path.") from error
+        raise ModelError(f"Cannot read {path} as GGUF.", f"{error.strerror}.", "Check the path.") from error
     except ValueError as error:
-        raise ModelError(f"{path} was to be read as GGUF.", f"{error}.", "Fetch the file again.") from error
+        raise ModelError(f"Cannot read {path} as GGUF.", f"{error}.", "Fetch the file again.") from error
 
 
 class _Header:

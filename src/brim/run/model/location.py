@@ -25,8 +25,8 @@ def locate(model: str | Path, *, trust_remote_code: bool = False) -> Path:
 
     Raises ModelError for one that is not there or cannot be fetched, UsageError for what is no model.
     """
-    found = local(model)
-    return _fetch(str(model), trust_remote_code) if found is None else found
+    folder = local(model)
+    return _fetch(str(model), trust_remote_code) if folder is None else folder
 
 
 def local(model: str | Path) -> Path | None:
@@ -61,10 +61,10 @@ def expanded(model: str | Path) -> Path:
 
 def _checked(folder: Path) -> Path:
     """Libraries open what they find there, and would wait for a pipe for ever."""
-    if (found := special_file(folder)) is not None:
+    if (special := special_file(folder)) is not None:
         raise ModelError(
             f"{folder} was given as the model.",
-            f"{found[0]}: {found[1]}.",
+            f"{special[0]}: {special[1]}.",
             "Give the folder that was fetched or saved.",
         )
     return folder

@@ -104,8 +104,8 @@ def verify_files(directory: Path) -> None:
     for path in sorted(directory.glob("*.safetensors")):
         if not verify_hub_blob(path):
             raise UnsupportedError(
-                f"{path} was to be verified.",
-                "It does not come from a hub's cache folder, and no checksums lie beside it.",
+                f"Cannot verify {path}.",
+                "It is not in a hub's cache folder, and there are no checksums beside it.",
                 "Leave out the verification, or compare it with its source by other means.",
             )
 
@@ -123,7 +123,7 @@ def read_tokenizer(folder: Path, name: str) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers do
         raise ModelError(
-            f"The tokenizer of {name} was to be read from {folder}.",
+            f"Cannot read the tokenizer of {name} from {folder}.",
             f"{' '.join(str(error).split()) or type(error).__name__:.300}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into that folder.",
         ) from error
@@ -142,7 +142,7 @@ def sources_of(directory: Path, tensors: dict[str, FileTensor]) -> tuple[dict[st
         if whole and tensor.origins[0].name in manifest:
             checksums[name] = manifest[tensor.origins[0].name]
     if rest:
-        made, known = convert_tensors(directory, rest)
-        sources.update(made)
-        checksums.update(known)
+        converted, converted_checksums = convert_tensors(directory, rest)
+        sources.update(converted)
+        checksums.update(converted_checksums)
     return {name: sources[name] for name in tensors}, checksums

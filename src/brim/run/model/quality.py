@@ -26,7 +26,7 @@ def perplexity(model: nn.Module, ids: torch.Tensor, *, window: int = _WINDOW) ->
     tokens.
     """
     if ids.shape[-1] < 2:
-        raise UsageError("A perplexity was asked for.", f"The text has {ids.shape[-1]} tokens.", "Give two or more.")
+        raise UsageError("Cannot compute a perplexity.", f"The text has {ids.shape[-1]} tokens.", "Give two or more.")
     device = next(buffer.device for buffer in [*model.buffers(), *model.parameters()])
     total, count = 0.0, 0
     with torch.inference_mode():

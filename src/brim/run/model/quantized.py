@@ -70,11 +70,11 @@ def open_quantized(
         folder = _written(directory, work, asked)
         stored, manifest = _stored(folder, work.layout())
     wide, checksums = sources_of(directory, work.staying())
-    held = {**wide, **stored}
+    tensors = {**wide, **stored}
     return OpenedModel(
         module=built.module,
-        sources={n: held[n] for n in built.module.state_dict() if n in held},
-        tied={alias: n for alias, n in built.tied.items() if alias not in work.weights and n in held},
+        sources={n: tensors[n] for n in built.module.state_dict() if n in tensors},
+        tied={alias: n for alias, n in built.tied.items() if alias not in work.weights and n in tensors},
         path=directory,
         name=f"{name} ({asked})",
         checksums={**checksums, **manifest},
@@ -95,18 +95,18 @@ class _Work:
     def staying(self) -> dict[str, FileTensor]:
         """What is read from where it is; also tables whose values another layer, which is quantized, named first."""
         tensors, tied = self._built.tensors, self._built.tied
-        found = {n: t for n, t in tensors.items() if n not in self.weights and not self._is_small(n)}
+        wide = {n: t for n, t in tensors.items() if n not in self.weights and not self._is_small(n)}
         left = {alias: n for alias, n in tied.items() if n in self.weights and alias not in self.weights}
-        return found | {alias: tensors[n] for alias, n in left.items()}
+        return wide | {alias: tensors[n] for alias, n in left.items()}
 
     def _is_small(self, name: str) -> bool:
         return name in self._built.tensors and tensor_bytes(self._built.tensors[name]) <= _SMALL_BYTES
 
     def layout(self) -> list[Layout]:
         """In the module's order, once it has been made one of quantized layers."""
-        taken = {f"{path}.{part}" for path in self.paths.values() for part in ("codes", "scale")}
+        quantized = {f"{path}.{part}" for path in self.paths.values() for part in ("codes", "scale")}
         state = self._built.module.state_dict()
-        return [(n, t.dtype, tuple(t.shape)) for n, t in state.items() if n in taken or self._is_small(n)]
+        return [(n, t.dtype, tuple(t.shape)) for n, t in state.items() if n in quantized or self._is_small(n)]
 
     def files(self) -> list[Path]:
         """What all of it is made of."""
@@ -130,7 +130,7 @@ class _Work:
             codes, scale = quantize_rows(self._asked, out, inside, partial(_rows, weight, whole))
         except ValueError as error:
             raise ModelError(
-                f"{name} was to be quantized.", f"But {error}.", "Fetch the checkpoint again."
+                f"Cannot quantize {name}.", f"The problem: {error}.", "Fetch the checkpoint again."
             ) from error
         yield f"{path}.codes", codes
         yield f"{path}.scale", scale
@@ -160,13 +160,13 @@ def _written(directory: Path, work: _Work, asked: Quantization) -> Path:
 def _stored(folder: Path, layout: list[Layout]) -> tuple[dict[str, TensorSource], dict[str, int]]:
     """What is in the cached folder, and the checksums. Raises ModelError where that is not what was written."""
     stored, manifest = read_checkpoint(folder), read_manifest(folder) or {}
-    wanted = {name: (dtype, shape) for name, dtype, shape in layout}
-    found = {n: (source.dtype, source.shape) for n, source in stored.items() if n in manifest}
-    if wanted != found:
-        wrong = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
+    expected = {name: (dtype, shape) for name, dtype, shape in layout}
+    present = {n: (source.dtype, source.shape) for n, source in stored.items() if n in manifest}
+    if expected != present:
+        wrong = sorted(name for name in {*expected, *present} if expected.get(name) != present.get(name))
         raise ModelError(
-            f"{folder} was to be read: it holds the model quantized.",
-            f"{len(wrong)} of its tensors are not as they were written, or have no checksum: {wrong[0]}, say.",
+            f"Cannot read the quantized model in {folder}.",
+            f"{len(wrong)} of its tensors are not as they were written, or have no checksum, such as {wrong[0]}.",
             "Delete that folder: brim makes it anew.",
         )
     return stored, manifest

@@ -64,8 +64,8 @@ def open_training_model(
     opened = open_model(folder, dtype=dtype, trust_remote_code=trust_remote_code, convert=method == "full")
     if not opened.module.can_generate():  # type: ignore[operator]  # a transformers model
         raise ModelError(
-            f"{opened.name} was to be trained on text.",
-            f"{type(opened.module).__name__} is no language model with a loss of its own.",
+            f"Cannot train {opened.name} on text.",
+            f"{type(opened.module).__name__} is not a language model that computes its own loss.",
             "Give a causal language model, or use brim.fit in your own loop.",
         )
     sources = by_parameter(opened)
@@ -105,5 +105,5 @@ def with_adapters(module: nn.Module, seed: int) -> Any:
 
 def make_optimizer(name: str, module: nn.Module, lr: float) -> torch.optim.Optimizer:
     """The optimizer of what is trained in ``module``; by PyTorch's fused kernels, which take nothing."""
-    known = {"fused": True} if name in optimizers.FUSED else {}
-    return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **known)
+    options = {"fused": True} if name in optimizers.FUSED else {}
+    return optimizers.make(name, [p for p in module.parameters() if p.requires_grad], lr, **options)

@@ -73,7 +73,7 @@ class Cut:
 def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, task: str) -> Iterator[Cut]:
     """From the blocks that the module tree suggests down to single modules, as far as they can be moved alone."""
     parameters = dict(model.named_parameters())
-    known: dict[frozenset[str], list[Partition]] = {}
+    partitions_of: dict[frozenset[str], list[Partition]] = {}
 
     def ways() -> Iterator[ExpertWay | None]:
         yield None
@@ -84,11 +84,11 @@ def cuts(model: nn.Module, hardware: Hardware, need: Need, weights: Weights, tas
 
     for way in ways():
         names = frozenset() if way is None else way.names
-        found: Iterable[Partition] = known.get(names) or partitions(
+        candidates: Iterable[Partition] = partitions_of.get(names) or partitions(
             model, replace(need, stay=need.stay | names), weights
         )
-        kept = known[names] = []  # ways differ in slots, mostly
-        for partition in found:  # the next is looked for when somebody asks
+        kept = partitions_of[names] = []  # ways differ in slots, mostly
+        for partition in candidates:  # the next is looked for when somebody asks
             kept.append(partition)
             yield Cut(partition=partition if way is None else way.partition(partition), way=way)
 
@@ -109,8 +109,8 @@ def make_plan(
     of a mixture are moved with their layer, or cached one by one. Only placements in ``allowed`` are made. Raises
     BudgetError when nothing fits.
     """
-    found = cuts(model, hardware, need, weights, task)
-    jobs = ((cut, job_of(model, cut, hardware, need, weights, task)) for cut in found)
+    candidates = cuts(model, hardware, need, weights, task)
+    jobs = ((cut, job_of(model, cut, hardware, need, weights, task)) for cut in candidates)
     cut, plan = best_plan(jobs, hardware, budget, tokens=need.tokens, allowed=allowed)
     return cut.partition, plan
 
@@ -125,51 +125,51 @@ def best_plan(
 ) -> tuple[Cut, Plan]:
     """The fastest plan over cuts whose jobs are known; of those as fast, the one that moves least. Raises BudgetError
     when none fits."""
-    found: list[tuple[Cut, Contender]] = []
+    contenders: list[tuple[Cut, Contender]] = []
     refusal: BudgetError | None = None
     for cut, job in jobs:
-        plain_s = (known.plan.promise.step_s for one, known in found if one.way is None and cut.way is None)
+        plain_s = (other.plan.promise.step_s for one, other in contenders if one.way is None and cut.way is None)
         try:
-            made = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
+            planned = contender(job, hardware, budget, allowed=allowed, known_s=min(plain_s, default=float("inf")))
         except BudgetError as error:
             refusal = error if refusal is None or _need(error) < _need(refusal) else refusal
             continue
         if cut.way is not None:
-            plan = cut.way.plan(made.plan, hardware, tokens)
+            plan = cut.way.plan(planned.plan, hardware, tokens)
             over = {tier: n for tier, n in plan.promise.peak_bytes.items() if n > budget.get(tier, n)}
             if over:  # slots for experts are settled after the rest
                 more = _over(plan, over)
                 refusal = more if refusal is None or _need(more) < _need(refusal) else refusal
                 continue
-            moved_bytes = made.moved_bytes + cut.way.moved_bytes(hardware, tokens)
-            made = replace(made, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
-        found.append((cut, made))
-        if cut.way is None and set(made.plan.choices(STREAMING).values()) <= {RESIDENT}:
+            moved_bytes = planned.moved_bytes + cut.way.moved_bytes(hardware, tokens)
+            planned = replace(planned, plan=plan, moved_bytes=moved_bytes, most_s=plan.promise.step_s)
+        contenders.append((cut, planned))
+        if cut.way is None and set(planned.plan.choices(STREAMING).values()) <= {RESIDENT}:
             break  # all of it stays: finer blocks and cached experts only cost more
-    if not found:
+    if not contenders:
         assert refusal is not None
         raise refusal
     # A tie of one cut is no tie beside the bound of another.
-    most_s = min(*(made.most_s for _, made in found), as_fast_s(min(made.bound_s for _, made in found)))
-    cut, best = quietest(found, lambda pair: pair[1].weighed(), most_s=most_s)
+    bound_s = min(planned.bound_s for _, planned in contenders)
+    most_s = min(*(planned.most_s for _, planned in contenders), as_fast_s(bound_s))
+    cut, best = quietest(contenders, lambda pair: pair[1].weighed(), most_s=most_s)
     return cut, best.plan
 
 
 def _over(plan: Plan, over: Mapping[str, int]) -> BudgetError:
     told = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in over.items())
     return BudgetError(
-        f"{plan.model} was to run with its experts cached.",
+        f"Cannot run {plan.model} with its experts cached.",
         f"It takes {told}.",
-        "Give as much or more.",
+        "Give that much or more.",
         smallest_bytes=dict(over),
     )
 
 
 def found_with_more(search: Callable[[Mapping[str, int]], T], budget: Mapping[str, int], refusal: BudgetError) -> T:
-    """What ``search`` finds for the least budget that is known to do: what a refusal asks for is given, until nothing
-    is refused.
+    """What ``search`` finds in the smallest sufficient budget: each refusal raises it to the bytes that it names.
 
-    It may take no more than ``budget`` after all: another search finds other plans. Raises the last refusal.
+    The result may fit ``budget`` after all, as another search finds other plans. Raises the last refusal.
     """
     smallest = dict(refusal.smallest_bytes)
     for _ in range(_ATTEMPTS if smallest else 0):
@@ -230,9 +230,9 @@ def job_of(model: nn.Module, cut: Cut, hardware: Hardware, need: Need, weights: 
     job = make_job(model, cut.partition, hardware, need, weights, task)
     if cut.way is None:
         return job
-    made = cut.way.job(job, hardware, need.tokens, rate_of(model, hardware))
+    job_of_way = cut.way.job(job, hardware, need.tokens, rate_of(model, hardware))
     # Measured seconds are those of whole layers, their experts included.
-    return made if need.seconds is None else replace(made, fixed_compute_s=job.fixed_compute_s)
+    return job_of_way if need.seconds is None else replace(job_of_way, fixed_compute_s=job.fixed_compute_s)
 
 
 def make_job(
@@ -305,18 +305,18 @@ class _Work:
     def seconds(self, block: Block) -> float:
         flops = read_bytes = 0.0
         for name in block.tensors:
-            parameter, known = self._parameters[name], self._read.get(name)
-            flops += 2 * self._tokens * parameter.numel() * (known.per_token if known else 1.0)
-            read_bytes += tensor_bytes(parameter) * (known.share if known else 1.0)
+            parameter, reading = self._parameters[name], self._read.get(name)
+            flops += 2 * self._tokens * parameter.numel() * (reading.per_token if reading else 1.0)
+            read_bytes += tensor_bytes(parameter) * (reading.share if reading else 1.0)
         return max(flops / self._flops_per_s, read_bytes / self._bytes_per_s)
 
     def likely(self, block: Block) -> float:
-        """An expert that is a module of its own is not called in every step."""
-        known = [self._read.get(name) for name in block.tensors]
-        alone = {one.expert for one in known if one is not None}
-        if len(alone) != 1 or None in known or None in alone:
+        """The probability that a block is called in a step; below 1 for an expert that is a module of its own."""
+        readings = [self._read.get(name) for name in block.tensors]
+        alone = {reading.expert for reading in readings if reading is not None}
+        if len(alone) != 1 or None in readings or None in alone:
             return 1.0
-        return max(one.share for one in known if one is not None)
+        return max(reading.share for reading in readings if reading is not None)
 
 
 def rate_of(model: nn.Module, hardware: Hardware) -> float:

@@ -165,11 +165,11 @@ def expert_ways(
 
     ``paths``: only these layers.
     """
-    found = [layer for layer in find_experts(model) if paths is None or layer.path in paths]
-    found = [layer for layer in found if _is_whole(layer, source)]
-    if not found:
+    expert_layers = [layer for layer in find_experts(model) if paths is None or layer.path in paths]
+    expert_layers = [layer for layer in expert_layers if _is_whole(layer, source)]
+    if not expert_layers:
         return
-    layers = [_layer(model, layer, hardware, source, seen.get(layer.path)) for layer in found]
+    layers = [_layer(model, layer, hardware, source, seen.get(layer.path)) for layer in expert_layers]
     chosen = max(each.chosen for each in layers)
     count = max(each.layer.count for each in layers)
     for slots in sorted({1, 2, chosen, *(max(1, count * part // 16) for part in range(1, 17))}):

@@ -39,12 +39,13 @@ def expected_experts(count: int, chosen: int, tokens: int, shares: Sequence[floa
     ``shares``: of all that was asked for, how much went to each expert (they sum to 1); None: equally much.
     """
     if not 0 < chosen <= count or tokens < 0:
-        raise UsageError(f"{chosen} of {count} experts and {tokens} tokens were given.", "That cannot be.")
+        raise UsageError(f"Cannot choose {chosen} of {count} experts for {tokens} tokens.")
     if shares is None:
         shares = [1 / count] * count
     if len(shares) != count or abs(sum(shares) - 1) > 1e-6 or min(shares) < 0:
         raise UsageError(
-            f"{len(shares)} shares were given for {count} experts.", "They must be as many and sum to 1."
+            f"{len(shares)} shares were given for {count} experts.",
+            "One per expert is needed, and they must sum to 1.",
         )
     return sum(1 - (1 - min(1.0, chosen * share)) ** tokens for share in shares)
 
@@ -57,14 +58,14 @@ def reading(model: nn.Module, tokens: int, router: Mapping[str, Sequence[float]]
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     asked = next((value for name in _TOP_K if isinstance(value := getattr(text, name, None), int)), 1)
-    found: dict[str, Reading] = {}
+    readings: dict[str, Reading] = {}
     for layer in find_experts(model):
         chosen, shares = min(asked, layer.count), (router or {}).get(layer.path)
         mean = expected_experts(layer.count, chosen, tokens, shares) / layer.count
         if not layer.modules:
-            found |= dict.fromkeys(layer.tensors, Reading(share=mean, per_token=chosen / layer.count))
+            readings |= dict.fromkeys(layer.tensors, Reading(share=mean, per_token=chosen / layer.count))
         for number, path in enumerate(layer.modules):
             likely = min(1.0, chosen * (1 / layer.count if shares is None else shares[number]))
-            one = Reading(share=1 - (1 - likely) ** tokens, per_token=likely, expert=path)
-            found |= dict.fromkeys(layer.of_module(number), one)
-    return found
+            of_expert = Reading(share=1 - (1 - likely) ** tokens, per_token=likely, expert=path)
+            readings |= dict.fromkeys(layer.of_module(number), of_expert)
+    return readings

@@ -51,7 +51,7 @@ BASELINES: Mapping[str, Collection[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A way that was proved, for ``subject``; its plan names the precision too."""
+    """A proved way to generate with ``subject``; its plan names the precision too."""
 
     subject: Subject
     strategy: GenerationStrategy
@@ -80,10 +80,10 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
     further. ``subjects`` has what was opened before. Raises BudgetError, with the smallest budget, when nothing fits.
     """
     subjects = Subjects(request.model) if subjects is None else subjects
-    found: list[Found] = []
+    candidates: list[Found] = []
     refusals: list[BudgetError] = []
     for precision, needed in _precisions(request):
-        if needed and found:
+        if needed and candidates:
             break
         try:
             subject = subjects.open(request, machine, precision)
@@ -91,14 +91,14 @@ def plan_generation(request: Request, machine: Machine, *, subjects: Subjects | 
             if precision is None or precision == request.precision:
                 raise
             continue  # a precision that nobody asked for
-        found += _of(subject, refusals)
+        candidates += _of(subject, refusals)
         if request.prefer == "memory":
             least = in_the_least(machine, lambda tight, subject=subject: search(subject.on(tight)))  # type: ignore[misc]
-            found += [] if least is None else [least]
-    if not found:
+            candidates += [] if least is None else [least]
+    if not candidates:
         raise min(refusals, key=lambda error: sum(error.smallest_bytes.values()))
-    found.sort(key=lambda one: (one.plan.promise.step_s, sum(one.plan.promise.peak_bytes.values())))
-    return [_proposal(request, machine, one) for one in found]
+    candidates.sort(key=lambda one: (one.plan.promise.step_s, sum(one.plan.promise.peak_bytes.values())))
+    return [_proposal(request, machine, candidate) for candidate in candidates]
 
 
 def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
@@ -114,13 +114,13 @@ def _precisions(request: Request) -> Iterator[tuple[str | None, bool]]:
 
 def _of(subject: Subject, refusals: list[BudgetError]) -> list[Found]:
     """What a precision has to offer: on the machine, and on its processor alone."""
-    found = []
-    for one in (subject, *_processor_alone(subject)):
+    candidates = []
+    for variant in (subject, *_processor_alone(subject)):
         try:
-            found.append(search(one))
+            candidates.append(search(variant))
         except BudgetError as error:
             refusals.append(error)
-    return found
+    return candidates
 
 
 def _processor_alone(subject: Subject) -> Iterator[Subject]:
@@ -135,12 +135,12 @@ def search(subject: Subject) -> Found:
     return Found(subject=subject, strategy=search_generation(subject.case))
 
 
-def gap(found: Found) -> float:
+def gap(candidate: Found) -> float:
     """How far a step is from the least that any placement has, as a share of it.
 
     Over every partition, each a linear program that is solved to its end; seconds are those of the simulated pass.
     """
-    strategy, case = found.strategy, found.subject.case
+    strategy, case = candidate.strategy, candidate.subject.case
     hardware, budget, plan = case.hardware, case.budget_bytes, strategy.plan
     choices, slots = plan.choices(STREAMING), plan.settings[RING_SLOTS]
     reached_s = plan_of(strategy.job, hardware, budget, choices, slots).promise.step_s
@@ -149,9 +149,9 @@ def gap(found: Found) -> float:
     return max(0.0, 1 - min(bounds_s, default=reached_s) / reached_s) if reached_s else 0.0
 
 
-def baselines(found: Found) -> dict[str, float]:
+def baselines(candidate: Found) -> dict[str, float]:
     """Seconds of the simple ways that fit, by name."""
-    strategy, case = found.strategy, found.subject.case
+    strategy, case = candidate.strategy, candidate.subject.case
     tokens = strategy.need.tokens
     jobs = [(cut, case.job(cut, strategy.need)) for cut in strategy.cuts]
     seconds = {}
@@ -181,27 +181,27 @@ def limit(schedule: Schedule, job: Job, machine: Machine) -> str:
 # -- what is told of it
 
 
-def _proposal(request: Request, machine: Machine, found: Found) -> Proposal:
-    plan = found.plan
+def _proposal(request: Request, machine: Machine, candidate: Found) -> Proposal:
+    plan, subject = candidate.plan, candidate.subject
     return Proposal(
         plan=plan,
         step_s=plan.promise.step_s,
-        limited_by=found.limited_by,
-        techniques=list(effects(found)),
-        command=_command(request, machine, found),
-        gap=gap(found),
-        precision=None if found.subject.precision == found.subject.own_precision else found.subject.precision,
-        hardware=None if found.subject.machine.hardware == machine.hardware else found.subject.machine.hardware,
-        timeline=foreseen(found.strategy, _SHOWN_PASSES),
+        limited_by=candidate.limited_by,
+        techniques=list(effects(candidate)),
+        command=_command(request, machine, candidate),
+        gap=gap(candidate),
+        precision=None if subject.precision == subject.own_precision else subject.precision,
+        hardware=None if subject.machine.hardware == machine.hardware else subject.machine.hardware,
+        timeline=foreseen(candidate.strategy, _SHOWN_PASSES),
     )
 
 
-def effects(found: Found) -> Iterator[Effect]:
+def effects(candidate: Found) -> Iterator[Effect]:
     """What each technique saves and costs, against the same model all in the compute tier."""
-    compute, choices = found.subject.machine.hardware.compute, found.plan.choices(STREAMING)
-    resident_s = found.strategy.job.fixed_compute_s + sum(b.compute_s for b in found.strategy.job.blocks)
-    more_s = max(0.0, found.plan.promise.step_s - resident_s)
-    used = [b for b in found.strategy.job.blocks if b.uses]
+    compute, choices = candidate.subject.machine.hardware.compute, candidate.plan.choices(STREAMING)
+    resident_s = candidate.strategy.job.fixed_compute_s + sum(b.compute_s for b in candidate.strategy.job.blocks)
+    more_s = max(0.0, candidate.plan.promise.step_s - resident_s)
+    used = [b for b in candidate.strategy.job.blocks if b.uses]
     away = [b for b in used if choices[b.name] != RESIDENT]
     for choice, technique, what in (
         (FROM_RAM, STREAMING, "from RAM"),
@@ -219,26 +219,26 @@ def effects(found: Found) -> Iterator[Effect]:
                 saves_bytes=saves,
                 costs_s=more_s * share,
             )
-    yield from _cache_effects(found)
-    yield from _precision_effects(found)
+    yield from _cache_effects(candidate)
+    yield from _precision_effects(candidate)
 
 
-def _precision_effects(found: Found) -> Iterator[Effect]:
-    subject = found.subject
+def _precision_effects(candidate: Found) -> Iterator[Effect]:
+    subject = candidate.subject
     if subject.precision == subject.own_precision:
         return
     parameters = list(subject.module.parameters())
-    held = sum(p.numel() * p.element_size() for p in parameters)
+    now_bytes = sum(p.numel() * p.element_size() for p in parameters)
     own = sum(p.numel() for p in parameters) * DTYPES[subject.own_precision].itemsize
     yield Effect(
         technique=_PRECISION,
         what=f"weights in {subject.precision} instead of {subject.own_precision}",
-        saves_bytes={subject.machine.hardware.compute: own - held},
+        saves_bytes={subject.machine.hardware.compute: own - now_bytes},
     )
 
 
-def _cache_effects(found: Found) -> Iterator[Effect]:
-    placed, hardware = found.strategy.placement, found.strategy.hardware
+def _cache_effects(candidate: Found) -> Iterator[Effect]:
+    placed, hardware = candidate.strategy.placement, candidate.strategy.hardware
     if placed is None or not placed.resting:
         return
     compute = hardware.compute
@@ -251,21 +251,21 @@ def _cache_effects(found: Found) -> Iterator[Effect]:
     )
 
 
-def _command(request: Request, machine: Machine, found: Found) -> str:
+def _command(request: Request, machine: Machine, candidate: Found) -> str:
     words = ["brim", "generate", str(request.model)]
-    if COMPUTE_RAM in found.plan.choices(STREAMING).values():  # which only a plan asks for
+    if COMPUTE_RAM in candidate.plan.choices(STREAMING).values():  # which only a plan asks for
         prompts = ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE"]
         return shlex.join([*words, *prompts, "--max-new-tokens", str(request.new_tokens), "--plan", PLAN_FILE])
     words += ["--prompt", "..."] if request.batch == 1 else ["--prompts", "FILE", "--batch", str(request.batch)]
     words += ["--max-new-tokens", str(request.new_tokens)]
-    hardware, budget = found.subject.machine.hardware, found.subject.machine.budget_bytes
+    hardware, budget = candidate.subject.machine.hardware, candidate.subject.machine.budget_bytes
     if hardware.compute != machine.hardware.compute:
         words += ["--device", "cpu"]
     elif hardware.compute == VRAM:
         words += ["--vram", exact_bytes(budget[VRAM])]
     words += ["--ram", exact_bytes(budget[RAM])]
-    if found.subject.precision != found.subject.own_precision:
-        words += ["--precision", found.subject.precision]
+    if candidate.subject.precision != candidate.subject.own_precision:
+        words += ["--precision", candidate.subject.precision]
     return shlex.join(words)
 
 

@@ -49,13 +49,13 @@ def fastest(model: str, options: dict[str, Any]) -> Found:
     in_ram = _ways(_in_ram, model, options, proofs) if not on_gpus.chosen and options["gpus"] > 1 else _Ways()
     rows = [(mesh, told) for mesh in (*on_gpus.chosen, *in_ram.chosen) if (told := proofs[mesh]) is not None]
     rows.sort(key=lambda row: row[1].step_s or row[0].step_s)
-    found = Found(
+    answer = Found(
         rows=rows, looked_at=on_gpus.looked_at + in_ram.looked_at, traced=len(proofs), least_bytes=_least(proofs),
     )  # fmt: skip
     refusals = [error for error in (on_gpus.refused, in_ram.refused) if error is not None]
     if not rows and refusals:
-        raise _refusal(on_gpus, in_ram, refusals, found)
-    return found
+        raise _refusal(on_gpus, in_ram, refusals, answer)
+    return answer
 
 
 def _least(proofs: _Proofs) -> dict[str, int]:
@@ -82,11 +82,11 @@ def _ways(search: _Search, model: str, options: dict[str, Any], proofs: _Proofs)
     return _Ways(chosen=tuple(chosen), looked_at=looked_at)
 
 
-def _refusal(on_gpus: _Ways, in_ram: _Ways, refusals: list[BudgetError], found: Found) -> BudgetError:
-    """What each of the searches says, with the bytes that are missing."""
-    told = [on_gpus.refused.found if on_gpus.refused else f"{found.none()}."]
+def _refusal(on_gpus: _Ways, in_ram: _Ways, refusals: list[BudgetError], answer: Found) -> BudgetError:
+    """The error of both searches, with the bytes that are missing."""
+    told = [on_gpus.refused.found if on_gpus.refused else f"{answer.none()}."]
     if in_ram.refused or in_ram.looked_at:
-        told.append(f"Nor with its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{found.none()}.'}")
+        told.append(f"With its shards in RAM: {in_ram.refused.found if in_ram.refused else f'{answer.none()}.'}")
     least = {tier: count for error in refusals for tier, count in error.smallest_bytes.items()}
     todo = " ".join(error.todo for error in refusals)
     return BudgetError(refusals[0].asked, "\n".join(told), todo, smallest_bytes=least)
@@ -97,10 +97,12 @@ def _on_gpus(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list
     sizes = _sizes(model, options) | {"global_batch": options["global_batch"] or 0}
     if runs_torch(options):
         del sizes["shape"]
-        found = run_meshes(find_model(model), **sizes)
-        return _best(found, model, options, proofs, doubt=DOUBT), len(found)
-    found = closed_forms.meshes(**sizes)
-    return closed_forms.best(found, lambda mesh: _proved(model, mesh, options, proofs), options["top"]), len(found)
+        candidates = run_meshes(find_model(model), **sizes)
+        return _best(candidates, model, options, proofs, doubt=DOUBT), len(candidates)
+    candidates = closed_forms.meshes(**sizes)
+    return closed_forms.best(candidates, lambda mesh: _proved(model, mesh, options, proofs), options["top"]), len(
+        candidates
+    )
 
 
 def _in_ram(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[Mesh], int]:
@@ -108,12 +110,12 @@ def _in_ram(model: str, options: dict[str, Any], proofs: _Proofs) -> tuple[list[
     asked = Request(model=model, task="train", gpu=options["gpu"], ram=options["ram"])
     ram_bytes = machine_of(asked).budget_bytes["ram"]
     sizes, batch = _sizes(model, options), options["global_batch"] or SEQUENCES_PER_GPU * options["gpus"]
-    found = offload.offloaded(global_batch=batch, ram_bytes=ram_bytes, **sizes)
-    return _best(found, model, options, proofs, ram_bytes=ram_bytes), len(found)
+    candidates = offload.offloaded(global_batch=batch, ram_bytes=ram_bytes, **sizes)
+    return _best(candidates, model, options, proofs, ram_bytes=ram_bytes), len(candidates)
 
 
 def _best(
-    found: list[Mesh], model: str, options: dict[str, Any], proofs: _Proofs, *, doubt: float = 0.0,
+    candidates: list[Mesh], model: str, options: dict[str, Any], proofs: _Proofs, *, doubt: float = 0.0,
     ram_bytes: int | None = None,
 ) -> list[Mesh]:  # fmt: skip
     """Under the engine that ``brim train`` runs; ``ram_bytes`` of a node, where shards lie there."""
@@ -126,7 +128,7 @@ def _best(
         return offload.Proof(bytes=told.process_bytes, step_s=told.step_s or mesh.step_s, fits=fits)
 
     room = catalog.gpu(options["gpu"]).capacity_bytes
-    return offload.best(found, proof, options["top"], room, doubt)
+    return offload.best(candidates, proof, options["top"], room, doubt)
 
 
 def _sizes(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -147,11 +149,11 @@ def _proved(model: str, mesh: Mesh, options: dict[str, Any], proofs: _Proofs) ->
     ):  # fmt: skip
         proofs[mesh] = None
         return False
-    proofs[mesh] = found = estimate_ranks(
+    proofs[mesh] = estimate = estimate_ranks(
         model, mesh.split, engine=engine, seq=options["seq"], gpu=options["gpu"], checkpointing=mesh.checkpointing,
         precision=precision,
     )  # fmt: skip
-    return bool(found.fits)
+    return bool(estimate.fits)
 
 
 def engine_of(mesh: Mesh, options: dict[str, Any]) -> tuple[str, str]:

@@ -42,20 +42,20 @@ class Infeasible:
     nearest: tuple[Change, ...]
 
     def to_json(self) -> dict[str, Any]:
-        found = [{"change": one.change, "command": one.command} for one in self.nearest]
-        return {"why": self.why, "needs_bytes": dict(self.needs_bytes), "nearest": found}
+        changes = [{"change": change.change, "command": change.command} for change in self.nearest]
+        return {"why": self.why, "needs_bytes": dict(self.needs_bytes), "nearest": changes}
 
 
 def infeasible(model: str, options: Options, refusal: BudgetError, plans: Callable[[Options], bool]) -> Infeasible:
-    """The answer to what ``refusal`` says of ``options``; ``plans``: whether a search with others finds a way. It may
-    raise any BrimError, which is a no."""
+    """The answer where ``options`` were refused. ``plans``: whether a search with other options finds a way; a
+    BrimError means no."""
     prover = _Prover(plans)
-    found: list[Change] = []
-    for changes in (_more_gpus, _larger_gpus, _shorter, _more_ram):
-        for changed, told in changes(options, refusal.smallest_bytes, prover.fits):
-            found.append(Change(change=told, command=command(model, changed)))
+    changes: list[Change] = []
+    for search in (_more_gpus, _larger_gpus, _shorter, _more_ram):
+        for changed, description in search(options, refusal.smallest_bytes, prover.fits):
+            changes.append(Change(change=description, command=command(model, changed)))
     why = " ".join(part for part in (refusal.asked, refusal.found) if part)
-    return Infeasible(why=why, needs_bytes=refusal.smallest_bytes, nearest=tuple(found))
+    return Infeasible(why=why, needs_bytes=refusal.smallest_bytes, nearest=tuple(changes))
 
 
 def command(model: str, options: Options) -> str:
@@ -68,7 +68,7 @@ def command(model: str, options: Options) -> str:
 
 
 class _Prover:
-    """Searches ``_MOST_SEARCHES`` times: whatever comes then is taken not to fit."""
+    """Searches at most ``_MOST_SEARCHES`` times; later options count as not fitting."""
 
     def __init__(self, plans: Callable[[Options], bool]) -> None:
         self._plans, self._left = plans, _MOST_SEARCHES
@@ -103,12 +103,12 @@ def _has_room(changed: Options, needs: Mapping[str, int], gpus: int) -> bool:
 
 def _larger_gpus(options: Options, needs: Mapping[str, int], fits: Search) -> _Changes:
     mine = catalog.gpu(options["gpu"])
-    wanted = max(needs.get(VRAM, 0), mine.capacity_bytes + 1)
+    least_bytes = max(needs.get(VRAM, 0), mine.capacity_bytes + 1)
     for _ in range(_CARDS):
-        card = next(iter(cards_with(wanted, mine.vendor)), None)
+        card = next(iter(cards_with(least_bytes, mine.vendor)), None)
         if card is None:
             return
-        changed, wanted = {**options, "gpu": card.name}, int(_LARGER * card.capacity_bytes)
+        changed, least_bytes = {**options, "gpu": card.name}, int(_LARGER * card.capacity_bytes)
         if fits(changed):
             more = format_bytes(card.capacity_bytes - mine.capacity_bytes)
             yield changed, f"{more} more on each GPU, as {card.name} ({format_bytes(card.capacity_bytes)}) has"

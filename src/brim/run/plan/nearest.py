@@ -80,39 +80,39 @@ def nearest(
     ``error`` is what ``planner`` raised for it. The bytes are those that were proved, or those that ``error`` names.
     """
     prover = _Prover(planner)
-    found: list[Nearest] = []
+    changes: list[Nearest] = []
     needs = {tier: count for tier, count in error.smallest_bytes.items() if count > machine.budget_bytes.get(tier, 0)}
     prover.left = _MEMORY_PLANS
-    with suppress(_Enough):  # what was found until then is the answer
+    with suppress(_Enough):  # the changes until then are the answer
         enough = _enough(prover, request, machine, needs)
         if enough is not None:
             needs = enough
             for change in _more_memory(prover, request, machine, needs):
-                found.append(change)
+                changes.append(change)
     prover.left = _OTHER_PLANS  # not everybody can have more memory
     with suppress(_Enough):
-        for changes in (_other_ways, _shorter, _fewer, _smaller_models):
-            for change in changes(prover, request, machine, needs):
-                found.append(change)  # one by one: those before the last plan count
-    return needs, found
+        for search in (_other_ways, _shorter, _fewer, _smaller_models):
+            for change in search(prover, request, machine, needs):
+                changes.append(change)  # one by one: those before the last plan count
+    return needs, changes
 
 
 def _enough(prover: _Prover, request: Request, machine: Machine, needs: dict[str, int]) -> dict[str, int] | None:
     """Bytes of the tiers that were short with which a plan was proved, all other tiers as they are."""
-    wanted = {tier: _rounded(count) for tier, count in needs.items()}
-    for _ in range(_RAISES if wanted else 0):
-        refused = prover.refusal(request, _with(machine, wanted))
+    budget_bytes = {tier: _rounded(count) for tier, count in needs.items()}
+    for _ in range(_RAISES if budget_bytes else 0):
+        refused = prover.refusal(request, _with(machine, budget_bytes))
         if refused is None:
-            return wanted
+            return budget_bytes
         # What is called the smallest falls short again, by a little less each time: that much is added at once.
         more = {
-            tier: _rounded(2 * count - wanted.get(tier, count))
+            tier: _rounded(2 * count - budget_bytes.get(tier, count))
             for tier, count in refused.smallest_bytes.items()
-            if count > max(wanted.get(tier, 0), machine.budget_bytes.get(tier, 0))
+            if count > max(budget_bytes.get(tier, 0), machine.budget_bytes.get(tier, 0))
         }
         if not more:
             return None
-        wanted |= more
+        budget_bytes |= more
     return None
 
 
@@ -171,15 +171,15 @@ def _other_ways(prover: _Prover, request: Request, machine: Machine, needs: dict
     """Another optimizer, adapters, or fewer bits: what changes the result, and not the amount of work."""
     if request.task == "train" and request.method == "full":
         yield from _first(
-            prover, machine, [replace(request, method="lora")], lambda one: "LoRA in place of full training"
+            prover, machine, [replace(request, method="lora")], lambda candidate: "LoRA in place of full training"
         )
-        known = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
-        smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[known:]]
-        smaller = [one for one in smaller if _could_fit(one, machine)]
-        yield from _first(prover, machine, smaller, lambda one: f"the optimizer {one.optimizer}")
+        next_index = _OPTIMIZERS.index(request.optimizer) + 1 if request.optimizer in _OPTIMIZERS else 0
+        smaller = [replace(request, optimizer=name) for name in _OPTIMIZERS[next_index:]]
+        smaller = [candidate for candidate in smaller if _could_fit(candidate, machine)]
+        yield from _first(prover, machine, smaller, lambda candidate: f"the optimizer {candidate.optimizer}")
     if not request.lossless:
         lower = [replace(request, precision=name) for name in _lower(request)]
-        yield from _first(prover, machine, lower, lambda one: f"the precision {one.precision}")
+        yield from _first(prover, machine, lower, lambda candidate: f"the precision {candidate.precision}")
 
 
 def _could_fit(request: Request, machine: Machine) -> bool:
@@ -202,9 +202,9 @@ def _lower(request: Request) -> Sequence[str]:
 def _first(
     prover: _Prover, machine: Machine, requests: Sequence[Request], told: Callable[[Request], str]
 ) -> Iterator[Nearest]:
-    for one in requests:
-        if prover.fits(one, machine):
-            yield Nearest(change=told(one), command=one.command())
+    for candidate in requests:
+        if prover.fits(candidate, machine):
+            yield Nearest(change=told(candidate), command=candidate.command())
             return
 
 
@@ -242,9 +242,9 @@ def _smaller_models(prover: _Prover, request: Request, machine: Machine, needs: 
     sizes = {name: catalog.model(name).parameters or 0 for name in catalog.model_names() if _family(name) == family}
     smaller = sorted((name for name in sizes if 0 < sizes[name] < count), key=lambda name: -sizes[name])
     likely = [name for name in smaller if sizes[name] <= share * count] or smaller[-1:]
-    made = [replace(request, model=name) for name in likely[:_MODELS]]
+    candidates = [replace(request, model=name) for name in likely[:_MODELS]]
     yield from _first(
-        prover, machine, made, lambda one: f"{one.model} ({sizes[str(one.model)] / 1e9:.2g} B parameters)"
+        prover, machine, candidates, lambda one: f"{one.model} ({sizes[str(one.model)] / 1e9:.2g} B parameters)"
     )
 
 
@@ -258,7 +258,7 @@ def _family(model: str | Path) -> tuple[str, str]:
 
 def _parameters(model: str | Path) -> int:
     if not Path(model).exists():
-        known = catalog.model(str(model)).parameters
-        if known is not None:
-            return known
+        count = catalog.model(str(model)).parameters
+        if count is not None:
+            return count
     return sum(parameter.numel() for parameter in described(model).parameters())

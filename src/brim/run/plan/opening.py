@@ -62,18 +62,18 @@ class Subjects:
         """As ``open_subject``."""
         key = (*_asked(request), precision)
         if key not in self._known:
-            found = open_subject(request, machine, precision)
+            subject = open_subject(request, machine, precision)
             if self._routers and str(request.model) == self._model:
-                layers = {layer.path: layer.count for layer in find_experts(found.module) if not layer.modules}
-                check_routers(self._routers, layers, found.name)
-                found = replace(found, routers=self._routers)
-            self._known[key] = found
-        found = self._known[key]
-        return found if found.machine == machine else found.on(machine)
+                layers = {layer.path: layer.count for layer in find_experts(subject.module) if not layer.modules}
+                check_routers(self._routers, layers, subject.name)
+                subject = replace(subject, routers=self._routers)
+            self._known[key] = subject
+        subject = self._known[key]
+        return subject if subject.machine == machine else subject.on(machine)
 
     def of(self, request: Request) -> list[Subject]:
         """Those that were opened for ``request``."""
-        return [found for key, found in self._known.items() if key[:-1] == _asked(request)]
+        return [subject for key, subject in self._known.items() if key[:-1] == _asked(request)]
 
 
 def _asked(request: Request) -> tuple[object, ...]:
@@ -128,13 +128,13 @@ def _spent(subject: Subject, opened: Any, start_bytes: int) -> Mapping[str, int]
         tokenizer = None
     warm_up(subject.module, subject.machine.hardware, subject.inputs.prompt * subject.inputs.batch)
     assert subject.shape is None or subject.shape.layers  # what looking leaves behind is measured too
-    found = spent(start_bytes)
+    spent_bytes = spent(start_bytes)
     del tokenizer
     tokens = subject.inputs.prompt * subject.inputs.batch
-    grown = found[RAM]
+    grown = spent_bytes[RAM]
     if not subject.machine.left_bytes:  # what measuring left makes it more than a run's
         grown = most_grown("generate", subject.module, tokens, grown)
-    return {**found, RAM: grown + _BETWEEN_RUNS_BYTES}
+    return {**spent_bytes, RAM: grown + _BETWEEN_RUNS_BYTES}
 
 
 def _made(request: Request, machine: Machine, inputs: Inputs, precision: str | None) -> Subject:
@@ -198,13 +198,13 @@ def _shallow(source: Source, workload: Workload, meant: str, kept: str, module: 
 
 def _give_shapes(module: nn.Module) -> None:
     """Parameters on meta become parameters on the CPU that hold nothing, as in a model that is about to be loaded."""
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 empty = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                known = made.setdefault(id(parameter), nn.Parameter(empty, requires_grad=False))
-                owner._parameters[name] = known
+                hollow = parameters.setdefault(id(parameter), nn.Parameter(empty, requires_grad=False))
+                owner._parameters[name] = hollow
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = torch.zeros_like(buffer, device="cpu")
@@ -212,13 +212,13 @@ def _give_shapes(module: nn.Module) -> None:
 
 def pretended_sources(module: nn.Module) -> dict[str, TensorSource]:
     """Where weights would lie in one safetensors file, so that moving them is planned as it will be done."""
-    found, offset = {}, PAGE_BYTES
+    sources, offset = {}, PAGE_BYTES
     for name, parameter in module.named_parameters():
         extent = Extent(path=_PRETENDED, offset=offset, bytes=tensor_bytes(parameter))
         shape = tuple(parameter.shape)
-        found[name] = TensorSource(name=name, dtype=parameter.dtype, shape=shape, extents=(extent,))
+        sources[name] = TensorSource(name=name, dtype=parameter.dtype, shape=shape, extents=(extent,))
         offset = round_up(offset + extent.bytes, 64)
-    return found
+    return sources
 
 
 def precision_of(module: nn.Module) -> str:
@@ -233,15 +233,15 @@ def precision_of(module: nn.Module) -> str:
 def _check_generates(module: Any, name: str, inputs: Inputs) -> None:
     if not (hasattr(module, "can_generate") and module.can_generate()):
         raise UnsupportedError(
-            f"Generation with {name} was to be planned.",
+            f"Cannot plan generation with {name}.",
             f"{type(module).__name__} does not generate.",
             "Give a model that does (a causal or an encoder-decoder one).",
         )
     limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and inputs.total > limit:
         raise UsageError(
-            f"{inputs.prompt} prompt tokens and {inputs.total - inputs.prompt} new ones were planned for {name}.",
-            f"It was made for {limit} in all.",
+            f"Cannot plan {inputs.prompt} prompt tokens and {inputs.total - inputs.prompt} new ones with {name}.",
+            f"It takes at most {limit} tokens.",
             "Give a smaller --seq or --new-tokens.",
         )
 

@@ -94,14 +94,14 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
     """Write the proposal ``index`` of ``answer``. Raises UsageError where that is impossible."""
     count = len(answer.proposals)
     if not 0 <= index < count:
-        raise UsageError(f"Plan {index + 1} was to be written to {path}.", f"The answer has {count}.")
+        raise UsageError(f"Cannot write plan {index + 1} to {path}.", f"The answer has {count} plans.")
     chosen = answer.proposals[index]
     precision = chosen.precision or answer.request.precision
     request = replace(answer.request, model=str(answer.request.model), precision=precision)
     model = described(request.model)
     if request.task == "generate" and precision in SCHEMES:
         quantize_meta(model, precision)
-    made = PlanFile(
+    file = PlanFile(
         brim=__version__,
         request=request,
         hardware=chosen.hardware or answer.machine.hardware,
@@ -109,9 +109,9 @@ def write(path: str | Path, answer: Answer, index: int = 0) -> None:
         parameters=fingerprint(model, request),
     )
     try:
-        write_text(path, json.dumps(made.to_json(), indent=1) + "\n")
+        write_text(path, json.dumps(file.to_json(), indent=1) + "\n")
     except OSError as error:
-        raise UsageError(f"A plan was to be written to {path}.", f"{error}.", "Name another file.") from error
+        raise UsageError(f"Cannot write a plan to {path}.", f"{error}.", "Name another file.") from error
 
 
 def read(path: str | Path) -> PlanFile:
@@ -121,45 +121,48 @@ def read(path: str | Path) -> PlanFile:
         _check_decisions(file)
         return file
     except FormatError as error:
-        todo = "Make it again: brim plan MODEL ... --output FILE."
-        raise FormatError(f"{path} was given as a plan.", f"{error.asked} {error.found}", todo) from error
+        todo = "Make a new one: brim plan MODEL ... --output FILE."
+        raise FormatError(f"{path} is not a valid plan.", f"{error.asked} {error.found}", todo) from error
 
 
 def _check_decisions(file: PlanFile) -> None:
-    """Raise FormatError for a plan that ``write`` never writes: it would be followed in part."""
-    plan, asked = file.plan, "Its plan was to be read."
+    """Raise FormatError for a plan that ``write`` never writes, because it would be followed only in part."""
+    plan, asked = file.plan, "Its plan cannot be followed."
     if file.hardware.compute not in plan.budget_bytes:
-        raise FormatError(asked, f"It has no budget of {file.hardware.compute.upper()}, where it computes.")
+        raise FormatError(asked, f"It computes in {file.hardware.compute.upper()} and has no budget for that.")
     _check_choices(file, asked)
-    decided = [(one.technique, one.block) for one in plan.decisions]
+    decided = [(decision.technique, decision.block) for decision in plan.decisions]
     if len(set(decided)) < len(decided):
-        raise FormatError(asked, f"It decides twice about {next(d for d in decided if decided.count(d) > 1)}.")
+        raise FormatError(asked, f"It has two decisions on {next(d for d in decided if decided.count(d) > 1)}.")
     moved = set(plan.choices(weight_streaming.NAME).values()) - {RESIDENT}
     wrong = {name: count for name, count in plan.settings.items() if not 0 <= count < _MOST}
     if wrong or (moved - {COMPUTE_RAM} and not 1 <= plan.settings.get(RING_SLOTS, 0) <= _MOST_SLOTS):
-        raise FormatError(asked, f"Its settings cannot be: {wrong or dict(plan.settings)}.")
+        raise FormatError(asked, f"Its settings are out of range: {wrong or dict(plan.settings)}.")
     if plan.settings.get(RING_SLOTS, 0) > _MOST_SLOTS:
-        raise FormatError(asked, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are of use.")
+        raise FormatError(asked, f"It has {plan.settings[RING_SLOTS]} slots; at most {_MOST_SLOTS} are useful.")
 
 
 def _check_choices(file: PlanFile, asked: str) -> None:
-    """Raise FormatError for a technique that this task has not, a choice that it has not, or a block of none."""
-    known = _CHOICES.get(file.plan.task)
-    if known is None:
+    """Raise FormatError for a technique that the task lacks, an unknown choice, or a block where none is allowed."""
+    allowed = _CHOICES.get(file.plan.task)
+    if allowed is None:
         raise FormatError(asked, f"Its task is {file.plan.task!r}; known are {', '.join(_CHOICES)}.")
-    for one in file.plan.decisions:
-        if one.technique not in known:
-            told = f"It decides about {one.technique!r}; known for the task {file.plan.task} are {', '.join(known)}."
-            raise FormatError(asked, told)
-        if one.choice not in known[one.technique]:
-            choices = ", ".join(sorted(known[one.technique]))
-            raise FormatError(asked, f"Its choice of {one.technique} is {one.choice!r}; known are {choices}.")
-        if one.technique in _OF_THE_MODEL and one.block:
-            told = f"It decides about {one.technique} of {one.block!r}, which is decided for the whole model."
-            raise FormatError(asked, told)
-        if one.technique == PRECISION and one.choice != (file.request.precision or one.choice):
-            told = f"Its precision is {one.choice}, and {file.request.precision} was asked for."
-            raise FormatError(asked, told)
+    for decision in file.plan.decisions:
+        if decision.technique not in allowed:
+            known = f"known for the task {file.plan.task} are {', '.join(allowed)}"
+            raise FormatError(asked, f"It has a decision on {decision.technique!r}; {known}.")
+        if decision.choice not in allowed[decision.technique]:
+            choices = ", ".join(sorted(allowed[decision.technique]))
+            problem = f"Its choice of {decision.technique} is {decision.choice!r}; known are {choices}."
+            raise FormatError(asked, problem)
+        if decision.technique in _OF_THE_MODEL and decision.block:
+            problem = (
+                f"It decides on {decision.technique} for {decision.block!r}; that is set for the whole model only."
+            )
+            raise FormatError(asked, problem)
+        if decision.technique == PRECISION and decision.choice != (file.request.precision or decision.choice):
+            problem = f"Its precision is {decision.choice}, but it was made for {file.request.precision}."
+            raise FormatError(asked, problem)
 
 
 def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) -> None:
@@ -168,20 +171,20 @@ def check(file: PlanFile, *, model: nn.Module, hardware: Hardware, task: str) ->
     ``model`` is the module as it was opened, before anything is applied to it (adapters do not matter). A machine
     must be of the same name and compute tier, and have what the plan may take.
     """
-    found = [*_version(file), *_task(file, task), *_machine(file, hardware)]
-    if not found:  # the models of two tasks may well be equal, and those of two machines are
-        found += _model(file, model)
-    if found:
+    differences = [*_version(file), *_task(file, task), *_machine(file, hardware)]
+    if not differences:  # the models of two tasks may well be equal, and those of two machines are
+        differences += _model(file, model)
+    if differences:
         command = f"brim plan {file.request.model} --task {task} --output FILE"
         raise UsageError(
-            f"The plan for {file.plan.model} (task {file.plan.task}, {file.plan.hardware}) was to be used.",
-            "\n".join(found),
-            f"Make one for this: {command}",
+            f"Cannot use the plan for {file.plan.model} (task {file.plan.task}, {file.plan.hardware}).",
+            "\n".join(differences),
+            f"Make a plan for this case: {command}",
         )
 
 
 def _version(file: PlanFile) -> Iterator[str]:
-    """What another version did with the same decisions may take other bytes: its promise is not ours."""
+    """Another version may need other bytes for the same decisions, so its promise does not hold here."""
     if file.brim != __version__:
         yield f"It was made by brim {file.brim}, and this is {__version__}."
 
@@ -221,11 +224,11 @@ def _model(file: PlanFile, model: nn.Module) -> Iterator[str]:
 
 def _by_name(parameters: Mapping[str, int]) -> dict[str, str]:
     """Name -> ``3 x float32[64, 64]``."""
-    found: dict[str, list[str]] = {}
+    kinds_of: dict[str, list[str]] = {}
     for key, count in parameters.items():
         name, _, kind = key.partition(" ")
-        found.setdefault(name, []).append(f"{count} x {kind}")
-    return {name: " and ".join(sorted(kinds)) for name, kinds in found.items()}
+        kinds_of.setdefault(name, []).append(f"{count} x {kind}")
+    return {name: " and ".join(sorted(kinds)) for name, kinds in kinds_of.items()}
 
 
 def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
@@ -234,15 +237,15 @@ def fingerprint(model: nn.Module, request: Request) -> dict[str, int]:
     The dtype is left out where the run decides it: full training holds its own copy, and ``--precision`` is an order.
     """
     converted = request.precision is not None or (request.task == "train" and request.method == "full")
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             continue
         plain = name.removeprefix(_ADAPTER).replace(".base_layer.", ".")
         dtype = "" if converted else str(parameter.dtype).removeprefix("torch.")
         key = f"{re.sub(r'(?<=[.])[0-9]+(?=[.])', '*', plain)} {dtype}{list(parameter.shape)}"
-        found[key] = found.get(key, 0) + 1
-    return found
+        counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
@@ -257,7 +260,7 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         return made_by(source)[0]
     if source.library != "transformers":
         raise UnsupportedError(
-            f"A plan for {source.name} was asked for.",
+            f"Cannot make a plan for {source.name}.",
             f"It is a model of {source.library}.",
             "Plans are made for models of transformers (a name, a folder, a .gguf file) and for file.py:build.",
         )
@@ -267,12 +270,12 @@ def described(model: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
     kind = class_of(config, [source.architecture], ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel"))
     if kind is None:
         raise UnsupportedError(
-            f"A plan for {source.name} was asked for.", f"transformers has no class {source.architecture}."
+            f"Cannot make a plan for {source.name}.", f"transformers has no class {source.architecture}."
         )
     with torch.device("meta"), no_init_weights():
-        made: Any = kind._from_config(config, dtype=dtype or getattr(config, "dtype", None) or torch.float32)
-    made.tie_weights()  # left out where weights are not initialised
-    module: nn.Module = made
+        built: Any = kind._from_config(config, dtype=dtype or getattr(config, "dtype", None) or torch.float32)
+    built.tie_weights()  # left out where weights are not initialised
+    module: nn.Module = built
     return module
 
 

@@ -31,7 +31,7 @@ def rows_of(subjects: Sequence[Subject]) -> list[Row]:
     costs = {subject.precision: _costs(subject) for subject in subjects}
     rows = []
     for kind, blocks in next(iter(costs.values())).items():
-        forms = {name: _form(found[kind][0], machine) for name, found in costs.items() if kind in found}
+        forms = {name: _form(blocks_of[kind][0], machine) for name, blocks_of in costs.items() if kind in blocks_of}
         rows.append(Row(kind=kind, count=len(blocks), forms=forms))
     return rows
 
@@ -41,17 +41,17 @@ def _costs(subject: Subject) -> dict[str, list[BlockCost]]:
     endless = dict.fromkeys(subject.machine.budget_bytes, 1 << 60)
     case = replace(subject.case, budget_bytes=endless)
     strategy = search_generation(case)
-    found: dict[str, list[BlockCost]] = {}
+    costs: dict[str, list[BlockCost]] = {}
     for block in case.job(next(iter(strategy.cuts)), strategy.need).blocks:
         if block.uses:
-            found.setdefault(_NUMBER.sub(".*", block.name), []).append(block)
-    return found
+            costs.setdefault(_NUMBER.sub(".*", block.name), []).append(block)
+    return costs
 
 
 def _form(block: BlockCost, machine: Machine) -> Form:
     hardware = machine.hardware
     choice = FROM_DISK if hardware.compute == RAM else FROM_RAM
-    slowest_s = max(move_s(block, hardware, *one) for one in ways_of(choice, hardware.compute))
+    slowest_s = max(move_s(block, hardware, *way) for way in ways_of(choice, hardware.compute))
     return Form(bytes=block.bytes, move_s=slowest_s, compute_s=block.compute_s + block.overhead_s)
 
 

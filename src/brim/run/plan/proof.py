@@ -1,4 +1,4 @@
-"""A plan is proved before it is told: put in force where nothing has bytes, it takes no more than was promised."""
+"""A plan is proved before it is proposed: applied to tensors without bytes, it takes no more than it promises."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def proved(
             return cut, replace(plan, promise=promise, budget_bytes=dict(budget_bytes))
         tight |= {tier: tight[tier] - round_up(count, grain_bytes) for tier, count in over.items()}
     raise BudgetError(
-        f"{name} was to run in {told(budget_bytes)}.",
-        f"The last of {_PROOFS} plans takes {told(taken_bytes)}.",
-        f"Give {told(taken_bytes)}.",
+        f"Cannot run {name} in {told(budget_bytes)}.",
+        f"{_PROOFS} plans were tried; the last takes {told(taken_bytes)}.",
+        f"Give {told(taken_bytes)} or more.",
         smallest_bytes={tier: taken_bytes[tier] for tier in over},
     )
 
@@ -66,7 +66,7 @@ def taken(module: nn.Module, cut: Cut, plan: Plan, job: Job, hardware: Hardware,
     handle = predict(module, cut.partition, endless, hardware, weights)
     try:
         pools = [handle.memory.compute, *([handle.memory.host] if handle.memory.host else [])]
-        held = {pool.tier: pool.peak_bytes for pool in pools}
+        pool_bytes = {pool.tier: pool.peak_bytes for pool in pools}
     finally:
         handle.remove()
     beside = {hardware.compute: job.step_bytes}
@@ -75,7 +75,7 @@ def taken(module: nn.Module, cut: Cut, plan: Plan, job: Job, hardware: Hardware,
         beside[RAM] = job.cpu_step_bytes + sum(
             block.cpu_bytes for block in job.blocks if choices[block.name] == COMPUTE_RAM
         )
-    return {tier: n + beside.get(tier, 0) + job.overhead_bytes(tier) for tier, n in held.items()}
+    return {tier: n + beside.get(tier, 0) + job.overhead_bytes(tier) for tier, n in pool_bytes.items()}
 
 
 __all__ = ["proved", "taken", "told"]

@@ -160,10 +160,10 @@ class Regimes:
     def _together(self) -> list[str]:
         last = self.points[-1]
         both, alone = last.token_s[BOTH], [last.token_s[way] for way in (STREAMING, PROCESSOR)]
-        known = [seconds for seconds in alone if seconds is not None]
-        if both is None or not known:
+        finite = [seconds for seconds in alone if seconds is not None]
+        if both is None or not finite:
             return []
-        gain = min(known) / both
+        gain = min(finite) / both
         return [f"At {last.ratio:g} times, both at once are {gain:.2f} times as fast as the better of the two alone."]
 
     def _without_gpu(self) -> str:
@@ -185,7 +185,7 @@ def regimes(request: Request, machine: Machine, *, ratios: Sequence[float] = RAT
     are those of schedules; nothing is proved here. Raises UsageError for a ratio below 1.
     """
     if not ratios or min(ratios) < 1:
-        raise UsageError(f"Regimes for {list(ratios)} times the memory were asked for.", "It must be 1 or more.")
+        raise UsageError(f"Cannot compare regimes for {list(ratios)} times the memory.", "Each must be 1 or more.")
     study = _Study(open_subject(request, machine, request.precision))
     fine = [1 + step / _STEPS for step in range(round((max(ratios) - 1) * _STEPS) + 1)]
     curve = _never_slower([study.point(ratio, prompt=False) for ratio in fine])
@@ -211,23 +211,23 @@ class _Study:
 
     def __post_init__(self) -> None:
         self.compute = self.subject.machine.hardware.compute
-        found = GenerationSearch(_endless(self.subject)).run()
-        self.needs_bytes = found.plan.promise.peak_bytes[self.compute]
+        strategy = GenerationSearch(_endless(self.subject)).run()
+        self.needs_bytes = strategy.plan.promise.peak_bytes[self.compute]
 
     def point(self, ratio: float, *, prompt: bool = True) -> Point:
         room_bytes = int((self.needs_bytes - self._beside_bytes) / ratio)
         budget = {**self.subject.machine.budget_bytes, self.compute: self._beside_bytes + room_bytes}
-        found: dict[str, tuple[float | None, float | None]] = {
+        seconds_of: dict[str, tuple[float | None, float | None]] = {
             STREAMING: self._planned(self.subject, budget, _STREAMED, prompt),
             PAGING: self._paged(ratio, prompt),
         }
         if self.compute == VRAM:
-            found[PROCESSOR] = self._alone
-            found[BOTH] = self._planned(self.subject, budget, CHOICES, prompt)
+            seconds_of[PROCESSOR] = self._alone
+            seconds_of[BOTH] = self._planned(self.subject, budget, CHOICES, prompt)
         return Point(
             ratio=ratio,
-            token_s={way: seconds[0] for way, seconds in found.items()},
-            prompt_s={way: seconds[1] for way, seconds in found.items()},
+            token_s={way: seconds[0] for way, seconds in seconds_of.items()},
+            prompt_s={way: seconds[1] for way, seconds in seconds_of.items()},
         )
 
     @cached_property
@@ -292,29 +292,29 @@ def _never_slower(points: Sequence[Point], others: Sequence[Point] = ()) -> list
     is one for a larger memory too."""
 
     def best_s(point: Point, way: str) -> float | None:
-        known = (one.token_s[way] for one in (*points, *others) if one.ratio >= point.ratio)
-        return min((seconds for seconds in known if seconds is not None), default=None)
+        at_least_as_large = (other.token_s[way] for other in (*points, *others) if other.ratio >= point.ratio)
+        return min((seconds for seconds in at_least_as_large if seconds is not None), default=None)
 
     return [replace(point, token_s={way: best_s(point, way) for way in point.token_s}) for point in points]
 
 
 def _crossings(curve: Sequence[Point]) -> list[Crossing]:
     """Where one way overtakes another, between two points of ``curve`` by a straight line."""
-    found = []
-    for one, other in combinations(curve[0].token_s, 2):
-        leads = [(point.ratio, _lead_s(point, one, other)) for point in curve]
-        known = [(ratio, lead) for ratio, lead in leads if lead]  # without those where both are as fast
-        for (ratio, lead), (next_ratio, next_lead) in pairwise(known):
+    crossings = []
+    for way, other_way in combinations(curve[0].token_s, 2):
+        leads = [(point.ratio, _lead_s(point, way, other_way)) for point in curve]
+        clear_leads = [(ratio, lead) for ratio, lead in leads if lead]  # without those where both are as fast
+        for (ratio, lead), (next_ratio, next_lead) in pairwise(clear_leads):
             if lead * next_lead < 0:
                 at = ratio + lead / (lead - next_lead) * (next_ratio - ratio)
-                first, second = (one, other) if lead > 0 else (other, one)
-                found.append(Crossing(first=first, second=second, ratio=at))
-    return sorted(found, key=lambda crossing: crossing.ratio)
+                first, second = (way, other_way) if lead > 0 else (other_way, way)
+                crossings.append(Crossing(first=first, second=second, ratio=at))
+    return sorted(crossings, key=lambda crossing: crossing.ratio)
 
 
-def _lead_s(point: Point, one: str, other: str) -> float | None:
-    """How much longer ``other`` takes."""
-    mine, theirs = point.token_s[one], point.token_s[other]
+def _lead_s(point: Point, way: str, other_way: str) -> float | None:
+    """By how many seconds ``other_way`` takes longer than ``way``."""
+    mine, theirs = point.token_s[way], point.token_s[other_way]
     return None if mine is None or theirs is None else theirs - mine
 
 

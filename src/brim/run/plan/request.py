@@ -1,4 +1,4 @@
-"""What a user asks of ``brim plan``, and what it answers."""
+"""The request and the answer of ``brim plan``."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ class Request:
     top: int = 5
 
     def check(self) -> None:
-        """Raise UsageError for what cannot be meant."""
-        for option, value, known in (
+        """Raise UsageError for values that are not allowed."""
+        for option, value, allowed in (
             ("--task", self.task, TASKS),
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--method", self.method, ("full", "lora")),
             ("--precision", self.precision or "fp32", PRECISIONS_OF.get(self.task, ())),
             ("--prefer", self.prefer, PREFERENCES),
         ):
-            if value not in known:
-                raise UsageError(f"{option} {value} was given.", f"Known are {', '.join(known)}.")
+            if value not in allowed:
+                raise UsageError(f"{option} {value} was given.", f"Allowed are {', '.join(allowed)}.")
         for option, number in (
             ("--batch", self.batch),
             ("--seq", self.seq),
@@ -78,17 +78,17 @@ class Request:
             if not 1 <= number <= LARGEST:
                 raise UsageError(f"{option} {number} was given.", f"It must be a whole number, 1 to {LARGEST:,}.")
         if self.lossless and self.precision in LOSSY:
-            raise UsageError(f"--precision {self.precision} and --lossless were given.", "That precision loses.")
+            raise UsageError(f"Cannot use --precision {self.precision} with --lossless.", "It rounds weights.")
 
     def command(self) -> str:
         """The command line that asks this."""
         words = ["brim", "plan", str(self.model), "--task", self.task]
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in ("model", "task") or value == one.default:
+        for option_field in fields(self):
+            value = getattr(self, option_field.name)
+            if option_field.name in ("model", "task") or value == option_field.default:
                 continue
-            option = f"--{one.name.replace('_', '-')}"
-            if one.name in (VRAM, RAM, DISK):
+            option = f"--{option_field.name.replace('_', '-')}"
+            if option_field.name in (VRAM, RAM, DISK):
                 value = exact_bytes(value)
             words += [option] if value is True else [option, str(value)]
         return shlex.join(words)
@@ -242,8 +242,8 @@ class Answer:
         """As ``brim plan --json`` prints it."""
         infeasible = None
         if not self.proposals:
-            found = [{"change": n.change, "command": n.command} for n in self.nearest]
-            infeasible = {"why": self.refusal, "needs_bytes": dict(self.needs_bytes), "nearest": found}
+            nearest = [{"change": n.change, "command": n.command} for n in self.nearest]
+            infeasible = {"why": self.refusal, "needs_bytes": dict(self.needs_bytes), "nearest": nearest}
         return {
             "model": str(self.request.model),
             "task": self.request.task,
@@ -258,7 +258,7 @@ class Answer:
 
 
 def machine_of(request: Request) -> Machine:
-    """The machine that is meant, with a budget for every tier.
+    """The machine to plan for, with a budget for every tier.
 
     Without a GPU's name it is this one. Where this one has no CUDA and VRAM was given, the smallest GPU of the
     catalog that has as much stands for the one that is meant.
@@ -278,7 +278,7 @@ def ram_option(machine: Machine, budget_bytes: int) -> int:
 
 
 def _this(request: Request) -> Machine:
-    heap.give_back()  # or holes of before would be taken for what measuring did not leave
+    heap.give_back()  # or holes in the heap would hide what measuring leaves
     before_bytes = resident_bytes()
     hardware = probe()
     if request.task == "generate":  # what a training streams it writes anew
@@ -297,11 +297,11 @@ def _card(request: Request) -> catalog.Gpu:
     if request.gpu is not None:
         return catalog.gpu(request.gpu)
     assert request.vram is not None
-    wanted = parse_bytes(request.vram)
+    vram_bytes = parse_bytes(request.vram)
     cards = [catalog.gpu(name) for name in catalog.gpu_names()]
-    fitting = [card for card in cards if card.capacity_bytes >= wanted * 0.97 and card.pcie_bytes_per_s]
+    fitting = [card for card in cards if card.capacity_bytes >= vram_bytes * 0.97 and card.pcie_bytes_per_s]
     if not fitting:
-        raise UsageError(f"{format_bytes(wanted)} of VRAM were given.", "No GPU of the catalog has as much.")
+        raise UsageError(f"{format_bytes(vram_bytes)} of VRAM were given.", "No GPU of the catalog has that much.")
     return min(fitting, key=lambda card: (card.capacity_bytes, "Laptop" in card.name, card.name))
 
 
@@ -309,7 +309,7 @@ def _imagined(request: Request, card: catalog.Gpu) -> Machine:
     ram = _RAM_BYTES if request.ram is None else parse_bytes(request.ram)
     disk = _DISK_BYTES if request.disk is None else parse_bytes(request.disk)
     if not card.pcie_bytes_per_s:
-        raise UsageError(f"A plan for {card.name} was asked for.", "The rate of its link to the host is not known.")
+        raise UsageError(f"Cannot plan for {card.name}.", "The rate of its link to the host is not known.")
     base = card.hardware(ram_bytes=ram, ram_bytes_per_s=catalog.HOST_BYTES_PER_S)
     links = tuple(Link(source=a, target=b, bytes_per_s=_DRIVE_BYTES_PER_S) for a, b in ((DISK, RAM), (RAM, DISK)))
     hardware = replace(base, tiers=(*base.tiers, Tier(name=DISK, capacity_bytes=disk)), links=(*base.links, *links))

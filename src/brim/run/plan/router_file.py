@@ -58,9 +58,9 @@ def routers_of(request: Request, where: str) -> Routers:
     file = _read(path)
     if file.batch != request.batch:
         raise UsageError(
-            f"Router statistics of {path} were given for --batch {request.batch}.",
-            f"They are of {file.batch} sequences at once, which ask for other experts together.",
-            "Name another file: it is made where there is none.",
+            f"Cannot use the router statistics in {path} for --batch {request.batch}.",
+            f"They were recorded with {file.batch} sequences at once, which choose other experts together.",
+            "Name another file; it is made if it does not exist.",
         )
     return {name: _statistics(path, layer) for name, layer in file.layers.items()}
 
@@ -69,8 +69,8 @@ def _statistics(path: Path, layer: Visits) -> RouterStatistics:
     numbers = {str(number) for number in range(layer.count)}
     if not layer.visits or any(not visit or not visit.keys() <= numbers for visit in layer.visits):
         raise FormatError(
-            f"{path} was given as router statistics.",
-            "It has a layer without calls, or a call of experts that the layer does not have.",
+            f"{path} has no valid router statistics.",
+            "A layer has no calls, or calls an expert that it does not have.",
             "Name a file that does not exist yet: it is made by a short run.",
         )
     visits = tuple({int(number): share for number, share in visit.items()} for visit in layer.visits)
@@ -78,13 +78,13 @@ def _statistics(path: Path, layer: Visits) -> RouterStatistics:
 
 
 def check_routers(routers: Routers, layers: Mapping[str, int], model: str) -> None:
-    """Raise UsageError where they are not of the layers that ``model`` has (path -> experts)."""
-    known = {path: one.count for path, one in routers.items()}
-    if not known or known != {path: layers.get(path) for path in known}:
+    """Raise UsageError if ``routers`` are not of the layers of ``model`` (path -> number of experts)."""
+    counts = {path: router.count for path, router in routers.items()}
+    if not counts or counts != {path: layers.get(path) for path in counts}:
         raise UsageError(
-            f"Router statistics were given for {model}.",
-            f"They are of {len(known)} layers, and the model has {len(layers)} with experts, or others.",
-            "Give those of this model, or --router-statistics auto.",
+            f"Cannot use the router statistics for {model}.",
+            f"They are of {len(counts)} layers with experts; the model has {len(layers)}, or other ones.",
+            "Give statistics of this model, or --router-statistics auto.",
         )
 
 
@@ -98,8 +98,8 @@ def _folder(request: Request) -> Path:
     path = Path(request.model).expanduser()
     if not path.exists():
         raise UsageError(
-            f"Router statistics of {request.model} were asked for.",
-            "They come from a short run, and only its configuration is here.",
+            f"Cannot record router statistics of {request.model}.",
+            "That takes a short run, and only its configuration is known.",
             "Give a folder with weights, or a file of statistics.",
         )
     return prepare(path)
@@ -118,15 +118,15 @@ def _watched(request: Request) -> RouterFile:
         inputs=Inputs(batch=request.batch, prompt=_PROMPT_TOKENS, total=_PROMPT_TOKENS + _NEW_TOKENS),
     )
     try:
-        given = {"input_ids": torch.stack(rows), "attention_mask": torch.ones(len(rows), _PROMPT_TOKENS)}
-        seen = router_statistics(module, given, new_tokens=_NEW_TOKENS)
+        inputs = {"input_ids": torch.stack(rows), "attention_mask": torch.ones(len(rows), _PROMPT_TOKENS)}
+        seen = router_statistics(module, inputs, new_tokens=_NEW_TOKENS)
     finally:
         handle: Any = module.brim
         handle.close()  # without bringing it all into memory
     # The first call is the prompt's: what a token asks for is in the others.
     layers = {
-        name: Visits(count=one.count, visits=tuple(_named(visit) for visit in one.visits[1:]))
-        for name, one in seen.items()
+        name: Visits(count=layer.count, visits=tuple(_named(visit) for visit in layer.visits[1:]))
+        for name, layer in seen.items()
     }
     return RouterFile(model=str(request.model), batch=request.batch, layers=layers)
 
@@ -140,7 +140,7 @@ def _read(path: Path) -> RouterFile:
         return codec.read(RouterFile, path, VERSION)
     except FormatError as error:
         raise FormatError(
-            f"{path} was given as router statistics.",
+            f"{path} has no valid router statistics.",
             f"{error.asked} {error.found}",
             "Name a file that does not exist yet: it is made by a short run.",
         ) from error
@@ -151,9 +151,7 @@ def _write(path: Path, file: RouterFile) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(codec.to_json(file, VERSION)) + "\n")
     except OSError as error:
-        raise UsageError(
-            f"Router statistics were to be written to {path}.", f"{error}.", "Name another file."
-        ) from error
+        raise UsageError(f"Cannot write router statistics to {path}.", f"{error}.", "Name another file.") from error
 
 
 __all__ = ["AUTO", "RouterFile", "Routers", "Visits", "check_routers", "routers_of"]

@@ -65,13 +65,13 @@ def plan(request: Request, *, precisions: bool = False, router_statistics: str |
     if request.task == "generate" and not is_factory(request.model):
         _refuse_scores(request, machine, subjects)
     try:
-        found = planner(request, machine)
+        proposals = planner(request, machine)
     except BudgetError as error:
         answer = _infeasible(request, machine, error, planner)
     else:
         if request.prefer == "memory" and request.task == "train":
-            found = [*found, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
-        answer = Answer(request=request, machine=machine, proposals=ranked(request, machine, found))
+            proposals = [*proposals, *(in_the_least(machine, lambda tight: planner(request, tight)) or [])]
+        answer = Answer(request=request, machine=machine, proposals=ranked(request, machine, proposals))
     rows = _precision_rows(request, machine, subjects, asked=precisions)
     return replace(answer, precisions=rows, took_s=time.perf_counter() - begin_s)
 
@@ -96,9 +96,11 @@ def _refuse_scores(request: Request, machine: Machine, subjects: Subjects) -> No
 
 
 def _check_generates(request: Request, precisions: bool, router_statistics: str | None) -> None:
-    given = [name for name, on in (("--precisions", precisions), ("--router-statistics", router_statistics)) if on]
-    if given and request.task != "generate":
-        raise UsageError(f"{given[0]} was given with --task {request.task}.", "It is about generating.")
+    options = [name for name, on in (("--precisions", precisions), ("--router-statistics", router_statistics)) if on]
+    if options and request.task != "generate":
+        raise UsageError(
+            f"Cannot use {options[0]} with --task {request.task}.", "It applies to --task generate only."
+        )
 
 
 def _infeasible(request: Request, machine: Machine, error: BudgetError, planner: Planner) -> Answer:
@@ -118,24 +120,24 @@ def _precision_rows(request: Request, machine: Machine, subjects: Subjects, *, a
     if asked:
         subjects.open(request, machine, None)
         subjects.open(request, machine, _FEWER_BITS)
-    opened = {one.precision: one for one in subjects.of(request)}
+    opened = {subject.precision: subject for subject in subjects.of(request)}
     if len(opened) < 2 or not any(name in LOSSY for name in opened):
         return []
-    return rows_of([one if one.machine == machine else one.on(machine) for one in opened.values()])
+    return rows_of([subject if subject.machine == machine else subject.on(machine) for subject in opened.values()])
 
 
-def ranked(request: Request, machine: Machine, found: Sequence[Proposal]) -> list[Proposal]:
-    """The best ``top`` of ``found`` by what is preferred; each once, and only what was proved."""
+def ranked(request: Request, machine: Machine, proposals: Sequence[Proposal]) -> list[Proposal]:
+    """The best ``request.top`` of ``proposals`` by ``request.prefer``; proved ones only, without duplicates."""
     keys: dict[str, Callable[[Proposal], tuple[float, ...]]] = {
-        "speed": lambda one: (),  # as they come: of those that are as fast, planners know which moves least
-        "memory": lambda one: (_held(one, machine), one.step_s),
-        "quality": lambda one: (is_lossy(one),),
+        "speed": lambda proposal: (),  # as they come: of those that are as fast, planners know which moves least
+        "memory": lambda proposal: (_held(proposal, machine), proposal.step_s),
+        "quality": lambda proposal: (is_lossy(proposal),),
     }
     kept: list[Proposal] = []
-    for one in sorted((one for one in found if one.proved), key=keys[request.prefer]):
-        same = (one.plan.decisions, one.plan.settings)
+    for proposal in sorted((proposal for proposal in proposals if proposal.proved), key=keys[request.prefer]):
+        same = (proposal.plan.decisions, proposal.plan.settings)
         if all(same != (other.plan.decisions, other.plan.settings) for other in kept):
-            kept.append(replace(one, limited_by=_LIMITS.get(one.limited_by, one.limited_by)))
+            kept.append(replace(proposal, limited_by=_LIMITS.get(proposal.limited_by, proposal.limited_by)))
     return kept[: request.top]
 
 

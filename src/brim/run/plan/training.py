@@ -66,8 +66,10 @@ def plan_training(request: Request, machine: Machine) -> list[Proposal]:
     start_bytes = machine.start_bytes()
     with quiet():
         planner = Planner(case_of(request, machine, start_bytes))
-        found = search_training(planner, top=request.top)
-    return [_proposal(request, machine, planner, one, first=one is found[0]) for one in found]
+        strategies = search_training(planner, top=request.top)
+    return [
+        _proposal(request, machine, planner, strategy, first=strategy is strategies[0]) for strategy in strategies
+    ]
 
 
 def precision_of(request: Request, compute: str) -> str:
@@ -185,13 +187,13 @@ def _clock(model: nn.Module, partition: Partition, inputs: Callable[[int], Any])
 
     def seconds(batch: int) -> Mapping[str, tuple[float, float, float]]:
         try:
-            found = block_seconds(model, partition, inputs(batch), training=True)
+            timed = block_seconds(model, partition, inputs(batch), training=True)
             unsaved = block_seconds(model, partition, inputs(batch), training=False)
         except UnsupportedError:
             return {}
         return {
             name: (block.forward_s, block.backward_s, min(block.forward_s, unsaved[name].forward_s))
-            for name, block in found.items()
+            for name, block in timed.items()
             if name
         }
 
@@ -202,11 +204,11 @@ def _share(model: nn.Module, request: Request, machine: Machine, start_bytes: in
     """What the program takes beside tensors on this machine: what it grew by, or did when it was new to that."""
 
     def share() -> dict[str, int]:
-        found = program_bytes(start_bytes)
-        tokens, grown = request.batch * request.seq, found[RAM]
+        program = program_bytes(start_bytes)
+        tokens, grown = request.batch * request.seq, program[RAM]
         if not machine.left_bytes:  # what measuring left makes it more than a run's
             grown = most_grown(f"train {request.method}", model, tokens, grown)
-        return {**found, RAM: grown + _BETWEEN_RUNS_BYTES}
+        return {**program, RAM: grown + _BETWEEN_RUNS_BYTES}
 
     return share
 
@@ -224,16 +226,16 @@ def _model(request: Request, precision: str) -> nn.Module:
     model: Any = described(request.model, weights_dtype(request.method, precision))
     if not model.can_generate():
         raise ModelError(
-            f"{request.model} was to be trained on text.",
-            f"{type(model).__name__} is no language model with a loss of its own.",
+            f"Cannot train {request.model} on text.",
+            f"{type(model).__name__} is not a language model that computes its own loss.",
             "Give a causal language model.",
         )
     model.config.use_cache = False
     if request.method == "lora":
         with torch.device("meta"):
             model = with_adapters(model, 0)
-    made: nn.Module = model.train()
-    return made
+    trained: nn.Module = model.train()
+    return trained
 
 
 def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, TensorSource]]:
@@ -252,31 +254,31 @@ def _sources(model: nn.Module, names: frozenset[str]) -> Iterator[tuple[str, Ten
 
 
 def _proposal(
-    request: Request, machine: Machine, planner: Planner, found: TrainingStrategy, *, first: bool
+    request: Request, machine: Machine, planner: Planner, strategy: TrainingStrategy, *, first: bool
 ) -> Proposal:
-    compute, peaks = machine.hardware.compute, found.prediction.peak_bytes
+    compute, peaks = machine.hardware.compute, strategy.prediction.peak_bytes
     limits = kept_limits(peaks[RAM], machine.budget_bytes[RAM]) if compute == RAM else None
-    plan = found.choice.plan(
+    plan = strategy.choice.plan(
         model=str(request.model),
         hardware=machine.hardware.name,
         budget_bytes=machine.budget_bytes,
-        promise=found.prediction.with_heap(limits).promise(),
+        promise=strategy.prediction.with_heap(limits).promise(),
     )
     timeline: Timeline | None = None
-    if first and found.schedule is not None:
-        timeline = found.schedule.timeline(f"{request.model} train", compute)
+    if first and strategy.schedule is not None:
+        timeline = strategy.schedule.timeline(f"{request.model} train", compute)
     return Proposal(
         plan=plan,
-        step_s=found.step_s,
-        limited_by=found.limited_by,
-        techniques=[] if found.way is None else effects(planner, found.way),
+        step_s=strategy.step_s,
+        limited_by=strategy.limited_by,
+        techniques=[] if strategy.way is None else effects(planner, strategy.way),
         command=(
             factory.command()
             if is_factory(request.model)
-            else command(request, found.choice, [block.name for block in found.partition.blocks])
+            else command(request, strategy.choice, [block.name for block in strategy.partition.blocks])
         ),
-        gap=0.0 if found.way is None else found.way.gap,
-        frees=frees(planner, found.way) if first and found.way is not None else (),
+        gap=0.0 if strategy.way is None else strategy.way.gap,
+        frees=frees(planner, strategy.way) if first and strategy.way is not None else (),
         timeline=timeline,
     )
 

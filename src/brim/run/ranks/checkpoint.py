@@ -58,33 +58,33 @@ class SplitSaver:
         """Read the newest whole checkpoint; the number of the step to go on with, 0 where there is none."""
         if not checkpoint_reading.steps(self._output):
             return 0
-        found = self._ranks.of_first(self._newest)
-        folder = checkpoint_folder(self._output, found["step"])
-        state = found["state"]
+        checkpoint = self._ranks.of_first(self._newest)
+        folder = checkpoint_folder(self._output, checkpoint["step"])
+        state = checkpoint["state"]
         self._ranks.agree(lambda: self._check(state, folder))
         self._ranks.agree(lambda: batches.load_state_dict(state["data"]))
-        self.notes += found["skipped"]
+        self.notes += checkpoint["skipped"]
         self._make_states()
         with _quiet():
             load(self._tensors(), storage_reader=HuggingFaceStorageReader(str(folder)))
         self._set_counters(state["updates"])
-        return int(found["step"])
+        return int(checkpoint["step"])
 
     def _newest(self) -> dict[str, Any]:
-        found = checkpoint_reading.latest(self._output)
-        return {"step": found.step, "state": dict(found.state), "skipped": list(found.skipped)}
+        checkpoint = checkpoint_reading.latest(self._output)
+        return {"step": checkpoint.step, "state": dict(checkpoint.state), "skipped": list(checkpoint.skipped)}
 
     def _check(self, state: dict[str, Any], folder: Path) -> None:
         if state.get("ranks") is None:
             raise UsageError(
-                f"Training was to go on from {folder}.", "It is the checkpoint of a training on one rank.",
+                f"Cannot resume training from {folder}.", "It is the checkpoint of a training on one rank.",
                 "Resume without torchrun, or train anew from that folder's model.",
             )  # fmt: skip
         for option, now in self._course.items():
             if state["course"].get(option, "full" if option == "--method" else None) != now:
                 raise UsageError(
-                    f"Training was to go on from {folder}.",
-                    f"{option} is another: that training began with {state['course'].get(option)}, not with {now}.",
+                    f"Cannot resume training from {folder}.",
+                    f"{option} differs: that training began with {state['course'].get(option)}, not with {now}.",
                     "Resume with the settings that it began with, or give another --output to train anew.",
                 )
 
@@ -174,13 +174,13 @@ class SplitSaver:
         """Trained weights and their optimizer states by name: DTensors say themselves which part of the whole they
         are."""
         named = {name: p for name, p in self._part.named_parameters().items() if p.requires_grad}
-        found: dict[str, Any] = {name: parameter.detach() for name, parameter in named.items()}
+        tensors: dict[str, Any] = {name: parameter.detach() for name, parameter in named.items()}
         state = self._part.optimizer.state
         for name, parameter in named.items():
             for key, value in state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    found[f"{_STATE}{name}:{key}"] = value
-        return found
+                    tensors[f"{_STATE}{name}:{key}"] = value
+        return tensors
 
     def _make_states(self) -> None:
         """The optimizer's states as its first step makes them; the step itself changes nothing."""
@@ -211,14 +211,14 @@ class SplitSaver:
 def _groups(names: list[str], shapes: dict[str, torch.Tensor]) -> Iterator[list[str]]:
     """Names whose tensors may be in memory together."""
     group: list[str] = []
-    held = 0
+    group_bytes = 0
     for name in names:
         size = shapes[name].numel() * shapes[name].itemsize
-        if group and held + size > _READ_BYTES:
+        if group and group_bytes + size > _READ_BYTES:
             yield group
-            group, held = [], 0
+            group, group_bytes = [], 0
         group.append(name)
-        held += size
+        group_bytes += size
     if group:
         yield group
 
@@ -236,8 +236,8 @@ def _as_transfer(folder: Path) -> Iterator[None]:
     except (OSError, CheckpointException) as error:
         reason = " ".join(str(error).split())
         raise TransferError(
-            f"A training checkpoint was to be written to {folder}.", f"{reason:.300}",
-            "Free some disk space, and go on with --resume: older checkpoints are as they were.",
+            f"Cannot write a training checkpoint to {folder}.", f"{reason:.300}",
+            "Free some disk space and continue with --resume: older checkpoints are intact.",
         ) from error  # fmt: skip
 
 

@@ -53,20 +53,22 @@ class RanksRequest:
         asked = self.generation
         asked.check()
         if self.split not in SPLITS:
-            raise UsageError(f"--split {self.split} was given.", f"It is one of {', '.join(SPLITS)}.")
+            raise UsageError(f"--split {self.split} was given.", f"Allowed are {', '.join(SPLITS)}.")
         if not isinstance(asked.prompt, str):
-            raise UnsupportedError("Several prompts were given with --gpus.", "One at a time goes over ranks.")
+            raise UnsupportedError(
+                "Cannot generate from several prompts with --gpus.", "Ranks take one prompt at a time."
+            )
         alone = {"--vram": asked.vram, "--ram": asked.ram, "--plan": asked.plan}
         alone["--prefill-chunk"] = None if asked.prefill_chunk == "auto" else asked.prefill_chunk
-        given = [option for option, value in alone.items() if value is not None]
-        if given:
+        options = [option for option, value in alone.items() if value is not None]
+        if options:
             raise UnsupportedError(
-                f"{given[0]} was given with --gpus.", "A rank holds its part whole, and streams nothing.",
+                f"Cannot use {options[0]} with --gpus.", "A rank holds all of its part and streams nothing.",
                 "Leave it out, or generate on one device.",
             )  # fmt: skip
         if asked.precision is not None and asked.precision not in DTYPES:
             raise UnsupportedError(
-                f"--precision {asked.precision} was given with --gpus.", f"Known there are {', '.join(DTYPES)}."
+                f"Cannot use --precision {asked.precision} with --gpus.", f"Allowed are {', '.join(DTYPES)}."
             )
 
 
@@ -164,7 +166,7 @@ def _open(request: RanksRequest, ranks: int) -> tuple[OpenedModel, Any, torch.Te
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
         raise UnsupportedError(
-            f"{opened.name} was to generate over ranks.", f"{type(module).__name__} is no decoder alone."
+            f"Cannot generate with {opened.name} over ranks.", f"{type(module).__name__} is not a decoder-only model."
         )
     tokenizer = open_tokenizer(opened)
     ids = encode(tokenizer, asked.prompt, asked.chat, asked.system)
@@ -222,7 +224,7 @@ def _of_layers(opened: OpenedModel, ranks: Ranks) -> Any:
     table, head = module.get_input_embeddings(), module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UnsupportedError(
-            f"{opened.name} was to be split by its layers.", f"{type(module).__name__} has no output layer.",
+            f"Cannot split {opened.name} by its layers.", f"{type(module).__name__} has no output layer.",
             "Use --split tensors.",
         )  # fmt: skip
     names = {id(child): name for name, child in module.named_modules()}
@@ -256,9 +258,9 @@ def _stages(module: Any, table: nn.Module, head: nn.Module, ranks: int) -> tuple
     def holds(stage: int, count: int) -> int:
         return reads(stage, count) + (embeds if stage == 0 else 0)
 
-    found = balanced(len(paths), ranks, reads, holds)
-    assert found is not None, "there are as many layers as ranks"
-    return found
+    stages = balanced(len(paths), ranks, reads, holds)
+    assert stages is not None, "there are as many layers as ranks"
+    return stages
 
 
 def _renumber(module: Any, inner: Any, layers: list[nn.Module], part: pipeline.Part) -> None:

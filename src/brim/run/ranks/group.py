@@ -1,7 +1,7 @@
 """Ranks that torchrun started: how they find each other, agree, fail together and never wait for ever.
 
 What a step sends is sent by PyTorch's engine. Beside it there is torchrun's own key-value store, which brim uses for
-what has no place in a step: whether every rank could do what it was to do, how far each has got, and why one gave up.
+what has no place in a step: whether every rank has done its part, how far each has got, and why one gave up.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Ranks:
         if in_turn and self.local_rank:
             self._wait([f"{name}-first-{self.rank // self.per_node}"])
         try:
-            made = action()
+            result = action()
         except BrimError as failure:
             error = failure
         except Exception as failure:  # a defect: its own traceback here, one sentence on the others
@@ -92,7 +92,7 @@ class Ranks:
             raise error
         if verdict:
             raise _error_of(verdict)
-        return made
+        return result
 
     def of_first(self, action: Callable[[], Any]) -> Any:
         """What ``action`` gives on rank 0, as JSON has it, on every rank; all raise what it raises there."""
@@ -129,7 +129,7 @@ class Ranks:
                 raise TransferError(
                     f"Rank {self.rank} waited {self._timeout_s:g} s for other ranks.",
                     f"Nothing came from rank {', '.join(missing) or '0'}.",
-                    "Look at that rank's log; --timeout allows them more time.",
+                    "Look at that rank's log; a larger --timeout allows more time.",
                 )
             time.sleep(0.02)
 
@@ -145,9 +145,9 @@ class Ranks:
         where = f"Rank {', '.join(behind)} had not come to step {most}." if behind else f"All were in step {most}."
         reason = " ".join(str(error).split())
         return RankError(
-            f"Rank {self.rank} was to exchange tensors with other ranks.", f"It failed: {reason:.300}\n{where}",
-            "A rank that ended says why in its own log; one that is only slow is given more time by --timeout. "
-            "--resume goes on from the last checkpoint, and so does torchrun --max-restarts by itself.",
+            f"Rank {self.rank} cannot exchange tensors with other ranks.", f"It failed: {reason:.300}\n{where}",
+            "The log of a rank that ended says why; a larger --timeout allows a slow one more time. "
+            "--resume continues from the last checkpoint; torchrun --max-restarts does so by itself.",
         )  # fmt: skip
 
     def _reached(self, rank: int) -> int:
@@ -215,8 +215,8 @@ def _device_number(local_rank: int, count: int) -> int:
         return 0
     if local_rank >= count:
         raise UsageError(
-            f"Rank {local_rank} of this machine was to have a GPU of its own.",
-            f"torch sees {count}.",
+            f"Rank {local_rank} of this machine has no GPU of its own.",
+            f"PyTorch sees {count} GPUs.",
             "Start as many processes per machine as it has GPUs.",
         )
     return local_rank
@@ -230,7 +230,7 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
     """
     if not started_by_torchrun():
         raise UsageError(
-            "A model was to be split over ranks.", "This process is alone: torchrun did not start it.",
+            "Cannot split a model over ranks.", "This process is alone: torchrun did not start it.",
             "Run it as torchrun --nproc-per-node N -m brim ...",
         )  # fmt: skip
     hook = sys.excepthook
@@ -249,9 +249,9 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
             raise SystemExit(1) from error  # rank 0 tells
         reason = " ".join(str(error).split())
         raise TransferError(
-            f"{world} ranks were to find each other within {timeout_s:g} s.",
-            f"It failed: {reason:.300}",
-            "A rank that ended says why in its own log; --timeout allows them more time.",
+            f"{world} ranks did not connect within {timeout_s:g} s.",
+            f"The rendezvous failed: {reason:.300}",
+            "The log of a rank that ended says why; a larger --timeout allows more time.",
         ) from error
     sys.excepthook = hook  # PyTorch's tells the rank of every traceback from then on, and leaves it at that
     ranks = Ranks(PrefixStore(f"brim-{turn}", store), timeout_s)
@@ -269,7 +269,7 @@ def _text_of(error: BaseException, rank: int) -> str:
         return json.dumps(parts)
     reason = " ".join(str(error).split())
     return json.dumps({
-        "asked": f"Rank {rank} was to do its part.", "found": f"It fails: {type(error).__name__}: {reason:.500}",
+        "asked": f"Rank {rank} cannot do its part.", "found": f"It fails: {type(error).__name__}: {reason:.500}",
         "todo": "", "exit_code": 1,
     })  # fmt: skip
 

@@ -88,18 +88,21 @@ class TensorMeter(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):  # it runs on this rank's share, which comes back here
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        made = [plain for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor) for plain in _plain(tensor)]
-        if made:
+        results = [
+            plain for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor) for plain in _plain(tensor)
+        ]
+        if results:
             in_ram = self._plays_gpu and self._rests((args, kwargs))
-            for plain in made:
+            for plain in results:
                 self._notice(plain, str(func), "", in_ram)
         return result
 
-    def _rests(self, given: Any) -> bool:
-        """Whether what is made of these rests in RAM: where all of them do."""
-        inputs = [plain for one in tree_iter(given) if isinstance(one, torch.Tensor) for plain in _plain(one)]
-        known = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
-        return self._resting.made_of(held is not None and held.tier == RAM for held in known)
+    def _rests(self, arguments: Any) -> bool:
+        """Whether tensors made from these arguments rest in RAM, which they do if all arguments do."""
+        tensors = (leaf for leaf in tree_iter(arguments) if isinstance(leaf, torch.Tensor))
+        inputs = [plain for tensor in tensors for plain in _plain(tensor)]
+        storages = [self._live.get(tensor.untyped_storage()._cdata) for tensor in inputs]
+        return self._resting.made_of(storage is not None and storage.tier == RAM for storage in storages)
 
     def _notice(self, tensor: torch.Tensor, label: str, category: str, in_ram: bool) -> None:
         storage = tensor.untyped_storage()
@@ -112,29 +115,29 @@ class TensorMeter(TorchDispatchMode):
         self._count += 1
         tier = VRAM if self._plays_gpu and not in_ram else RAM
         reference = weakref.ref(storage, lambda _: self._died(key))
-        self._live[key] = held = _Held(number=self._count, bytes=size, tier=tier, storage=reference)
-        self._change(EventKind.ALLOC, held, label, category)
+        self._live[key] = entry = _Held(number=self._count, bytes=size, tier=tier, storage=reference)
+        self._change(EventKind.ALLOC, entry, label, category)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP2 lets whole weights go, and makes room for them, by resizing their storages."""
-        known = self._live.get(storage._cdata)
-        if known is None or known.bytes == storage.nbytes():
+        """FSDP2 frees whole weights, and allocates them again, by resizing their storages."""
+        before = self._live.get(storage._cdata)
+        if before is None or before.bytes == storage.nbytes():
             return
-        self._change(EventKind.FREE, known, "resize_", "")
+        self._change(EventKind.FREE, before, "resize_", "")
         self._count += 1
-        self._live[storage._cdata] = held = replace(known, number=self._count, bytes=storage.nbytes())
-        self._change(EventKind.ALLOC, held, "resize_", "")
+        self._live[storage._cdata] = after = replace(before, number=self._count, bytes=storage.nbytes())
+        self._change(EventKind.ALLOC, after, "resize_", "")
 
     def _died(self, key: int) -> None:
         self._change(EventKind.FREE, self._live.pop(key), "", "")
 
-    def _change(self, kind: EventKind, held: _Held, label: str, category: str) -> None:
-        tier, size = held.tier, held.bytes
+    def _change(self, kind: EventKind, entry: _Held, label: str, category: str) -> None:
+        tier, size = entry.tier, entry.bytes
         with self._counting:
             self._live_bytes[tier] += size if kind is EventKind.ALLOC else -size
             self.peak_bytes[tier] = max(self.peak_bytes[tier], self._live_bytes[tier])
             now_s = time.perf_counter() - self._begin_s
-            self.timeline.add(kind, tier, size, storage=held.number, label=label, category=category, time_s=now_s)
+            self.timeline.add(kind, tier, size, storage=entry.number, label=label, category=category, time_s=now_s)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -170,8 +173,8 @@ class Watched:
                 self._meter.hold(chunk.module.parameters(), Category.PARAMETER, in_ram=self._offloads)
                 self._meter.hold(chunk.module.buffers(), Category.BUFFER)
         for state in self._part.optimizer.state.values():
-            held = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            self._meter.hold(held, Category.OPTIMIZER_STATE, in_ram=self._offloads)
+            states = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            self._meter.hold(states, Category.OPTIMIZER_STATE, in_ram=self._offloads)
         self._meter.restart()
         with self._meter.watching():
             yield
@@ -214,8 +217,8 @@ def _resizing(meter: TensorMeter) -> Callable[..., Any]:
     resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        made = resize(storage, size)
+        result = resize(storage, size)
         meter.resized(storage)
-        return made
+        return result
 
     return resize_

@@ -60,11 +60,11 @@ class Part:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """By their names in the whole model, tied ones once."""
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.module.named_parameters():
-                found.setdefault(chunk.names[name], parameter)
-        return found
+                parameters.setdefault(chunk.names[name], parameter)
+        return parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class Filler:
         self._done: set[int] = set()
 
     def __call__(self, part: nn.Module, without: Sequence[nn.Module]) -> None:
-        left_out = {id(module) for one in without for module in one.modules()}
+        left_out = {id(module) for root in without for module in root.modules()}
         for module in part.modules():
             if id(module) in left_out:
                 continue

@@ -55,7 +55,7 @@ def write(path: str | Path, plan: SplitPlan) -> None:
     try:
         write_text(path, json.dumps(plan.to_json(), indent=1) + "\n")
     except OSError as error:
-        raise UsageError(f"A plan was to be written to {path}.", f"{error}.", "Name another file.") from error
+        raise UsageError(f"Cannot write a plan to {path}.", f"{error}.", "Name another file.") from error
 
 
 def read(path: str | Path) -> SplitPlan:
@@ -64,7 +64,7 @@ def read(path: str | Path) -> SplitPlan:
         return codec.read(SplitPlan, path, VERSION)
     except FormatError as error:
         raise FormatError(
-            f"{path} was given as a plan for several ranks.", f"{error.asked} {error.found}",
+            f"{path} is not a valid plan for several ranks.", f"{error.asked} {error.found}",
             "Make one: brim plan MODEL --task train --gpus N --gpu NAME --output FILE.",
         ) from error  # fmt: skip
 
@@ -80,18 +80,18 @@ def with_plan(request: SplitRequest, ranks: int) -> SplitRequest:
     split = plan.split
     if split.gpus != ranks:
         raise UsageError(
-            f"{training.plan} was to be run.", f"It is for {split.gpus} ranks, and torchrun has started {ranks}.",
+            f"Cannot follow {training.plan}.", f"It is for {split.gpus} ranks, and torchrun has started {ranks}.",
             f"Start {split.gpus}, or make a plan for {ranks}: brim plan {plan.model} --task train --gpus {ranks} ...",
         )  # fmt: skip
     if replace(request, training=training, timeout_s=0.0) != SplitRequest(training=training, timeout_s=0.0):
         raise UsageError(
-            f"{training.plan} was given with options that split the work, as --zero and --tp do.",
-            "The plan decides these.", "Leave them out, or leave out --plan.",
+            f"Cannot combine the plan {training.plan} with options that split the work, such as --zero and --tp.",
+            "The plan decides these.", "Leave out those options, or --plan.",
         )  # fmt: skip
     if training.precision not in (None, plan.precision):
         raise UsageError(
-            f"--precision {training.precision} was given with {training.plan}.",
-            f"The plan's bytes are those of {plan.precision}.", "Leave out --precision, or --plan.",
+            f"Cannot use --precision {training.precision} with the plan {training.plan}.",
+            f"The plan is for {plan.precision}.", "Leave out --precision, or --plan.",
         )  # fmt: skip
     followed = replace(
         training, plan=None, precision=plan.precision, batch=split.global_batch, micro_batch=split.micro_batch,
@@ -109,7 +109,7 @@ def _check_runs(path: str | Path, plan: SplitPlan) -> None:
     if plan.engine == RUNS:
         return
     raise UnsupportedError(
-        f"{path} was to be run.",
+        f"Cannot follow {path}.",
         f"Its bytes and seconds are those of the engine {plan.engine}, and brim train runs {RUNS}.",
         f"Make one for that: brim plan {plan.model} --task train --gpus {plan.split.gpus} --gpu "
         f"{shlex.quote(plan.gpu)} --engine {RUNS} --output FILE.",

@@ -46,7 +46,7 @@ class SplitRequest:
         for field, option in _ALONE.items():
             if getattr(training, field) is not None:
                 raise UnsupportedError(
-                    f"{option} was given for several ranks.", "Splitting is planned without it.",
+                    f"Cannot use {option} on several ranks.", "Splits are planned without it.",
                     "Leave it out: ZeRO, tensor and pipeline parallelism and --checkpointing save memory here.",
                 )  # fmt: skip
         if self.zero_bubble:
@@ -54,31 +54,31 @@ class SplitRequest:
         over = next((name for name in ("tp", "pp", "ep", "cp") if getattr(self, name) > 1), None)
         if training.method != "full" and over:
             raise UnsupportedError(
-                f"--method {training.method} was asked for with --{over}.",
-                "Adapters are split over data-parallel ranks.", "Use --zero.",
+                f"Cannot use --method {training.method} with --{over}.",
+                "Adapters can be split over data-parallel ranks only.", "Use --zero.",
             )  # fmt: skip
         if training.optimizer not in _OPTIMIZERS:
             raise UnsupportedError(
-                f"--optimizer {training.optimizer} was asked for on several ranks.",
-                f"Those that split as they are: {', '.join(_OPTIMIZERS)}.",
+                f"Cannot use --optimizer {training.optimizer} on several ranks.",
+                f"Optimizers that can be split: {', '.join(_OPTIMIZERS)}.",
             )
         if training.precision not in (None, *_PRECISIONS):
             raise UnsupportedError(
-                f"--precision {training.precision} was asked for on several ranks.",
-                f"Known there are {', '.join(_PRECISIONS)}.",
+                f"Cannot use --precision {training.precision} on several ranks.",
+                f"Allowed are {', '.join(_PRECISIONS)}.",
             )
         if training.offload_optimizer not in (None, "keep"):
             raise UnsupportedError(
-                "--offload-optimizer was asked for on several ranks.",
-                "Shards of the optimizer stay with the weights.", "--offload-shards keeps all of them in RAM.",
+                "Cannot use --offload-optimizer on several ranks.",
+                "Shards of the optimizer stay with the weights.", "Use --offload-shards to keep both in RAM.",
             )  # fmt: skip
 
     def split(self, ranks: int, per_node: int) -> Split:
         """The mesh; raises UsageError, naming the nearest that works, where it is not one of ``ranks``."""
         if self.offload_shards and ranks == 1:
             raise UsageError(
-                "--offload-shards was given on one rank.", "It splits nothing there.",
-                "Start several, or train without torchrun: --vram and --ram say what memory there is.",
+                "Cannot use --offload-shards on one rank.", "There are no shards on one rank.",
+                "Start several ranks, or train without torchrun and limit memory by --vram and --ram.",
             )  # fmt: skip
         batch, dp = self.training.batch, ranks // (self.tp * self.pp * self.cp) or 1
         micro = self.training.micro_batch

@@ -56,7 +56,7 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> int:
         rank, number = killed[0]
         raise TransferError(
             f"{len(children)} ranks were started.", f"Rank {rank} was ended by {signal.Signals(number).name}.",
-            "Where nobody has sent that, the system's log says whether memory ran out.",
+            "If nobody sent that signal, the system's log tells whether memory ran out.",
         )  # fmt: skip
     return told[0] if told else 0
 

@@ -99,13 +99,13 @@ class Stepper:
     def _pipelined(self, share: Share) -> torch.Tensor:
         chunks = self._part.chunks
         losses: list[torch.Tensor] = []
-        given = (share.input_ids,) if chunks[0].module.part.embeds else ()
+        inputs = (share.input_ids,) if chunks[0].module.part.embeds else ()
         last = chunks[-1].module.part.has_head
         named: dict[str, Any] = {"labels": share.labels} if last else {}
         target = share.weights if last else None
         assert self._schedule is not None
         with chunks[-1].handle.losses():
-            self._schedule.step(*given, target=target, losses=losses, return_outputs=False, **named)
+            self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **named)
         return sum((_local(loss.detach()) for loss in losses), torch.zeros((), device=self._device))
 
     def _of_all(self, own: torch.Tensor) -> float:
@@ -167,9 +167,9 @@ class _Wrapped(torch.nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.inner(*given, **named)
-        return made
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(*inputs, **named)
+        return output
 
 
 def _schedule(part: Part, split: Split, mesh: DeviceMesh, device: torch.device, sequence: int) -> Any:

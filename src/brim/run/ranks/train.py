@@ -97,8 +97,8 @@ def run_joined(timeout_s: float, work: Callable[[Ranks], T]) -> T:
 def _in_words(error: Exception, ranks: Ranks) -> BaseException:
     if is_out_of_memory(error):
         return BudgetError(
-            f"Rank {ranks.rank} was to do its part.", f"Its memory ran out: {' '.join(str(error).split()):.300}",
-            "Take more ranks; for training also a smaller --micro-batch, --checkpointing full or a higher --zero.",
+            f"Rank {ranks.rank} cannot do its part.", f"Its memory ran out: {' '.join(str(error).split()):.300}",
+            "Use more ranks; for training also a smaller --micro-batch, --checkpointing full or a higher --zero.",
         )  # fmt: skip
     if _is_of_engine(error):
         return ranks.stuck(error)
@@ -273,7 +273,7 @@ def _splits(split: Split, model: str, *, is_first: bool) -> Iterator[None]:
         if not is_first or split.tp * split.pp == 1 or isinstance(error, BrimError) or _is_of_engine(error):
             raise
         raise ModelError(
-            f"{model} was to be trained on {split.describe()}.", f"Its first step fails: {short(error)}",
+            f"Cannot train {model} on {split.describe()}.", f"Its first step fails: {short(error)}",
             "Its layers may not split this way: use --zero, or the other of --tp and --pp.",
         ) from error  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Models that fit without doubt: a program whose budget is ample is left alone without predicting its step.
+"""Models that certainly fit: a program whose budget is ample is left alone without predicting its step.
 
 A prediction imports what plans and traces a whole step. For a model that is small beside its budget, a forward pass
 of a copy without values is enough, counted as if nothing that an operation reads or writes were ever freed: an
@@ -38,9 +38,9 @@ _STATES = 3  # of a parameter in any of PyTorch's optimizers but L-BFGS (Adam wi
 
 
 class Ample:
-    """Says of models that they fit, as long as all of them together do without doubt.
+    """Tells that models fit, as long as all of them together certainly do.
 
-    ``outcomes``: of those models; what they would take is a bound, not a prediction.
+    ``outcomes``: of those models; their bytes are an upper bound, not a prediction.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -50,8 +50,8 @@ class Ample:
         self._names: list[str] = []
         self.outcomes: list[Outcome] = []
 
-    def told_at_the_end(self) -> str | None:
-        """What to say where the program has outgrown its budget all the same: later calls are not looked at."""
+    def warning_at_end(self) -> str | None:
+        """A warning if the program has outgrown its budget, as later calls are not checked. None if it has not."""
         if self._tier != RAM or not self._names:
             return None
         peak_bytes = _high_water()
@@ -60,41 +60,43 @@ class Ample:
             return None
         names = ", ".join(dict.fromkeys(self._names))
         return (
-            f"{names} was left as it is, as the first call fits without doubt; in all the program has grown by "
-            f"{format_bytes(grown_bytes)} since, and the budget is {format_bytes(self._limit_bytes)}: call it first "
-            "with as much as it will ever get"
+            f"{names} was not planned, because the first call fits for certain; the program has since grown by "
+            f"{format_bytes(grown_bytes)}, and the budget is {format_bytes(self._limit_bytes)}: make the largest "
+            "call first"
         )
 
     def outcome(self, call: Call) -> Outcome | None:
-        """None: it is not known without a prediction whether the model fits."""
+        """None where only a prediction can tell whether the model fits."""
         model = plain(call.model)
         optimizers = optimizers_of(model, living_optimizers(call))
         if not self._begin(call, optimizers):
             return None
-        room = self._limit_bytes // _ROOM - sum(one.untouched_bytes[self._tier] for one in self.outcomes)
+        room = self._limit_bytes // _ROOM - sum(earlier.untouched_bytes[self._tier] for earlier in self.outcomes)
         most = _held_bytes(model, len(optimizers) if _trains(model, optimizers) else 0)
         if most > room:
-            return None  # as most that will be planned: nothing of it has been run
+            return None  # the case of most models that get a plan: nothing has been run yet
         example = example_of(model, call.args, call.kwargs)
         moved = None if example is None else _moved_bytes(model, example)
         if moved is None or most + moved > room:
             return None
-        return self._made(model, optimizers, example, most + moved)
+        return self._record(model, optimizers, example, most + moved)
 
     def _begin(self, call: Call, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the needs of what is called can be bounded."""
         model = plain(call.model)
         if plain(call.called) is not model or not _is_plain(model, optimizers):
             return False
-        self.outcomes = [one for one in self.outcomes if one.model is not None and one.model() not in (None, model)]
+        self.outcomes = [
+            outcome for outcome in self.outcomes if outcome.model is not None and outcome.model() not in (None, model)
+        ]
         if self._limit_bytes < 0:
             self._limit_bytes, self._tier = _limit(self._settings)
         return True
 
-    def _made(
+    def _record(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], example: Any, most_bytes: int
     ) -> Outcome:
-        made = Outcome(
+        outcome = Outcome(
             name=type(model).__name__,
             task="train" if _trains(model, optimizers) else "forward",
             choice=UNTOUCHED,
@@ -107,13 +109,13 @@ class Ample:
         )
         if not self._names:
             self._begin_bytes, self._peak_bytes = resident_bytes() - _held_bytes(model, 0), _high_water()
-        self._names.append(made.name)
-        self.outcomes.append(made)
-        return made
+        self._names.append(outcome.name)
+        self.outcomes.append(outcome)
+        return outcome
 
 
 def _high_water() -> int:
-    """Of the resident set; 0 where the kernel does not tell."""
+    """The peak of the resident set; 0 where the kernel does not report it."""
     try:
         return KernelMeter().peak_bytes()
     except (OSError, StopIteration):
@@ -125,35 +127,35 @@ def _trains(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bo
 
 
 def _limit(settings: Settings) -> tuple[int, str]:
-    """The smallest budget, and the tier that computes; 0 where a budget is one that this machine does not have."""
+    """The smallest budget, and the tier that computes; 0 where a budget is more than this machine has."""
     on_gpu = settings.device != "cpu" and torch.cuda.is_available()
     tier = VRAM if on_gpu else RAM
     amounts = {RAM: settings.ram, VRAM: settings.vram}
-    given = {
+    budget_bytes = {
         name: amount_bytes(amount, name if on_gpu else RAM) for name, amount in amounts.items() if amount is not None
     }
     capacity = {RAM: ram_capacity_bytes()}
     if on_gpu:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         capacity[VRAM] = int(total * memory_fraction())
-    if any(count > capacity.get(name, capacity[RAM]) for name, count in given.items()):
+    if any(count > capacity.get(name, capacity[RAM]) for name, count in budget_bytes.items()):
         return 0, tier
     if settings.device == "cuda" and not on_gpu:
         return 0, tier
-    free = [int(free_bytes(name) * _FREE_SHARE) for name in capacity if name not in given]
-    smallest = min([*given.values(), *free, *capacity.values()])
+    free = [int(free_bytes(name) * _FREE_SHARE) for name in capacity if name not in budget_bytes]
+    smallest = min([*budget_bytes.values(), *free, *capacity.values()])
     return max(0, smallest - _DEVICE_BYTES) if on_gpu else smallest, tier
 
 
 def _is_plain(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether the needs of model and optimizers can be bounded, and the model can be copied for nothing."""
+    """Whether the needs of model and optimizers can be bounded, and the model can be copied without its values."""
     if moves_itself(model):
         return False
-    known = {id(parameter) for parameter in model.parameters()}
+    parameter_ids = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.LBFGS):
             return False
-        if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        if any(id(p) not in parameter_ids for group in optimizer.param_groups for p in group["params"]):
             return False
     if any(type(tensor) not in (torch.Tensor, nn.Parameter) for tensor in _tensors(model)):
         return False
@@ -166,7 +168,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _held_bytes(model: nn.Module, optimizers: int) -> int:
-    """Of the second step: values, gradients, and states with what an update makes on the way."""
+    """Bytes held in the second step: values, gradients, optimizer states and the temporaries of an update."""
     trained = _bytes([p for p in model.parameters() if p.requires_grad])
     return _bytes(_tensors(model)) + trained * (1 + (_STATES + 1) * optimizers)
 
@@ -187,8 +189,8 @@ def _moved_bytes(model: nn.Module, example: Mapping[str, Any] | Sequence[Any]) -
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without values."""
-    made = torch.empty_like(tensor, device=_META)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    hollow = torch.empty_like(tensor, device=_META)
+    return nn.Parameter(hollow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -196,13 +198,13 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts what every operation reads and writes. What one would make elsewhere is made without values too."""
+    """Counts what every operation reads and writes. Tensors for other devices are made without values too."""
 
     bytes = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """What PyTorch wraps every call in for that imports Dynamo: a second, where only forward passes are run."""
+        """False: PyTorch's wrapper around each call would import Dynamo, which takes a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,10 +213,10 @@ class _Counting(TorchDispatchMode):
             kwargs = {**kwargs, "device": _META}
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if not all(tensor.is_meta for tensor in read):
-            raise RuntimeError("A tensor of the program's own, which must not be written to.")
-        made = func(*args, **kwargs)
-        whole = func.is_view and func is not _as_strided and isinstance(made, torch.Tensor)
-        if whole and made.numel() == read[0].numel():
-            return made  # another shape of all of it: nothing is allocated, in the backward pass neither
-        self.bytes += _bytes(read) + _bytes(v for v in tree_leaves(made) if isinstance(v, torch.Tensor))
-        return made
+            raise RuntimeError("An operation takes one of the program's own tensors, which must not be written to.")
+        result = func(*args, **kwargs)
+        whole = func.is_view and func is not _as_strided and isinstance(result, torch.Tensor)
+        if whole and result.numel() == read[0].numel():
+            return result  # a view of the whole tensor: nothing is allocated, not in the backward pass either
+        self.bytes += _bytes(read) + _bytes(v for v in tree_leaves(result) if isinstance(v, torch.Tensor))
+        return result

@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` and pickling of a fitted model, as of one that is not: values in memory, nothing of brim in it.
+"""``copy.deepcopy`` and pickling of a fitted model give an ordinary one: values in memory, nothing of brim in it.
 
 What brim has put on the model's modules (hooks, attributes of their own) is taken off for the time of copying, and
 every parameter is copied from where it rests.
@@ -32,7 +32,7 @@ _COPIES, _PICKLES = "__deepcopy__", "__reduce_ex__"
 
 
 def allow_copies(model: nn.Module) -> None:
-    """Let ``model``, which is fitted, and its parts be copied and pickled, also once it is not fitted any more."""
+    """Let the fitted ``model`` and its parts be copied and pickled, also after it is no longer fitted."""
     for module in model.modules():
         if _COPIES in vars(module) and not _is_own(vars(module)[_COPIES]):
             continue  # the program's own way
@@ -88,15 +88,15 @@ def _strip(module: nn.Module, values: dict[str, Any]) -> None:
         elif name not in ("_modules", "_parameters", "_buffers") and (name.startswith(_MARKS) or _is_own(value)):
             if name == "forward" and getattr(value, "_before", None) is not None:
                 raise UnsupportedError(
-                    f"{type(module).__name__} was to be copied while it is fitted.",
-                    "Its forward was replaced by the program before.",
+                    f"Cannot copy {type(module).__name__} while it is fitted.",
+                    "The program had replaced its forward method before.",
                     "Copy it before its first call.",
                 )
             del vars(module)[name]
 
 
 def _is_own(value: Any) -> bool:
-    """Whether brim has put it there: a function, a bound method or an object of brim's."""
+    """Whether ``value`` is brim's: one of its functions, bound methods or objects."""
     if isinstance(value, types.MethodType):
         return _is_own(value.__self__) or _is_own(value.__func__)
     module = getattr(value, "__module__", None) or ""

@@ -1,4 +1,4 @@
-"""What becomes of each model of a program: left alone where it fits, else planned and fitted in its place."""
+"""What is done with each model of a program: it is left alone if it fits, else planned and fitted in place."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ from brim.techniques.streaming.weight_streaming import Weights
 from brim.units import format_bytes
 
 _ENDLESS_BYTES = 1 << 62
-_LESS = 0.8  # of what the plan that failed had promised
+_LESS = 0.8  # of the bytes that the failed plan promised
 _Example = Mapping[str, Any] | Sequence[Any] | None
 
 
 @dataclass(eq=False)
 class _Case:
-    """A model about to be called, with what there is to know of it."""
+    """A model about to be called, and what is known of it."""
 
     model: nn.Module
     name: str
@@ -79,10 +79,10 @@ class _Case:
 
 
 class Decisions:
-    """``decide`` is called before the first call of each model. ``outcomes``: what it has decided, in that order.
+    """``decide`` is called before the first call of each model. ``outcomes``: its decisions, in that order.
 
-    ``give_up`` is asked about a model that cannot be planned, with the reason; it returns what else will hold it
-    ("unified"), or None. Of models in ``bounded``, which fit, it is only known what they take at most.
+    ``give_up`` is called for a model that cannot be planned, with the reason; it returns what else will hold it
+    ("unified"), or None. Models in ``bounded`` fit; only an upper bound of their bytes is known.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Decisions:
         model = plain(call.model)
         if model in self._held:
             return None
-        before = self._known(model)
+        before = self._outcome_of(model)
         if before is not None:
             if not before.has_optimizer and before.task == "train" and not optimizers_of(model):
                 return before
@@ -122,24 +122,26 @@ class Decisions:
             if self.hardware.compute == VRAM:
                 self._respect_the_program()
         if self.outcomes:
-            gc.collect()  # a fitted model that the program has let go of is a cycle, and takes its share until then
+            gc.collect()  # a fitted model that the program has dropped is a cycle: it keeps its share until collected
         with same_random_numbers():
-            for one in self._bounded:
-                self._predict(one)
+            for bounded in self._bounded:
+                self._predict(bounded)
             self._bounded.clear()
             outcome = self._decide(model, call)
         self.outcomes.append(outcome)
         return outcome
 
     def _respect_the_program(self) -> None:
-        """Its own limit on PyTorch's allocator holds too; with an allocator of its own, promises are of tensors."""
+        """Keep the program's limit on PyTorch's allocator. With an allocator of its own, promises are of tensors."""
         total = self.hardware.tier(VRAM).capacity_bytes if self.hardware is not None else 0
         self._budget = within_fraction(self._budget, memory_fraction(), total)
         if torch.cuda.memory.get_allocator_backend() != "native":
-            self._note("the program has an allocator of its own: what it reserves beside tensors is not foreseen")
+            self._note("the program has its own allocator: what that reserves beyond tensors is not predicted")
 
-    def _known(self, model: nn.Module) -> Outcome | None:
-        return next((one for one in self.outcomes if one.model is not None and one.model() is model), None)
+    def _outcome_of(self, model: nn.Module) -> Outcome | None:
+        return next(
+            (outcome for outcome in self.outcomes if outcome.model is not None and outcome.model() is model), None
+        )
 
     # -- shares of the budget
 
@@ -160,7 +162,7 @@ class Decisions:
         return case
 
     def _hold_together(self, case: _Case) -> None:
-        """An optimizer that trains parameters of further models: they are fitted as one."""
+        """If the optimizer trains parameters of other models too, fit all of them as one."""
         foreign = {id(p) for o in case.optimizers for g in o.param_groups for p in g["params"]}
         foreign -= {id(p) for p in case.model.parameters()}
         if not foreign:
@@ -174,9 +176,9 @@ class Decisions:
     def _share(
         self, case: _Case, others: Sequence[nn.Module], alive: Sequence[torch.optim.Optimizer]
     ) -> dict[str, int]:
-        """What of the budget this model may take: others have their promises, and those to come what they hold.
+        """What this model may take of the budget: decided models keep their promises, later ones what they hold.
 
-        Where that is too little for all, it is shared in proportion.
+        Where that is too little for all, the budget is shared in proportion.
         """
         mine = {id(m) for m in case.whole.modules()}
         left = dict(self._budget)
@@ -236,7 +238,7 @@ class Decisions:
         return outcome.choice == FITTED
 
     def _again(self, model: nn.Module, outcome: Outcome, share: Mapping[str, int]) -> _Case:
-        """``model`` as it was called when ``outcome`` was decided."""
+        """``model`` with the example that ``outcome`` was decided for."""
         return _Case(
             model=model,
             name=outcome.name,
@@ -247,7 +249,7 @@ class Decisions:
         )
 
     def _predict(self, outcome: Outcome) -> None:
-        """Work out what the model of ``outcome`` takes, which fits: the others get what it leaves."""
+        """Predict the bytes of the model of ``outcome``, which fits: the other models get the rest."""
         model = None if outcome.model is None else outcome.model()
         if model is not None:
             self._plan(self._again(model, outcome, dict.fromkeys(self._budget, _ENDLESS_BYTES)), outcome)
@@ -270,9 +272,9 @@ class Decisions:
         if moves_itself(case.model):
             raise UnsupportedError(f"{case.name} moves its model's weights itself.")
         refuse_special_tensors(case.whole)
-        known = {id(p) for p in case.whole.parameters()}
-        if any(id(p) not in known for o in case.optimizers for g in o.param_groups for p in g["params"]):
-            raise UnsupportedError("Its optimizer trains tensors that belong to no module as well.")
+        parameter_ids = {id(p) for p in case.whole.parameters()}
+        if any(id(p) not in parameter_ids for o in case.optimizers for g in o.param_groups for p in g["params"]):
+            raise UnsupportedError("Its optimizer also trains tensors that belong to no module.")
         if len(_gpus(case.whole.parameters())) > 1:
             raise UnsupportedError("It lies on several GPUs.")
         if len(case.optimizers) > 1:
@@ -290,7 +292,7 @@ class Decisions:
                 return search
             except Exception as error:  # whatever the model's own code raises for tensors without values
                 case.example = None
-                self._note(f"what {case.name} does in a step is not known: {_first_line(error)}")
+                self._note(f"cannot predict a step of {case.name}: {_first_line(error)}")
         return Search(*arguments, None, reserve, states_leave=states_leave)
 
     def _training(self, case: _Case, outcome: Outcome) -> None:
@@ -302,21 +304,21 @@ class Decisions:
             outcome.untouched_bytes = search.untouched().peak_bytes
             if fits(outcome.untouched_bytes, case.share):
                 return
-            search, found = self._found(case, search)
+            search, strategy = self._searched(case, search)
         with quiet():
-            fitted = enforce(search, found, start_bytes)
+            fitted = enforce(search, strategy, start_bytes)
         self._fitted(case, outcome, fitted)
 
-    def _found(self, case: _Case, search: Search) -> tuple[Search, TrainingStrategy]:
+    def _searched(self, case: _Case, search: Search) -> tuple[Search, TrainingStrategy]:
         try:
             return search, search.run()
         except UnsupportedError as error:
-            self._note(f"the optimizer of {case.name} stays as it is: {_first_line(error)}")
+            self._note(f"the optimizer of {case.name} is not offloaded: {_first_line(error)}")
             search = self._search(case, search.optimizer, states_leave=False)
             return search, search.run()
 
     def _gradients(self, case: _Case, outcome: Outcome) -> None:
-        """Gradients are recorded, but no optimizer is there: predicted with the plainest one, streamed without."""
+        """Gradients are recorded but there is no optimizer: predict with plain SGD, stream without an optimizer."""
         assert self.hardware is not None
         with unseen(case.whole):
             plainest = torch.optim.SGD([p for p in case.whole.parameters() if p.requires_grad], lr=0.0)
@@ -340,7 +342,7 @@ class Decisions:
             try:
                 need = forward_need(model, case.share, self.hardware, case.example, None)
             except Exception as error:  # whatever the model's own code raises for tensors without values
-                self._note(f"what {case.name} does in a step is not known: {_first_line(error)}")
+                self._note(f"cannot predict a step of {case.name}: {_first_line(error)}")
                 need = forward_need(model, case.share, self.hardware, None, None)
             inputs = case.example if need.observation is not None else None
             whole = untouched_bytes(model, self.hardware, need.step_bytes, inputs, self._device)
@@ -387,8 +389,8 @@ class Decisions:
         assert self.hardware is not None
         compute = self.hardware.compute
         raise BudgetError(
-            f"{case.name} was to run in {format_bytes(case.share[compute])} of {compute.upper()}.",
-            f"It takes {format_bytes(holds)} as it is, and no plan was found: {why}",
+            f"Cannot run {case.name} in {format_bytes(case.share[compute])} of {compute.upper()}.",
+            f"It takes {format_bytes(holds)} without a plan, and no plan was found: {why}",
             f"Give --{compute} {-(-holds // (1 << 20))}MiB or more, or --mode off.",
             smallest_bytes={compute: holds},
         ) from error
@@ -399,10 +401,14 @@ class Decisions:
 
 
 def _on_its_device(device: Device, model: nn.Module, call: Call) -> AbstractContextManager[object]:
-    """Within, the GPU that the model lies on is the current one, or else that of what it is called with."""
+    """Within, the current GPU is the model's, or else that of its inputs."""
     own = _gpus(model.parameters())
-    given = own or _gpus(value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor))
-    return on(f"{CUDA}:{given.pop()}") if device in ("auto", CUDA) and len(given) == 1 else contextlib.nullcontext()
+    indices = own or _gpus(
+        value for value in tree_leaves((call.args, call.kwargs)) if isinstance(value, torch.Tensor)
+    )
+    return (
+        on(f"{CUDA}:{indices.pop()}") if device in ("auto", CUDA) and len(indices) == 1 else contextlib.nullcontext()
+    )
 
 
 def _gpus(tensors: Iterable[torch.Tensor]) -> set[int]:

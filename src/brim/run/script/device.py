@@ -1,4 +1,4 @@
-"""``--device cpu``: a program that names CUDA runs on a machine without, and CUDA means the CPU.
+"""``--device cpu``: a program that names CUDA runs on a machine without it, and CUDA means the CPU.
 
 Everything that takes a device goes through PyTorch's own mechanism for overriding functions (``TorchFunctionMode``);
 the functions of ``torch.cuda`` and ``torch.accelerator`` answer as those of a machine with one GPU, whose memory is
@@ -51,7 +51,7 @@ class PretendedDevice:
         self._stack.callback(leave, mode)
 
     def end(self) -> None:
-        """Everything is as it was. A second call does nothing."""
+        """Undo ``begin``. A second call does nothing."""
         self._stack.close()
 
 
@@ -119,7 +119,7 @@ def _answering(value: Any) -> Callable[..., Any]:
 
 
 def _autocast_of_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Autocast for CUDA is the CPU's. The older forms without a device speak of CUDA."""
+    """Autocast for CUDA is the CPU's. The older forms without a device mean CUDA."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

@@ -36,13 +36,13 @@ def all_objects() -> list[Any]:
     try:
         free = gc.get_objects()
         gc.unfreeze()
-        found = gc.get_objects()
+        objects = gc.get_objects()
         gc.freeze()
         _melt(free)
     finally:
         if collects:
             gc.enable()
-    return found
+    return objects
 
 
 def _melt(objects: Sequence[Any]) -> None:

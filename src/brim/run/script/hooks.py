@@ -1,8 +1,8 @@
-"""Seeing the first call of every model of a program, through PyTorch's own global hooks, and no longer than that.
+"""Detect the first call of every model of a program through PyTorch's global hooks, which are removed after it.
 
-A forward pre-hook of all modules is in force until the first model is called. Then the garbage collector tells which
-other models there are; each of them waits for its own first call with hooks of its own. A global hook on parameters
-being registered, which costs nothing in a step, has the first one come back when a further model is made.
+A forward pre-hook of all modules is in force until the first model is called. Then the garbage collector lists the
+other models; each of them waits for its own first call with hooks of its own. A global hook on the registration of
+parameters, which costs nothing in a step, installs the forward pre-hook again when another model is made.
 
 Sources: PyTorch, torch/nn/modules/module.py (``_call_impl``: in what order hooks run and what they are given).
 """
@@ -30,10 +30,10 @@ from brim.run.script.frozen import all_objects
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A module is about to be called from outside of any module. ``model`` is what it is a part of, mostly itself.
+    """A module is about to be called from outside of any module. ``model`` contains it; mostly it is the same.
 
-    ``kwargs`` is None where they are not known. ``others`` are further models that have not been called yet.
-    ``optimizers`` are all that there are, where they were looked for.
+    ``kwargs`` is None if they are not known. ``others`` are models that have not been called yet.
+    ``optimizers`` are all of the program's, or None if nobody has looked for them.
     """
 
     model: nn.Module
@@ -136,7 +136,7 @@ class Watcher:
         return self._first_call(module, args, kwargs, self._find())
 
     def _find(self) -> list[torch.optim.Optimizer]:
-        """Let every model that is there and not known yet wait for its first call. Returns all optimizers."""
+        """Let every new model wait for its first call. Returns all optimizers."""
         modules, optimizers = living_of(nn.Module, torch.optim.Optimizer)
         for model in roots(modules):
             if model in self._known or parameter_bytes(model) < self._small_bytes or _is_fake(model):
@@ -156,7 +156,7 @@ class Watcher:
         self._waiting.append(waiting)
 
     def watch_again(self, model: nn.Module) -> None:
-        """``decide`` is to be asked once more before the next call of ``model`` itself that records gradients."""
+        """Call ``decide`` again before the next call of ``model`` itself that records gradients."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if self.busy or not torch.is_grad_enabled():
@@ -174,16 +174,16 @@ class Watcher:
         kwargs: Mapping[str, Any] | None,
         optimizers: Sequence[torch.optim.Optimizer] | None = None,
     ) -> Any:
-        waiting = next((one for one in self._waiting if _has(one.model(), module)), None)
+        waiting = next((candidate for candidate in self._waiting if _has(candidate.model(), module)), None)
         if waiting is None:
             return None
         model = waiting.model()
         assert model is not None
-        if _is_no_time() or any(is_lazy(p) or p.is_meta for p in model.parameters()):
+        if _is_nested_or_traced() or any(is_lazy(p) or p.is_meta for p in model.parameters()):
             return None
         waiting.stop()
         self._waiting.remove(waiting)
-        others = tuple(other for one in self._waiting if (other := one.model()) is not None)
+        others = tuple(other for candidate in self._waiting if (other := candidate.model()) is not None)
         before = {*module._forward_pre_hooks, *module._forward_hooks}  # their numbers are of one series
         self.busy = True
         try:
@@ -197,30 +197,30 @@ class Watcher:
 def _run_new_hooks(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, before: set[int]
 ) -> Any:
-    """PyTorch has listed the hooks of the call under way: those that were added since are run here."""
+    """Run the hooks added during this call, as PyTorch has already listed the ones that it will run."""
     new = [(number, hook) for number, hook in module._forward_pre_hooks.items() if number not in before]
     new = [(number, hook) for number, hook in new if not getattr(hook, "brim_watches", False)]
     if not new:
         return None
-    given: Any = kwargs or {}
+    keywords: Any = kwargs or {}
     try:
         for number, hook in new:
             if number in module._forward_pre_hooks_with_kwargs:
-                made = hook(module, args, given)
-                args, given = made if made is not None else (args, given)
+                result = hook(module, args, keywords)
+                args, keywords = result if result is not None else (args, keywords)
             else:
-                made = hook(module, args)
-                args = args if made is None else made if isinstance(made, tuple) else (made,)
+                result = hook(module, args)
+                args = args if result is None else result if isinstance(result, tuple) else (result,)
     except Exception:
         raise  # PyTorch calls the hooks that are always to be called
     except BaseException:  # Ctrl-C: it calls none
-        _call_what_is_always_called(module, args, before)
+        _call_always_called_hooks(module, args, before)
         raise
-    return args if kwargs is None else (args, given)
+    return args if kwargs is None else (args, keywords)
 
 
-def _call_what_is_always_called(module: nn.Module, args: tuple[Any, ...], before: set[int]) -> None:
-    """The forward hooks that were added since, so that what the pre-hooks have begun is ended."""
+def _call_always_called_hooks(module: nn.Module, args: tuple[Any, ...], before: set[int]) -> None:
+    """Run the forward hooks that were added during this call, so that they end what the pre-hooks began."""
     for number, hook in reversed(module._forward_hooks.items()):
         if number in module._forward_hooks_always_called and number not in before:
             hook(module, args, None)
@@ -242,15 +242,15 @@ def _has(model: nn.Module | None, module: nn.Module) -> bool:
 
 
 def _is_fake(model: nn.Module) -> bool:
-    """Whether it is left over from a prediction."""
+    """Whether ``model`` is left over from a prediction."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return fakes is not None and any(isinstance(p, fakes.FakeTensor) for p in model.parameters())
 
 
-def _is_no_time() -> bool:
-    """Whether this is no call of its own: within another module's, in a backward pass, traced or being compiled.
+def _is_nested_or_traced() -> bool:
+    """Whether this is not a first call to act on: inside another module's, in a backward pass, traced or compiled.
 
-    Nor is one by ``torch.func`` with what stands in for the module's parameters, or of many samples at once.
+    Neither is a call by ``torch.func`` with substituted parameters, or over many samples at once.
     """
     if torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return True
@@ -271,32 +271,32 @@ _CALL_WITH_OTHERS = stateless._functional_call.__code__
 
 
 def living(kind: type[Any]) -> list[Any]:
-    """Every object of ``kind`` that is alive. By its true type: a proxy may do anything when it is asked for its."""
+    """Every living object of ``kind``, by its true type: a proxy may do anything when its ``__class__`` is read."""
     return living_of(kind)[0]
 
 
 def living_of(*kinds: type[Any]) -> list[list[Any]]:
-    """As ``living``, of each of ``kinds``, none of them part of another: a look at all objects takes a while."""
-    found: list[list[Any]] = [[] for _ in kinds]
+    """As ``living``, for several unrelated ``kinds`` at once: a pass over all objects takes a while."""
+    by_kind: list[list[Any]] = [[] for _ in kinds]
     # By identity: a class is no key where its metaclass has an ``__eq__`` and no ``__hash__``.
-    lists = {id(one): found[number] for number, kind in enumerate(kinds) for one in _with_subclasses(kind)}
-    for one in all_objects():
-        if id(type(one)) in lists:
-            lists[id(type(one))].append(one)
-    return found
+    lists = {id(cls): by_kind[number] for number, kind in enumerate(kinds) for cls in _with_subclasses(kind)}
+    for value in all_objects():
+        if id(type(value)) in lists:
+            lists[id(type(value))].append(value)
+    return by_kind
 
 
 def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
     kinds, more = {kind}, [kind]
     while more:
-        new = [one for one in type.__subclasses__(more.pop()) if one not in kinds]
+        new = [cls for cls in type.__subclasses__(more.pop()) if cls not in kinds]
         kinds.update(new)
         more += new
     return kinds
 
 
 def roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that lie in no other one."""
+    """The modules that are not inside another one."""
     found = {id(module): module for module in modules if "_modules" in vars(module)}
     below = {id(child) for module in found.values() for child in module._modules.values() if child is not None}
     return [module for key, module in found.items() if key not in below]

@@ -1,4 +1,4 @@
-"""Being told when PyTorch has been imported, without importing it: many programs never do, or only after a while."""
+"""Call back when PyTorch has been imported, without importing it: many programs never do, or only after a while."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def when_imported(then: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """The first finder that is asked; it finds nothing itself, and is gone when ``torch`` has been imported.
+    """The first finder on ``sys.meta_path``; it finds nothing itself, and is removed once ``torch`` is imported.
 
     Libraries ask where ``torch`` is long before somebody imports it, or without anybody ever doing so.
     """
@@ -41,7 +41,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is None or spec.loader is None:
             return spec
         loader = spec.loader
-        others = vars(loader).get("exec_module")  # of another one that waits for it
+        others = vars(loader).get("exec_module")  # of another finder that waits for the import
 
         def exec_module(module: types.ModuleType) -> None:
             if others is None:

@@ -23,9 +23,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @contextlib.contextmanager
 def unseen(model: nn.Module) -> Iterator[None]:
-    """Within: ``model`` may be copied and the copy be called, and nothing of that shows.
+    """Within: ``model`` may be copied and the copy be called without side effects.
 
-    The program's own hooks on modules are not there meanwhile: they would be called with tensors without values.
+    The program's own hooks on modules are removed meanwhile: they would be called with tensors without values.
     """
     with quiet(), _without_hooks(model), _no_transformers(), torch.inference_mode(False), torch.enable_grad():
         yield
@@ -33,7 +33,7 @@ def unseen(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within: nothing is printed or warned of, and random numbers are put back in the end."""
+    """Within: nothing is printed and no warning is shown; random states are restored at the end."""
     with same_random_numbers(), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -41,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """The generators go on afterwards as if nothing had been drawn."""
+    """Restore the states of all random generators at the end."""
     numpy = sys.modules.get("numpy")
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -91,8 +91,8 @@ def _no_transformers() -> Iterator[None]:
 def without_dynamo() -> Iterator[None]:
     """Within, functions that PyTorch hides from Dynamo are called without importing it, which takes a second.
 
-    Their wrappers (torch/_compile.py) import it at their first call; as long as nobody has, nothing is compiled. What
-    a wrapper keeps of it is taken back in the end. Nothing is done while another thread could see it.
+    Their wrappers (torch/_compile.py) import it at their first call; until then nothing is compiled. What a wrapper
+    caches of it is removed at the end. Nothing is done while another thread could see it.
     """
     if "torch._dynamo" in sys.modules or threading.active_count() > 1:
         yield
@@ -123,7 +123,7 @@ def _is_part_of_model(hook: Any) -> bool:
 def example_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | Sequence[Any] | None:
-    """The arguments of a call as ``brim.fit`` takes an example; None where they are not known, or not of one kind."""
+    """The arguments of a call in the form of ``brim.fit``'s example; None if they are unknown or not of one kind."""
     if kwargs is None:
         return None
     args, kwargs = _detached(args), _detached(dict(kwargs))
@@ -134,15 +134,15 @@ def example_of(
     try:
         parameters = inspect.signature(model.forward).parameters
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # the program's mistake, which its own call will tell of
+    except (TypeError, ValueError):  # the program's mistake, which its own call will report
         return None
-    made: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = parameters[name].kind
         if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY):
             return None
-        made |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return made
+        named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return named
 
 
 def _detached(values: Any) -> Any:

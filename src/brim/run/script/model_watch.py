@@ -1,4 +1,4 @@
-"""A program that has imported PyTorch: its models are watched for; what planning needs is imported at the first."""
+"""A program that has imported PyTorch: brim waits for its first model, and only then imports what plans."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from brim.run.script.unified import Unified
 
 _SMALL_BYTES = 1 << 20
-_SMALL_SHARE = 64  # of the budget: what is less is nothing to plan with
+_SMALL_SHARE = 64  # a model of less than this part of the budget is not planned
 _TRIES = 3  # calls of a model with gradients until its optimizer is made
 
 
 class Launched:
-    """What brim does to a program. ``refusal`` is the error that it ended the program with, if it did."""
+    """What brim does to a program. ``refusal`` is the error with which it ended the program, if any."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -90,8 +90,8 @@ class Launched:
     def end(self) -> None:
         """The program is over."""
         self._watcher.end()
-        if self._ample is not None and (told := self._ample.told_at_the_end()) is not None:
-            sys.stderr.write(f"brim: {told}\n")
+        if self._ample is not None and (warning := self._ample.warning_at_end()) is not None:
+            sys.stderr.write(f"brim: {warning}\n")
         if self._unified is not None:
             self._unified.tell(sys.stderr)
         if self.settings.report is not None:
@@ -102,7 +102,7 @@ class Launched:
             self._device.end()
 
     def explain(self, error: BaseException) -> None:
-        """What ``brim explain`` says of an out-of-memory error, on stderr; nothing for another."""
+        """Write what ``brim explain`` says of an out-of-memory error to stderr; nothing for other errors."""
         from brim.run.script.retry import explanation
 
         for line in explanation(error):
@@ -162,25 +162,25 @@ class Launched:
 
 def _small_bytes(settings: Settings) -> int:
     amounts = ((settings.vram, RAM if settings.device == "cpu" else VRAM), (settings.ram, RAM))
-    given = [
+    budgets = [
         amount_bytes(amount, tier)
         for amount, tier in amounts
-        if amount is not None and not (tier == VRAM and is_share(amount))  # it is not small, and to ask sets CUDA up
+        if amount is not None and not (tier == VRAM and is_share(amount))  # large, and reading it initializes CUDA
     ]
-    return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in given)]))
+    return max(1, min([_SMALL_BYTES, *(amount // _SMALL_SHARE for amount in budgets)]))
 
 
 def _check_alone(device: str) -> None:
-    """Raise UsageError where the one GPU that the program was to see is not there, or CUDA was set up before."""
+    """Raise UsageError if the one GPU for the program does not exist, or CUDA has been initialized already."""
     visible = os.environ.get(VISIBLE, "")
     if torch.cuda.is_initialized():
         raise UsageError(
-            f"Device {device!r} was asked for.",
-            "CUDA is in use in this process already.",
+            f"Cannot use device {device!r} alone.",
+            "CUDA is already in use in this process.",
             f"Set {VISIBLE}={visible} before the program starts.",
         )
     if not torch.cuda.device_count():
-        raise UsageError(f"Device {device!r} was asked for.", f"torch sees no such GPU ({VISIBLE}={visible}).")
+        raise UsageError(f"Cannot use device {device!r}.", f"PyTorch sees no such GPU ({VISIBLE}={visible}).")
 
 
 def _sees_cuda() -> bool:

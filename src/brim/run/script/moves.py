@@ -1,8 +1,8 @@
-"""Models that a program moves to the GPU before they are called: what has no room there waits on the host.
+"""Models that a program moves to the GPU before they are called: parameters beyond the budget wait on the host.
 
 ``module.cuda()`` and ``module.to("cuda")`` move every parameter with a call that a ``TorchFunctionMode`` sees. While
-a model may be about to be planned, parameters beyond the budget stay where they are; its first call decides where
-each goes. Buffers and plain tensors move as ever.
+a plan may follow, parameters beyond the budget stay where they are; the model's first call decides where each goes.
+Buffers and plain tensors move as usual.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 
 class DeferredMoves(TorchFunctionMode):
-    """Lets ``limit_bytes`` of parameters move to a device of ``kind``; more waits for ``finish`` or a plan.
+    """Lets ``limit_bytes`` of parameters move to a device of ``kind``; the rest waits for ``finish`` or a plan.
 
-    It is asked for at the first move: a share of the device's memory is not known before the device is in use.
+    ``limit_bytes`` is called at the first move: a share of the device's memory is not known before that is in use.
     """
 
     def __init__(self, limit_bytes: Callable[[], int], kind: str = "cuda") -> None:
@@ -51,16 +51,16 @@ class DeferredMoves(TorchFunctionMode):
         return parameter if dtype is None else parameter.to(dtype)
 
     def begin(self) -> None:
-        """From now on, in this thread. Nothing where it is on already."""
+        """Begin in this thread. A second call does nothing."""
         if not any(mode is self for mode in _get_current_function_mode_stack()):
             _push_mode(self)
 
     def end(self) -> None:
-        """No longer, whatever modes the program has entered since."""
+        """End, whatever modes the program has entered since."""
         leave(self)
 
     def finish(self, model: nn.Module) -> None:
-        """Move what was held back of ``model``, which is to be whole where the program wanted it."""
+        """Move the waiting parameters of ``model`` to where the program wanted them."""
         for parameter in model.parameters():
             reference, device = self._waiting.pop(id(parameter), (None, None))
             if reference is not None and reference() is parameter:
@@ -68,7 +68,7 @@ class DeferredMoves(TorchFunctionMode):
 
 
 def leave(mode: TorchFunctionMode) -> None:
-    """Take ``mode`` out of the stack of this thread, wherever it is there."""
+    """Remove ``mode`` from the stack of this thread, wherever in the stack it is."""
     stack = [_pop_mode() for _ in _get_current_function_mode_stack()]
     for other in reversed(stack):
         if other is not mode:

@@ -1,4 +1,4 @@
-"""What the models of a program hold, and which optimizers train them: found by looking, without running anything."""
+"""What the models of a program hold, and which optimizers train them, without running anything."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def within_fraction(budget_bytes: Mapping[str, int], fraction: float, total_byte
 
 
 def living_optimizers(call: Call | None = None) -> list[torch.optim.Optimizer]:
-    """Every optimizer of the program; what wraps another one (accelerate's) is not counted."""
-    found = living(torch.optim.Optimizer) if call is None or call.optimizers is None else call.optimizers
-    return [o for o in found if "param_groups" in vars(o) and STAND_IN not in vars(o)]
+    """Every optimizer of the program, except wrappers around another one (accelerate's)."""
+    optimizers = living(torch.optim.Optimizer) if call is None or call.optimizers is None else call.optimizers
+    return [o for o in optimizers if "param_groups" in vars(o) and STAND_IN not in vars(o)]
 
 
 def optimizers_of(
     model: nn.Module, among: Sequence[torch.optim.Optimizer] | None = None
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers that train parameters of ``model``. ``among``: all that there are, where that is known."""
+    """The optimizers that train parameters of ``model``. ``among``: all optimizers, where they are known."""
     mine = {id(p) for p in model.parameters()}
-    found = living_optimizers() if among is None else among
-    return [o for o in found if any(id(p) in mine for group in o.param_groups for p in group["params"])]
+    candidates = living_optimizers() if among is None else among
+    return [o for o in candidates if any(id(p) in mine for group in o.param_groups for p in group["params"])]
 
 
 def held_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
@@ -56,7 +56,7 @@ def held_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) ->
     )
 
     tensors = [*model.parameters(), *model.buffers()]
-    held = sum(t.numel() * t.element_size() for t in tensors)
+    total_bytes = sum(t.numel() * t.element_size() for t in tensors)
     trained = [p for p in model.parameters() if p.requires_grad]
     mine = {id(p) for p in trained}
     for optimizer in optimizers:
@@ -66,7 +66,7 @@ def held_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) ->
         try:
             blocks = optimizer_offload.find_blocks(model, optimizer)
             states = sum(block.state_bytes for block in blocks)
-        except UnsupportedError:  # it is not known what it keeps; most keep two of each
+        except UnsupportedError:  # its states are not known; most optimizers keep two for each parameter
             states = 2 * count
-        held += count + states
-    return held
+        total_bytes += count + states
+    return total_bytes

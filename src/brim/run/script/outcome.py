@@ -1,4 +1,4 @@
-"""What became of a model of a program: a record for reports, and for what is left of the budget."""
+"""The decision for a model of a program: a record for reports, and for what is left of the budget."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ UNTOUCHED, FITTED = "untouched", "fitted"
 
 @dataclass(kw_only=True, eq=False)
 class Outcome:
-    """What became of a model. ``untouched_bytes`` is what it would take by itself, as far as that is known.
+    """The decision for a model. ``untouched_bytes``: what it would take without a plan, as far as that is known.
 
-    ``timeline`` and ``pools`` are there where it was fitted; the model itself is not kept alive.
+    ``timeline`` and ``pools`` are set if it was fitted; the model itself is not kept alive.
     """
 
     name: str

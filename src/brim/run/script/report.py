@@ -1,4 +1,4 @@
-"""What ``brim run --report`` writes: what became of each model, and what memory did, as a page or as JSON."""
+"""What ``brim run --report`` writes: the outcome for each model and the memory over time, as a page or as JSON."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def write_report(path: Path, settings: Settings, outcomes: Sequence[Outcome], un
         try:
             write_text(path, json.dumps(document, indent=1) + "\n")
         except OSError as error:
-            raise UsageError(f"The report was to be written to {path}.", f"{error}.", "Name another file.") from error
+            raise UsageError(f"Cannot write the report to {path}.", f"{error}.", "Name another file.") from error
         return
     from brim.report.html.page import Table, View, write
 
-    tables = [Table(title="Models", columns=(*_COLUMNS, "why"), rows=tuple(_row(one) for one in outcomes))]
+    tables = [Table(title="Models", columns=(*_COLUMNS, "why"), rows=tuple(_row(outcome) for outcome in outcomes))]
     if unified is not None:
         rows = tuple(unified.statistics().items())
         tables.append(Table(title="Unified memory", columns=("what", "bytes"), rows=rows))
     views = [
-        View(timeline=one.timeline, title=one.name, plan=one.plan) for one in outcomes if one.timeline is not None
+        View(timeline=outcome.timeline, title=outcome.name, plan=outcome.plan)
+        for outcome in outcomes
+        if outcome.timeline is not None
     ]
     write(path, views, title="brim run", tables=tables)
 
@@ -46,18 +48,18 @@ def report(settings: Settings, outcomes: Sequence[Outcome], unified: Unified | N
         "device": settings.device,
         "models": [
             {
-                "model": one.name,
-                "task": one.task,
-                "choice": one.choice,
-                "why": one.why,
-                "parameter_bytes": one.parameter_bytes,
-                "budget_bytes": dict(one.budget_bytes),
-                "untouched_bytes": dict(one.untouched_bytes),
-                "promised_bytes": dict(one.promised_bytes),
-                "held_bytes": {pool.tier: pool.peak_bytes for pool in one.pools},
-                "techniques": {} if one.plan is None else _techniques(one),
+                "model": outcome.name,
+                "task": outcome.task,
+                "choice": outcome.choice,
+                "why": outcome.why,
+                "parameter_bytes": outcome.parameter_bytes,
+                "budget_bytes": dict(outcome.budget_bytes),
+                "untouched_bytes": dict(outcome.untouched_bytes),
+                "promised_bytes": dict(outcome.promised_bytes),
+                "held_bytes": {pool.tier: pool.peak_bytes for pool in outcome.pools},
+                "techniques": {} if outcome.plan is None else _techniques(outcome),
             }
-            for one in outcomes
+            for outcome in outcomes
         ],
         "unified": None if unified is None else unified.statistics(),
     }
@@ -66,14 +68,21 @@ def report(settings: Settings, outcomes: Sequence[Outcome], unified: Unified | N
 def _techniques(outcome: Outcome) -> dict[str, dict[str, int]]:
     """How many blocks had which choice, by technique."""
     assert outcome.plan is not None
-    made: dict[str, dict[str, int]] = {}
+    counts_by_technique: dict[str, dict[str, int]] = {}
     for decision in outcome.plan.decisions:
-        counts = made.setdefault(decision.technique, {})
+        counts = counts_by_technique.setdefault(decision.technique, {})
         counts[decision.choice] = counts.get(decision.choice, 0) + 1
-    return made
+    return counts_by_technique
 
 
-def _row(one: Outcome) -> tuple[str | int | None, ...]:
-    tier = next(iter(one.untouched_bytes or one.budget_bytes), "")
-    amounts = (one.budget_bytes, one.untouched_bytes, one.promised_bytes)
-    return (one.name, one.task, one.choice, one.parameter_bytes, *(a.get(tier) for a in amounts), one.why)
+def _row(outcome: Outcome) -> tuple[str | int | None, ...]:
+    tier = next(iter(outcome.untouched_bytes or outcome.budget_bytes), "")
+    amounts = (outcome.budget_bytes, outcome.untouched_bytes, outcome.promised_bytes)
+    return (
+        outcome.name,
+        outcome.task,
+        outcome.choice,
+        outcome.parameter_bytes,
+        *(a.get(tier) for a in amounts),
+        outcome.why,
+    )

@@ -1,6 +1,6 @@
-"""When memory runs out all the same: a smaller plan and the same call once more where that is safe, else why it did.
+"""When memory runs out despite a plan: repeat the call with a smaller plan where that is safe, else explain it.
 
-A forward pass is safe to repeat when nothing shows that it was begun: no buffer has been written to, and the random
+A forward pass is safe to repeat while it has had no side effects: no buffer has been written to, and the random
 numbers are put back. A step of the optimizer or a backward pass is not repeated: some of it may have been done.
 """
 
@@ -29,39 +29,40 @@ def explanation(error: BaseException) -> list[str]:
     from brim.report.oom.reader import primary, read_oom
 
     try:
-        found = primary(read_oom(f"{type(error).__module__}.{type(error).__name__}: {error}"))
+        message = primary(read_oom(f"{type(error).__module__}.{type(error).__name__}: {error}"))
     except FormatError:  # PyTorch says it in words that are not known yet
-        return ["memory ran out; brim explain does not know this message"]
-    advice = [f"{number}. {one.text}" for number, one in enumerate((a for a in found.advice if a.helps), 1)]
-    return [f"{found.family} on {found.device}: {found.cause.replace('_', ' ')}", found.why, *advice]
+        return ["memory ran out, with a message that brim explain does not know"]
+    helpful = [advice for advice in message.advice if advice.helps]
+    lines = [f"{number}. {advice.text}" for number, advice in enumerate(helpful, 1)]
+    return [f"{message.family} on {message.device}: {message.cause.replace('_', ' ')}", message.why, *lines]
 
 
 def repeat_when_out_of_memory(model: nn.Module, smaller: Callable[[], bool], example: Any) -> None:
     """Let a call of ``model``, which is fitted, be repeated once ``smaller`` has put a smaller plan into force.
 
-    ``example`` are the inputs that it was planned for; the first call with more is told of on stderr.
+    ``example`` are the inputs that it was planned for; the first call with larger ones is reported on stderr.
     """
     mine = vars(model)
     inner: Callable[..., Any] = mine.get("_call_impl") or types.MethodType(type(model)._call_impl, model)
     mine["_call_impl"] = _Repeating(model, inner, smaller, _numbers(example))
 
 
-def _numbers(given: Any) -> int:
-    """Elements of all tensors in it."""
-    return sum(value.numel() for value in tree_leaves(given) if isinstance(value, torch.Tensor))
+def _numbers(inputs: Any) -> int:
+    """The number of elements of all tensors in ``inputs``."""
+    return sum(value.numel() for value in tree_leaves(inputs) if isinstance(value, torch.Tensor))
 
 
 def repeat_no_more(model: nn.Module) -> None:
     """Undo it; nothing where it was not done."""
-    found = vars(model).get("_call_impl")
-    if isinstance(found, _Repeating):
+    call = vars(model).get("_call_impl")
+    if isinstance(call, _Repeating):
         del vars(model)["_call_impl"]
-        if not isinstance(found.inner, types.MethodType):  # a guard of weight streaming
-            vars(model)["_call_impl"] = found.inner
+        if not isinstance(call.inner, types.MethodType):  # a guard of weight streaming
+            vars(model)["_call_impl"] = call.inner
 
 
 class _Repeating:
-    """In place of a fitted model's call. It goes with the fit: ``smaller`` fits anew and puts another here."""
+    """Replaces the call of a fitted model. It is removed with the fit: ``smaller`` fits anew and installs another."""
 
     def __init__(
         self, model: nn.Module, inner: Callable[..., Any], smaller: Callable[[], bool], foreseen: int
@@ -75,12 +76,12 @@ class _Repeating:
         assert model is not None, "it is being called"
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        if self._foreseen and (given := _numbers((args, kwargs))) > self._foreseen:
+        if self._foreseen and (count := _numbers((args, kwargs))) > self._foreseen:
             sys.stderr.write(
-                f"brim: {type(model).__name__} is called with {given:,} numbers and was planned for "
+                f"brim: {type(model).__name__} is called with {count:,} numbers and was planned for "
                 f"{self._foreseen:,}: activations may go beyond the budget\n"
             )
-            self._foreseen = 0  # it is told once
+            self._foreseen = 0  # reported once
         versions = [buffer._version for buffer in model.buffers()]
         random_states = torch.get_rng_state(), accelerator.random_states()
         try:
@@ -89,7 +90,7 @@ class _Repeating:
             if not is_out_of_memory(error):
                 raise
             if versions != [buffer._version for buffer in model.buffers()] or has_other_hooks(model):
-                error.add_note("brim: not repeated with less memory, as what was done of it shows already.")
+                error.add_note("brim: not repeated with less memory, because the call has already had side effects.")
                 raise
             failed = error
             self._make_room(failed)
@@ -104,7 +105,7 @@ class _Repeating:
         try:
             if self._smaller():
                 return
-            failed.add_note("brim: the smallest plan that is known was in force.")
+            failed.add_note("brim: the smallest plan was already in force.")
         except BrimError as error:
             failed.add_note(f"brim: no smaller plan: {' '.join(str(error).split())}")
         raise failed

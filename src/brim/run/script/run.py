@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def run(program: Program, settings: Settings) -> int:
     """Run ``program`` in this process and return 0, or a refusal's exit code.
 
-    What else ends the program goes on to the interpreter: ``SystemExit`` as it is; any other exception when it was
-    told of on stderr as ``python`` tells of it.
+    What else ends the program is passed on to the interpreter: ``SystemExit`` as it is; any other exception after its
+    traceback was written to stderr as ``python`` writes it.
     """
     watched = watch(settings)
     try:
@@ -64,14 +64,14 @@ class Watched:
         self._pid = os.getpid()
 
     def begin(self) -> None:
-        """PyTorch is there."""
+        """PyTorch has been imported."""
         from brim.run.script.model_watch import Launched
 
         self.launched = Launched(self.settings)
         self.launched.begin()
 
     def explain(self, error: BaseException) -> None:
-        """Where ``error`` is for want of memory: say on stderr what ``brim explain`` says of it."""
+        """If ``error`` is an out-of-memory error, write what ``brim explain`` says of it to stderr."""
         if self.launched is not None:
             self.launched.explain(error)
 
@@ -94,18 +94,18 @@ def watch(settings: Settings) -> Watched:
     """Watch this process from now on. Raises UsageError when it is watched already, and for a GPU that is hidden."""
     if _watched and _watched[0]._pid == os.getpid():
         raise UsageError(
-            "A budget was to be put on this process.",
+            "Cannot set a budget for this process.",
             "It has one already: it was started by brim run, or imported brim.auto.",
             "Use one of the two.",
         )
-    made = Watched(settings)
-    _watched[:] = [made]
+    watched = Watched(settings)
+    _watched[:] = [watched]
     if settings.index is not None:
         settings.show_alone(os.environ)  # before any CUDA is there to read it
     changes_devices = settings.device == "cpu" or settings.index is not None
     if settings.mode != "off" or changes_devices or settings.report is not None:
-        when_imported(made.begin)
-    return made
+        when_imported(watched.begin)
+    return watched
 
 
 def is_watched() -> bool:

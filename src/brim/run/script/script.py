@@ -74,9 +74,9 @@ def _execute_file(main: types.ModuleType, target: str) -> None:
 
 
 def end_as_python(error: BaseException) -> None:
-    """Tell of ``error`` as ``python script.py`` would, and nothing more when it goes on up to the interpreter.
+    """Print ``error`` as ``python script.py`` would, and nothing more when it reaches the interpreter.
 
-    That one then does the rest: exit code 1, or for Ctrl-C death by the signal, after threads and ``atexit``.
+    The interpreter does the rest: exit code 1, or for Ctrl-C death by the signal, after threads and ``atexit``.
     """
     strip(error)
     try:
@@ -97,20 +97,20 @@ def end_as_python(error: BaseException) -> None:
 def strip(error: BaseException) -> None:
     """Take brim's frames out of the traceback of ``error`` and of what it came from, unless brim raised it itself.
 
-    An error in the launcher itself is the program's: it could not be compiled.
+    An error raised in this file is the program's: it could not be compiled.
     """
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
     while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
+        current = todo.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        todo += [one.__cause__, one.__context__]
-        frames = [frame for frame, _ in traceback.walk_tb(one.__traceback__)]
+        seen.add(id(current))
+        todo += [current.__cause__, current.__context__]
+        frames = [frame for frame, _ in traceback.walk_tb(current.__traceback__)]
         raised_here = frames and _is_own(frames[-1]) and frames[-1].f_code.co_filename != __file__
-        if not raised_here or isinstance(one, KeyboardInterrupt):
-            one.__traceback__ = _without_own(one.__traceback__)
+        if not raised_here or isinstance(current, KeyboardInterrupt):
+            current.__traceback__ = _without_own(current.__traceback__)
 
 
 def _is_own(frame: types.FrameType) -> bool:
@@ -123,7 +123,7 @@ def _without_own(trace: types.TracebackType | None) -> types.TracebackType | Non
         if not _is_own(trace.tb_frame):
             kept.append(trace)
         trace = trace.tb_next
-    made: types.TracebackType | None = None
-    for one in reversed(kept):
-        made = types.TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return made
+    stripped: types.TracebackType | None = None
+    for entry in reversed(kept):
+        stripped = types.TracebackType(stripped, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return stripped

@@ -1,4 +1,4 @@
-"""What ``brim run`` was told: a leaf, which needs no PyTorch."""
+"""The settings of ``brim run``: a leaf module, which needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ REPORTS = (".html", ".json")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What ``brim run`` was told. None for a budget: what is free less a tenth.
+    """The settings of ``brim run``. A budget of None: nine tenths of what is free.
 
     ``managed``: in unified mode, managed memory instead of page-locked host memory; ``insist``: also more of it than
     the device has free, which can hang a driver. ``device`` is one of ``DEVICES``, or one GPU of several ("cuda:1"):
-    the program then sees no other. ``report``: where to write what became of the program's modules.
+    the program then sees no other. ``report``: where to write what was decided for the program's models.
     """
 
     vram: str | int | None = None
@@ -37,22 +37,22 @@ class Settings:
         kind, colon, number = self.device.partition(":")
         numbered = kind == "cuda" and colon and number.isdecimal()
         device = kind if numbered else self.device
-        for name, value, known in (("mode", self.mode, MODES), ("device", device, DEVICES)):
-            if value not in known:
-                raise UsageError(f"{name}={value!r} was asked of brim run.", f"Known are {', '.join(known)}.")
+        for name, value, allowed in (("mode", self.mode, MODES), ("device", device, DEVICES)):
+            if value not in allowed:
+                raise UsageError(f"brim run has no {name} {value!r}.", f"Allowed are {', '.join(allowed)}.")
         for amount in (self.vram, self.ram):
             if amount is not None:
                 parse_bytes(amount, 1)  # of a share, only whether it is one
         if self.report is not None and self.report.suffix not in REPORTS:
             raise UsageError(
-                f"A report was to be written to {self.report}.",
-                f"Its name ends with {self.report.suffix or 'nothing'}.",
-                f"Known are {' and '.join(REPORTS)}.",
+                f"Cannot write a report to {self.report}.",
+                f"The name ends in {self.report.suffix or 'no suffix'}.",
+                f"Use a name that ends in {' or '.join(REPORTS)}.",
             )
 
     @property
     def index(self) -> int | None:
-        """Of the one GPU that the program is to have."""
+        """The number of the one GPU for the program; None without one."""
         number = self.device.partition(":")[2]
         return int(number) if number else None
 
@@ -67,15 +67,15 @@ class Settings:
         visible = environment.get(VISIBLE)
         shown = None if visible is None else visible.split(",")
         if shown is not None and self.index >= len(shown):
-            raise UsageError(f"Device {self.device!r} was asked for.", f"{VISIBLE} is {visible}.")
+            raise UsageError(f"Cannot use device {self.device!r}.", f"{VISIBLE}={visible} does not list it.")
         environment[VISIBLE] = str(self.index) if shown is None else shown[self.index].strip()
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Settings:
         """From ``BRIM_VRAM``, ``BRIM_RAM``, ``BRIM_MODE``, ``BRIM_DEVICE``, ``BRIM_REPORT``; an empty one is none."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name in ("vram", "ram", "mode", "device", "report"):
             value = environment.get(f"BRIM_{name.upper()}", "")
             if value:
-                found[name] = Path(value) if name == "report" else value
-        return cls(**found)
+                values[name] = Path(value) if name == "report" else value
+        return cls(**values)

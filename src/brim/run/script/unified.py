@@ -1,8 +1,8 @@
 """Unified memory: VRAM until a budget is reached, and beyond it host memory that the GPU reads over the link.
 
 For programs that cannot be taken apart (tensors without modules, CUDA code of one's own): PyTorch allocates through
-RMM, whatever for. Unlike a plan, this does not know what will be needed next, and what lies on the host is read at
-the link's rate each time: the statistics say how much does.
+RMM, for whatever purpose. Unlike a plan, this does not know what will be needed next, and bytes on the host are read
+at the link's rate each time: the statistics say how many there are.
 
 Sources: RMM's Python interface (``rmm.mr``, ``rmm.allocators.torch``); PyTorch, torch/cuda/memory.py
 (``CUDAPluggableAllocator``, ``MemPool``).
@@ -28,14 +28,14 @@ _TODO = "Install brim[unified] on a machine with an NVIDIA GPU, or use --mode st
 
 
 class Resource(Protocol):
-    """As RMM's memory resources are."""
+    """The interface of RMM's memory resources."""
 
     def allocate(self, nbytes: int, stream: Any) -> int: ...
     def deallocate(self, ptr: int, nbytes: int, stream: Any) -> None: ...
 
 
 def is_installed() -> bool:
-    """Whether RMM is there. It is not imported."""
+    """Whether RMM is installed. It is not imported."""
     return importlib.util.find_spec("rmm") is not None
 
 
@@ -71,9 +71,9 @@ class Spilling:
     def _spill(self, nbytes: int, stream: Any) -> int:
         if self.spilled_bytes + nbytes > self.host_limit_bytes:
             raise MemoryError(
-                f"{format_bytes(nbytes)} were asked for: {format_bytes(self.held_bytes)} of "
+                f"cannot allocate {format_bytes(nbytes)}: {format_bytes(self.held_bytes)} of "
                 f"{format_bytes(self.limit_bytes)} of VRAM and {format_bytes(self.spilled_bytes)} of "
-                f"{format_bytes(self.host_limit_bytes)} of RAM are held (out of memory)"
+                f"{format_bytes(self.host_limit_bytes)} of RAM are in use (out of memory)"
             )
         address = self._host.allocate(nbytes, stream)
         self._on_host.add(address)
@@ -125,7 +125,7 @@ class Unified:
 
     @classmethod
     def for_process(cls, settings: Settings) -> Unified:
-        """PyTorch allocates here from now on, in all threads. To be called before CUDA is first used.
+        """From now on PyTorch allocates unified memory in all threads. Must be called before CUDA is first used.
 
         Raises UnsupportedError without CUDA or RMM, or when CUDA is in use already; UsageError for more managed
         memory than the device has free.
@@ -135,17 +135,17 @@ class Unified:
             torch.cuda.memory.change_current_allocator(allocator)
         except RuntimeError as error:
             raise UnsupportedError(
-                "Unified memory was to be put under PyTorch's CUDA tensors.",
-                f"The program has an allocator of its own, or has used CUDA already: {error}",
-                "Use --mode stream with it.",
+                "Cannot put PyTorch's CUDA tensors into unified memory.",
+                f"The program has its own allocator, or has already used CUDA: {error}",
+                "Use --mode stream.",
             ) from error
         return cls(_spilling(settings), allocator, lambda: None)
 
     @classmethod
     def for_thread(cls, settings: Settings) -> Unified:
-        """What this thread allocates from now on comes from here, through PyTorch's caching allocator.
+        """From now on this thread allocates unified memory, through PyTorch's caching allocator.
 
-        For one model of a program whose others are planned. Threads of the backward pass keep allocating as ever.
+        For one model of a program whose other models are planned. Threads of the backward pass allocate as before.
         """
         allocator, spilling = _allocator(), _spilling(settings)
         pool = torch.cuda.MemPool(allocator.allocator())
@@ -163,13 +163,17 @@ class Unified:
 
     def tell(self, stream: TextIO) -> None:
         """One line on what spilled, where anything did."""
-        found = self.spilling
-        if found.asked_spilled_bytes:
-            share = found.asked_spilled_bytes / max(1, found.asked_bytes)
-            slow = " The time goes there: a plan (--mode stream) reads ahead." if share >= _WARN_SHARE else ""
+        spilling = self.spilling
+        if spilling.asked_spilled_bytes:
+            share = spilling.asked_spilled_bytes / max(1, spilling.asked_bytes)
+            slow = (
+                " Reading them takes most of the time: a plan (--mode stream) reads ahead."
+                if share >= _WARN_SHARE
+                else ""
+            )
             stream.write(
-                f"brim: {format_bytes(found.spilled_peak_bytes)} at most lay in RAM, {share:.0%} of what was "
-                f"asked for.{slow}\n"
+                f"brim: at most {format_bytes(spilling.spilled_peak_bytes)} were in RAM, {share:.0%} of the bytes "
+                f"allocated.{slow}\n"
             )
 
     def end(self) -> None:
@@ -179,7 +183,7 @@ class Unified:
 
 def _allocator() -> Any:
     """RMM's allocator for PyTorch. Nothing is allocated, and CUDA is not set up."""
-    asked = "Unified memory was asked for."
+    asked = "Cannot use unified memory."
     if not torch.cuda.is_available():
         raise UnsupportedError(asked, "torch sees no CUDA device here.", _TODO)
     if not is_installed():
@@ -190,16 +194,14 @@ def _allocator() -> Any:
 
 
 def _spilling(settings: Settings) -> Spilling:
-    """What RMM's allocator asks from now on."""
+    """The resource that RMM's allocator uses from now on."""
     import rmm
 
     # RMM's figure: PyTorch's comes from the driver too, but with PyTorch's own allocator set up on the way.
     free, total = map(int, rmm.mr.available_device_memory())
     limit = int(free * _FREE_SHARE) if settings.vram is None else parse_bytes(settings.vram, total)
     if limit == 0:
-        raise BudgetError(
-            "Unified memory was asked for.", "A budget of no VRAM at all was given.", "Give --vram 64MiB or more."
-        )
+        raise BudgetError("Cannot use unified memory.", "The VRAM budget is 0.", "Give --vram 64MiB or more.")
     host_limit = _host_bytes(settings)
     host: Resource
     if settings.managed:
@@ -224,7 +226,7 @@ def check_managed(wanted_bytes: int, free_bytes: int, *, insist: bool) -> None:
     """Raises UsageError for more managed memory than the device has free: that has hung drivers."""
     if wanted_bytes > free_bytes and not insist:
         raise UsageError(
-            f"{format_bytes(wanted_bytes)} of managed memory were asked for.",
+            f"Cannot use {format_bytes(wanted_bytes)} of managed memory.",
             f"The device has {format_bytes(max(0, free_bytes))} free beside the budget; more can hang a driver.",
-            f"Give --ram {max(0, free_bytes) >> 20}MiB, or insist with --insist.",
+            f"Give --ram {max(0, free_bytes) >> 20}MiB, or --insist.",
         )

@@ -63,9 +63,9 @@ class Calls:
 
     def of(self, paths: Collection[str]) -> Calls:
         """The same pass, as far as the parts at ``paths`` are concerned."""
-        made = [(path, kind) for path, kind in self.made if path in paths]
-        kinds = {kind: self.kinds[kind] for _, kind in made}
-        return Calls(made=made, kinds=kinds, whole=self.whole)
+        calls = [(path, kind) for path, kind in self.made if path in paths]
+        kinds = {kind: self.kinds[kind] for _, kind in calls}
+        return Calls(made=calls, kinds=kinds, whole=self.whole)
 
 
 def calls_of(model: nn.Module, paths: Collection[str], example: Example) -> Calls:
@@ -96,18 +96,18 @@ def _arguments(model: Any, call: Callable[..., Any], example: Example) -> tuple[
         return (), dict(example)
     if not isinstance(example, Inputs):
         return tuple(example), {}
-    one = torch.zeros(example.batch, 1, dtype=torch.long)
+    token = torch.zeros(example.batch, 1, dtype=torch.long)
     if model.config.is_encoder_decoder:
         prompt = torch.zeros(example.batch, example.prompt, dtype=torch.long)
-        encoded = call(input_ids=prompt, decoder_input_ids=one).encoder_last_hidden_state
-        return (), {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": one}
+        encoded = call(input_ids=prompt, decoder_input_ids=token).encoder_last_hidden_state
+        return (), {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": token}
     takes = inspect.signature(model.forward).parameters
     last = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
     past: dict[str, Any] = {}
     if example.total > 1:
         ids = torch.zeros(example.batch, example.total - 1, dtype=torch.long)
         past = cache_input(model, _roomy(cache_of(call(input_ids=ids, **last))))
-    return (), {"input_ids": one, **last, **past}
+    return (), {"input_ids": token, **last, **past}
 
 
 def _roomy(cache: Any) -> Any:
@@ -238,16 +238,16 @@ class _Work(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         self.read |= {tensor.untyped_storage()._cdata for tensor in tensors}
-        made = FAKES.get(func, func)(*args, **kwargs)
+        result = FAKES.get(func, func)(*args, **kwargs)
         if func.namespace == "prim":  # asks a tensor for its device
-            return made
-        flops = op_flops(func, args, kwargs, made)
-        read_bytes, written_bytes = op_bytes(func, args, kwargs, made)
+            return result
+        flops = op_flops(func, args, kwargs, result)
+        read_bytes, written_bytes = op_bytes(func, args, kwargs, result)
         self.flops += flops
         self.bytes += read_bytes + written_bytes
         self.written_bytes += written_bytes
         self.kernels += bool(flops or written_bytes)  # the others are views
-        return made
+        return result
 
 
 def _with_work(module: nn.Module, call: Call) -> Call:
@@ -262,14 +262,14 @@ def _with_work(module: nn.Module, call: Call) -> Call:
 
 
 def _settings(module: nn.Module) -> str:
-    """What a module is, but for its number among its like."""
-    found: list[object] = []
+    """A digest of a module's settings and shapes, without its layer number."""
+    settings: list[object] = []
     for path, part in module.named_modules():
         simple = {k: v for k, v in vars(part).items() if isinstance(v, _SIMPLE) and not _NUMBERING.search(k)}
-        held = [*part._parameters.items(), *part._buffers.items()]
-        tensors = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held if tensor is not None]
-        found.append((path, type(part).__qualname__, sorted(simple.items()), tensors))
-    return _digest(*found)
+        named_tensors = [*part._parameters.items(), *part._buffers.items()]
+        tensors = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors if tensor is not None]
+        settings.append((path, type(part).__qualname__, sorted(simple.items()), tensors))
+    return _digest(*settings)
 
 
 def _shapes(value: Any) -> list[tuple[object, ...]]:
@@ -283,11 +283,11 @@ def _digest(*facts: object) -> str:
 
 def held_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that an object holds, whatever it is, each once."""
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found[id(tensor)] = tensor
+        tensors[id(tensor)] = tensor
         return tensor
 
     copied(value, note)
-    return list(found.values())
+    return list(tensors.values())

@@ -96,7 +96,7 @@ class _Timing:
 
     def measured(self, inputs: Example, calls: Calls) -> dict[str, BlockSeconds]:
         # What was timed before needs no pass at all, whatever it would take.
-        seconds = {kind: found for kind in calls.kinds if (found := self._known(kind)) is not None}
+        seconds = {kind: remembered for kind in calls.kinds if (remembered := self._known(kind)) is not None}
         rest = self._known(_whole_kind(calls))
         if len(seconds) < len(calls.kinds) or rest is None:
             seconds, rest = self._measure(calls, inputs, seconds)
@@ -116,7 +116,7 @@ class _Timing:
         return None if value is None else BlockSeconds(forward_s=value[0], backward_s=value[1])
 
     def _measure(
-        self, calls: Calls, inputs: Example, known: Mapping[str, BlockSeconds]
+        self, calls: Calls, inputs: Example, known_seconds: Mapping[str, BlockSeconds]
     ) -> tuple[dict[str, BlockSeconds], BlockSeconds]:
         """By kind of call, and the rest. Of a large step, a smaller one is timed."""
         small = calls
@@ -130,7 +130,7 @@ class _Timing:
             inputs, small = fewer, smaller
         owners = {kind: path for path, kind in small.made}  # of each kind, one that is called so
         budget_s = self._limit_s / max(1, len(small.kinds))
-        seconds, timed = dict(known), {}
+        seconds, timed = dict(known_seconds), {}
         for (_, kind), (_, like) in zip(calls.made, small.made, strict=True):
             if kind in seconds:
                 continue
@@ -161,12 +161,12 @@ class _Timing:
             return BlockSeconds(forward_s=forward_s, backward_s=2 * forward_s * self._training)
         like = sum(type(part) is type(original) for part in self._model.modules())
         count = max(1, min(like, -(-_COLD_BYTES // max(1, size)), int(room // max(1, takes))))
-        made = [_made(original, self._device, self._training) for _ in range(count)]
+        copies = [_made(original, self._device, self._training) for _ in range(count)]
         args, kwargs = copied((call.args, call.kwargs), lambda t: _real(t, self._device, call.read))
 
         def one(index: int) -> BlockSeconds:
-            given = copied((args, kwargs), lambda tensor: tensor)  # a cache grows with every call
-            return self._run(made[index % count], *given)
+            inputs = copied((args, kwargs), lambda tensor: tensor)  # a cache grows with every call
+            return self._run(copies[index % count], *inputs)
 
         return _median(one, budget_s)
 
@@ -211,12 +211,12 @@ class _Timing:
             forward_s = max(0.0, self._roofline_s(calls.whole) - parts_s)
             return BlockSeconds(forward_s=forward_s, backward_s=2 * forward_s * self._training)
         memo: dict[int, Any] = {}
-        given = {
+        outputs = {
             kind: copied(call.output, lambda t: _real(t, self._device, None)) for kind, call in calls.kinds.items()
         }
         for path, _ in calls.made:
             part = self._model.get_submodule(path)
-            memo[id(part)] = _Stub(part, [given[kind] for other, kind in calls.made if other == path])
+            memo[id(part)] = _Stub(part, [outputs[kind] for other, kind in calls.made if other == path])
         model = _made(self._model, self._device, self._training, memo)
         args, kwargs = copied(
             (calls.whole.args, calls.whole.kwargs), lambda t: _real(t, self._device, calls.whole.read)
@@ -290,24 +290,26 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _made(original: nn.Module, device: torch.device, training: bool, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy with random values for all its tensors; ``memo`` has what is to stand for some of its parts."""
-    known = dict(memo or {})
-    inside = [t for part in _parts(original, known) for t in (*part._parameters.values(), *part._buffers.values())]
+    """A copy with random values for all its tensors; ``memo`` has replacements for some of its parts."""
+    replacements = dict(memo or {})
+    inside = [
+        t for part in _parts(original, replacements) for t in (*part._parameters.values(), *part._buffers.values())
+    ]
     for tensor in inside:
-        if tensor is None or id(tensor) in known:
+        if tensor is None or id(tensor) in replacements:
             continue
         value = _random(tensor, device) if tensor.is_meta or isinstance(tensor, nn.Parameter) else tensor.to(device)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=training and tensor.requires_grad)
-        known[id(tensor)] = value
-    made: nn.Module = copy.deepcopy(original, known)
-    return made.train(training)
+        replacements[id(tensor)] = value
+    copied: nn.Module = copy.deepcopy(original, replacements)
+    return copied.train(training)
 
 
-def _parts(module: nn.Module, known: Mapping[int, Any]) -> list[nn.Module]:
-    if id(module) in known:
+def _parts(module: nn.Module, memo: Mapping[int, Any]) -> list[nn.Module]:
+    if id(module) in memo:
         return []
-    return [module, *(part for child in module.children() for part in _parts(child, known))]
+    return [module, *(part for child in module.children() for part in _parts(child, memo))]
 
 
 def _real(tensor: torch.Tensor, device: torch.device, read: frozenset[int] | None) -> torch.Tensor:
@@ -325,37 +327,37 @@ def _random(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     count = tensor.numel()
     with torch.inference_mode(False):
-        made = torch.empty(count, dtype=tensor.dtype, device=device)
+        values = torch.empty(count, dtype=tensor.dtype, device=device)
         if device.type == "cpu":  # in pages as large as those of a run
-            made = HostSource().make(count * tensor.element_size()).view(tensor.dtype)
+            values = HostSource().make(count * tensor.element_size()).view(tensor.dtype)
         generator = torch.Generator().manual_seed(0)  # not the user's
         few = torch.rand(min(count, 1 << 18), generator=generator).sub_(0.5).mul_(0.04)
         few = few.to(device=device, dtype=tensor.dtype)
         whole = count // max(1, len(few)) * len(few)
         if whole:
-            made[:whole].view(-1, len(few)).copy_(few)
-        made[whole:].copy_(few[: count - whole])
-        return made.view(tensor.shape)
+            values[:whole].view(-1, len(few)).copy_(few)
+        values[whole:].copy_(few[: count - whole])
+        return values.view(tensor.shape)
 
 
-def _median(one: Callable[[int], BlockSeconds], budget_s: float) -> BlockSeconds:
-    """Of as many runs as fit ``budget_s``, but of the first one at least."""
+def _median(run: Callable[[int], BlockSeconds], budget_s: float) -> BlockSeconds:
+    """The median of as many runs as fit ``budget_s``, and at least of the first one."""
     began_s = time.perf_counter()
-    first = one(0)
-    found: list[BlockSeconds] = []
-    while len(found) < _MOST_RUNS:
+    first = run(0)
+    runs: list[BlockSeconds] = []
+    while len(runs) < _MOST_RUNS:
         spent_s = time.perf_counter() - began_s
-        if spent_s + spent_s / (len(found) + 1) > budget_s and (found or spent_s > budget_s):
+        if spent_s + spent_s / (len(runs) + 1) > budget_s and (runs or spent_s > budget_s):
             break
-        found.append(one(len(found) + 1))
+        runs.append(run(len(runs) + 1))
     return BlockSeconds(
-        forward_s=statistics.median(t.forward_s for t in found or [first]),
-        backward_s=statistics.median(t.backward_s for t in found or [first]),
+        forward_s=statistics.median(t.forward_s for t in runs or [first]),
+        backward_s=statistics.median(t.backward_s for t in runs or [first]),
     )
 
 
-def _sum(one: BlockSeconds, other: BlockSeconds) -> BlockSeconds:
-    return BlockSeconds(forward_s=one.forward_s + other.forward_s, backward_s=one.backward_s + other.backward_s)
+def _sum(first: BlockSeconds, second: BlockSeconds) -> BlockSeconds:
+    return BlockSeconds(forward_s=first.forward_s + second.forward_s, backward_s=first.backward_s + second.backward_s)
 
 
 def _scaled(seconds: BlockSeconds, factor: float) -> BlockSeconds:

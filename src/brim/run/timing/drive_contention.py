@@ -79,17 +79,20 @@ def _shares(memory: Remembered, count: int, *, writes: bool, measures: bool) -> 
     if writes:
         lanes[_LANES[READ], _LANES[WRITE]] = "both ways"
         looks["both ways"] = both_ways
-    known = {name: memory.get(name, within_s=_GOOD_FOR_S) for name in looks}
-    if not measures and None in known.values():
+    remembered = {name: memory.get(name, within_s=_GOOD_FOR_S) for name in looks}
+    if not measures and None in remembered.values():
         return None
-    shares = {name: _measured(memory, name, looks[name]) if found is None else found for name, found in known.items()}
-    found = {}
-    for (one, other), name in lanes.items():
-        found[one, other], found[other, one] = shares[name]
-    return found
+    shares = {
+        name: _measured(memory, name, looks[name]) if numbers is None else numbers
+        for name, numbers in remembered.items()
+    }
+    contention = {}
+    for (first, second), name in lanes.items():
+        contention[first, second], contention[second, first] = shares[name]
+    return contention
 
 
 def _measured(memory: Remembered, name: str, measure: Callable[[Path], tuple[float, float]]) -> list[float]:
-    found = [*measure(drive_folder())]
-    memory.keep({name: found})
-    return found
+    shares = [*measure(drive_folder())]
+    memory.keep({name: shares})
+    return shares

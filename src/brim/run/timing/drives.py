@@ -47,10 +47,10 @@ def reading_from(hardware: Hardware, folder: Path, *, budget_bytes: float = 0) -
     slow = hardware.link(DISK, RAM)
     # The same bytes come in each of these seconds, so that seconds per byte are what has a mean.
     large, small = (statistics.harmonic_mean(rates) for rates in list(zip(*looks, strict=True))[1:])
-    made = replace(
+    measured = replace(
         slow, bytes_per_s=large, single_bytes_per_s=small, chunk_bytes=RUN_CHUNK_BYTES, concurrency=RUN_CONCURRENCY
     )
-    return replace(hardware, links=tuple(made if link is slow else link for link in hardware.links))
+    return replace(hardware, links=tuple(measured if link is slow else link for link in hardware.links))
 
 
 def _looks(hardware: Hardware, file: Path) -> list[_Look]:

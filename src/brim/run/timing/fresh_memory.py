@@ -19,11 +19,11 @@ def fresh_seconds(hardware: Hardware) -> float:
     if hardware.compute != RAM or (hardware.name, RAM) != ((here := probe(device="cpu")).name, here.compute):
         return 0.0
     memory = Remembered("fresh-memory", (_METHOD, hardware.name, torch.__version__, torch.get_num_threads()))
-    known = memory.get("s_per_byte")
-    if known is None:
-        known = [fresh_memory_s_per_byte()]
-        memory.keep({"s_per_byte": known})
-    return known[0]
+    seconds = memory.get("s_per_byte")
+    if seconds is None:
+        seconds = [fresh_memory_s_per_byte()]
+        memory.keep({"s_per_byte": seconds})
+    return seconds[0]
 
 
 def given_back(in_use_bytes: int, budget_bytes: int) -> float:

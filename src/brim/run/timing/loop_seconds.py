@@ -29,11 +29,11 @@ def loop_seconds(vocabulary: int, batch: int) -> float:
     """Seconds of the loop for each token of ``batch`` sequences; measured once, in a fraction of a second."""
     facts = (_METHOD, probe(device="cpu").name, torch.__version__, transformers.__version__, torch.get_num_threads())
     memory, name = Remembered("loop-seconds", facts), f"{vocabulary} {batch}"
-    known = memory.get(name)
-    if known is None:
-        known = [_measured(vocabulary, batch)]
-        memory.keep({name: known})
-    return known[0]
+    seconds = memory.get(name)
+    if seconds is None:
+        seconds = [_measured(vocabulary, batch)]
+        memory.keep({name: seconds})
+    return seconds[0]
 
 
 def _measured(vocabulary: int, batch: int) -> float:
@@ -75,8 +75,8 @@ def _generated_s(model: Any, ids: torch.Tensor) -> float:
 def _passed_s(model: Any, ids: torch.Tensor) -> float:
     """The same passes without the loop."""
     with torch.inference_mode():
-        made = model(ids, use_cache=True)
+        output = model(ids, use_cache=True)
         token, watch = ids[:, :1], Stopwatch()
         for _ in range(_TOKENS - 1):
-            made = model(token, **cache_input(model, cache_of(made)), use_cache=True, logits_to_keep=1)
+            output = model(token, **cache_input(model, cache_of(output)), use_cache=True, logits_to_keep=1)
         return watch.read_s() / (_TOKENS - 1)

@@ -45,11 +45,11 @@ class Remembered:
             text, _ = kept(self._path) or ("{}", 0.0)
             return {str(name): _dated(numbers) for name, numbers in json.loads(text).items()}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            warnings.warn(f"{self._path} is damaged, so it is measured again: {error}", stacklevel=3)
+            warnings.warn(f"{self._path} is damaged; its values are measured again: {error}", stacklevel=3)
             return {}
 
 
-def _dated(found: Any) -> tuple[list[float], float]:
+def _dated(entry: Any) -> tuple[list[float], float]:
     """Numbers and when they were kept, in seconds since 1970; in older files they stand alone, of any age."""
-    numbers, at_s = (found, 0.0) if not found or not isinstance(found[0], list) else found
+    numbers, at_s = (entry, 0.0) if not entry or not isinstance(entry[0], list) else entry
     return [float(number) for number in numbers], float(at_s)

@@ -20,10 +20,10 @@ _ARITHMETIC = ("float32", "bfloat16", "float16")
 
 def triggers(partition: Partition) -> dict[str, str]:
     """Trigger -> the largest of the blocks that its call needs: its seconds are counted once."""
-    found: dict[str, str] = {}
+    block_of: dict[str, str] = {}
     for block in sorted(partition.blocks, key=lambda block: block.bytes):
-        found |= dict.fromkeys(block.triggers, block.name)
-    return found
+        block_of |= dict.fromkeys(block.triggers, block.name)
+    return block_of
 
 
 def rated_seconds(
@@ -35,8 +35,8 @@ def rated_seconds(
     """
     owners, read = triggers(partition), _read_only(model, work, tokens)
     parts: dict[str, list[ModuleWork]] = {}
-    for path, one in read.items():
-        parts.setdefault(_nearest(path, owners), []).append(one)
+    for path, module_work in read.items():
+        parts.setdefault(_nearest(path, owners), []).append(module_work)
     beside = parts.pop(OUTSIDE, []) if OUTSIDE not in owners else []
     seconds = {block.name: 0.0 for block in partition.blocks}
     for trigger, done in parts.items():
@@ -54,18 +54,18 @@ def _nearest(path: str, owners: Mapping[str, str]) -> str:
 
 
 def _read_only(model: nn.Module, work: PassWork, tokens: int) -> dict[str, ModuleWork]:
-    """``work`` with the bytes of experts that a pass reads in the mean: on fake tensors all are seen to be read, or,
+    """``work`` with the bytes of experts that a pass reads on average: a trace on fake tensors reads all of them, or,
     where their rows are gathered first, hardly any."""
-    parameters, found = dict(model.named_parameters()), dict(work)
+    parameters, corrected = dict(model.named_parameters()), dict(work)
     experts: dict[str, tuple[float, float]] = {}  # read and not read, by the module that has them
-    for name, one in reading(model, tokens).items():
-        path, held = name.rpartition(".")[0], tensor_bytes(parameters[name])
+    for name, expert in reading(model, tokens).items():
+        path, expert_bytes = name.rpartition(".")[0], tensor_bytes(parameters[name])
         read, unread = experts.get(path, (0.0, 0.0))
-        experts[path] = read + one.share * held, unread + (1 - one.share) * held
+        experts[path] = read + expert.share * expert_bytes, unread + (1 - expert.share) * expert_bytes
     for path, (read, unread) in experts.items():
-        if path in found:
-            found[path] = found[path]._replace(bytes=round(max(read, found[path].bytes - unread)))
-    return found
+        if path in corrected:
+            corrected[path] = corrected[path]._replace(bytes=round(max(read, corrected[path].bytes - unread)))
+    return corrected
 
 
 def _seconds(parts: Iterable[ModuleWork], hardware: Hardware) -> float:

@@ -61,9 +61,9 @@ class _EventClock:
         self._origin_s = recorder.now_s()
 
     def mark(self) -> Any:
-        made = self._on.new_event(timed=True)
-        made.record(self._on.current_stream())
-        return made
+        event = self._on.new_event(timed=True)
+        event.record(self._on.current_stream())
+        return event
 
     def is_over(self, mark: Any) -> bool:
         return bool(mark.query())

@@ -43,12 +43,12 @@ def finite(
 
 
 def diverged(name: str) -> ModelError:
-    """What ends a training whose weights or optimizer states are no finite numbers."""
+    """The error of a training whose weights or optimizer states are not finite."""
     return ModelError(
-        "The model was to be saved as it is now.",
-        f"{name} has values that are not finite: the training has diverged. What was saved before is as it was.",
-        "Lower --lr or set --clip-norm 1.0; --resume goes on from the last checkpoint. --allow-non-finite saves it "
-        "all the same.",
+        "Cannot save the model in its present state.",
+        f"{name} has values that are not finite: the training has diverged. Earlier checkpoints are unchanged.",
+        "Lower --lr or set --clip-norm 1.0; --resume continues from the last checkpoint. --allow-non-finite saves "
+        "the model anyway.",
     )
 
 
@@ -60,22 +60,24 @@ def check_loss(report: StepReport, output: Path) -> None:
 
 @contextlib.contextmanager
 def overflow_told(step: int, output: Path) -> Iterator[None]:
-    """Optimizers that are not fused multiply tensors by numbers: PyTorch refuses one that their type has not."""
+    """Non-fused optimizers multiply tensors by numbers: PyTorch refuses one that the tensors' type cannot hold."""
     try:
         yield
     except RuntimeError as error:
         if "without overflow" not in str(error):
             raise
-        raise _spoilt(step, "Its update has a factor beyond what the weights' type can hold.", output) from error
+        raise _spoilt(step, "Its update has a factor too large for the type of the weights.", output) from error
 
 
-def _spoilt(step: int, found: str, output: Path) -> ModelError:
+def _spoilt(step: int, problem: str, output: Path) -> ModelError:
     saved = checkpoint_reading.steps(output)
-    goes_on = "No checkpoint was saved yet (--save-every)."
+    goes_on = "No checkpoint has been saved yet (--save-every)."
     if saved:
-        goes_on = f"--resume goes on from step {saved[-1]}; where its weights are spoilt already, delete that one."
+        goes_on = (
+            f"--resume continues from step {saved[-1]}; if its weights are already damaged, delete that checkpoint."
+        )
     return ModelError(
-        f"Step {step} was to be trained.",
-        found,
-        f"Lower --lr, set --clip-norm 1.0, or look at the data of that step. {goes_on}",
+        f"Cannot train step {step}.",
+        problem,
+        f"Lower --lr, set --clip-norm 1.0, or check the data of that step. {goes_on}",
     )

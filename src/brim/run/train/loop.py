@@ -97,11 +97,11 @@ def _train(
 
 
 def _ran_out(stage: str, error: BaseException) -> BudgetError:
-    """Memory that ran out elsewhere than in a step, where there is no smaller plan to go on with."""
+    """The error when memory ran out outside of a step, where no smaller plan helps."""
     return BudgetError(
-        f"A training was at this: {stage}.",
+        f"The training stopped while {stage}.",
         f"The system has no more memory: {' '.join(str(error).split()) or type(error).__name__:.300}",
-        "End other programs, and go on with --resume: checkpoints that were saved are as they were.",
+        "End other programs and continue with --resume: saved checkpoints are intact.",
     )
 
 
@@ -241,7 +241,7 @@ class _Run:
             return math.nan, " ".join(str(error).split()) or type(error).__name__
 
     def _one_rung_down(self, failure: str) -> None:
-        """Save what the step began with, let everything go, and open it again one rung further down."""
+        """Save the state from before the step, free everything, and open the model again one rung further down."""
         heap.trim()
         session, step = self.session, self._next
         if not session.fitted.is_partly_updated:
@@ -257,7 +257,7 @@ class _Run:
             del self.losses[max(0, len(self.losses) - (step - self._next)) :]
             self._metrics.close()
             self._metrics = self._new_metrics()
-            self.evaluations = [one for one in self.evaluations if one.step <= self._next]
+            self.evaluations = [evaluation for evaluation in self.evaluations if evaluation.step <= self._next]
         plan = _in_words(self.session)
         self._note(f"step {step + 1}: memory ran out ({failure:.300}). Going on with {plan}, from {where}.")
         self._note_session()

@@ -87,27 +87,27 @@ class OutputFolder:
                 shutil.rmtree(folder)
         except OSError as error:
             raise TransferError(
-                f"Checkpoints of the training before were to be deleted from {self.path}.", f"{error.strerror}."
+                f"Cannot delete the checkpoints of the earlier training from {self.path}.", f"{error.strerror}."
             ) from error
 
     def refuse(self, reads: Mapping[Identity, Path]) -> None:
-        """Raise UsageError where the folder, or what is in it, is read. ``reads`` is read too, from now on."""
+        """Raise UsageError if this training reads the folder or anything in it. Adds ``reads`` to what it reads."""
         self._reads.update(reads)
-        for one, here in identities([self.path]).items():
-            if one not in self._reads:
+        for identity, path in identities([self.path]).items():
+            if identity not in self._reads:
                 continue
-            found = f"{here.name} in it" if here != self.path else "It"
+            name = f"{path.name} in it" if path != self.path else "It"
             raise UsageError(
-                f"A training was to be written to {self.path}.",
-                f"{found} is {self._reads[one]}, which is read.",
+                f"Cannot write a training to {self.path}.",
+                f"{name} is {self._reads[identity]}, which is an input.",
                 "Give another --output.",
             )
 
     # -- whose it is
 
     def _check(self) -> None:
-        """Raise UsageError where what is there is not this training's to write to."""
-        path, asked = self.path, f"A training was to be written to {self.path}."
+        """Raise UsageError if the contents of the folder belong to something else."""
+        path, asked = self.path, f"Cannot write a training to {self.path}."
         if not path.exists():
             return
         self.refuse({})
@@ -121,8 +121,8 @@ class OutputFolder:
             if not self._resume:
                 raise UsageError(
                     asked,
-                    "There are checkpoints of another one.",
-                    "Go on with it by --resume, or give another --output. --overwrite deletes them.",
+                    "It has checkpoints of another training.",
+                    "Continue that one with --resume, or give another --output. --overwrite deletes them.",
                 )
             return
         begun = names <= _BEGUN | {left.name for left in partial_folders(path)}
@@ -130,12 +130,14 @@ class OutputFolder:
         if begun and (self._resume or not steps):
             return
         if begun:
-            found = f"There is the course of another one: {steps} steps, and no checkpoint."
+            problem = f"It has the log of another training: {steps} steps, and no checkpoint."
         else:
             shown = ", ".join(sorted(names - _BEGUN)[:3])
-            found = f"It is not empty: there is {shown}{', ...' if len(names - _BEGUN) > 3 else ''}"
-            found += ", and no checkpoint to go on from." if self._resume else "."
-        raise UsageError(asked, found, "Give another --output. --overwrite puts the trained model in its place.")
+            problem = f"It is not empty: it has {shown}{', ...' if len(names - _BEGUN) > 3 else ''}"
+            problem += ", and no checkpoint to resume from." if self._resume else "."
+        raise UsageError(
+            asked, problem, "Give another --output. --overwrite replaces the contents by the trained model."
+        )
 
     def _take_lock(self) -> None:
         import fcntl  # not everywhere where the command line is
@@ -149,7 +151,7 @@ class OutputFolder:
                 holder = _holder(fd)
                 os.close(fd)
                 raise UsageError(
-                    f"A training was to be written to {self.path}.",
+                    f"Cannot write a training to {self.path}.",
                     f"Another training writes to it{holder}.",
                     "Wait for its end, or give another --output.",
                 ) from error
@@ -159,8 +161,8 @@ class OutputFolder:
                     raise _not_writable(self.path, error) from error
                 path.unlink(missing_ok=True)
                 warnings.warn(
-                    f"The file system of {self.path} has no locks ({error.strerror}): see to it yourself that no "
-                    "other training writes there.",
+                    f"The file system of {self.path} has no locks ({error.strerror}): make sure that no other "
+                    "training writes there.",
                     stacklevel=3,
                 )
                 return
@@ -200,9 +202,9 @@ class OutputFolder:
             sync_path(self.path)
         except OSError as error:
             raise TransferError(
-                f"The trained model was to be written to {self.path}.",
+                f"Cannot write the trained model to {self.path}.",
                 f"{error.strerror}.",
-                "Free some disk space, and go on with --resume: the checkpoints are as they were.",
+                "Free some disk space and continue with --resume: the checkpoints are intact.",
             ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -219,7 +221,7 @@ def make_writable(output: Path) -> None:
 
 
 def _not_writable(output: Path, error: OSError) -> UsageError:
-    return UsageError(f"A training was to be written to {output}.", f"{error.strerror}.", "Give another --output.")
+    return UsageError(f"Cannot write a training to {output}.", f"{error.strerror}.", "Give another --output.")
 
 
 def _is_of_model(name: str) -> bool:
@@ -239,7 +241,7 @@ def _is(fd: int, path: Path) -> bool:
 def _holder(fd: int) -> str:
     """Who has the lock, in words; nothing where that is not told."""
     try:
-        found = json.loads(os.pread(fd, 1000, 0))
-        return f": process {found['process']} on {found['host']}, since {found['since']}"
+        holder = json.loads(os.pread(fd, 1000, 0))
+        return f": process {holder['process']} on {holder['host']}, since {holder['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -23,33 +23,33 @@ _ORDERS = ("micro_batch", "checkpointing", "offload_activations", "offload_optim
 
 
 def with_plan(request: Request, file: PlanFile) -> Request:
-    """``request`` with what the plan settles: the batch and its length, the method, optimizer and precision, and the
+    """``request`` with the values of the plan: the batch and its length, the method, optimizer and precision, and the
     budget where none is given.
 
-    Raises UsageError for an option that says something else than the plan, or orders what it decided.
+    Raises UsageError for an option that differs from the plan, or sets what the plan decides.
     """
     if file.plan.task != "train":
-        raise UsageError(f"{request.plan} was given to a training.", f"It is a plan to {file.plan.task}.")
+        raise UsageError(f"Cannot train with the plan {request.plan}.", f"It is for the task {file.plan.task}.")
     asked = file.request
     asked.check()
     try:
         choice = Choice.of(file.plan)
     except (KeyError, AssertionError) as error:
-        raise FormatError(f"{request.plan} was given as a plan.", f"It is damaged: {error!r}.") from error
+        raise FormatError(f"{request.plan} is not a valid plan.", f"It is damaged: {error!r}.") from error
     planned: dict[str, Any] = {name: getattr(asked, name) for name in _SETTLED}
     planned["precision"] = precision_of(asked, file.hardware.compute)
     if choice.precision != planned["precision"]:
-        told = f"Its precision is {choice.precision}, and what it was asked has {planned['precision']}."
-        raise FormatError(f"{request.plan} was given as a plan.", told)
-    defaults = {one.name: one.default for one in fields(Request)}
+        problem = f"Its precision is {choice.precision}, but its request has {planned['precision']}."
+        raise FormatError(f"{request.plan} is not a valid plan.", problem)
+    defaults = {field.name: field.default for field in fields(Request)}
     for name in (*_SETTLED, *_ORDERS):
-        given = getattr(request, name)
-        if given != defaults[name] and given != planned.get(name):
-            told = f"The plan says {planned[name]}." if name in planned else "The plan has decided that."
+        value = getattr(request, name)
+        if value != defaults[name] and value != planned.get(name):
+            problem = f"The plan has {planned[name]}." if name in planned else "The plan decides that."
             option = name.replace("_", "-")
             raise UsageError(
-                f"--{option} {given} was given beside --plan {request.plan}.",
-                told,
+                f"Cannot use --{option} {value} with --plan {request.plan}.",
+                problem,
                 f"Leave --{option} out, or make another plan.",
             )
     budget = file.plan.budget_bytes
@@ -61,12 +61,12 @@ def with_plan(request: Request, file: PlanFile) -> Request:
 
 def partition_of(model: nn.Module, plan: Plan, stay: Collection[str]) -> Partition:
     """The blocks that ``plan`` speaks of. Raises UsageError where the model has no such blocks."""
-    wanted = Choice.of(plan).streaming.keys()
-    for found in partitions(model, Need(step_bytes=0, stay=frozenset(stay))):
-        if wanted <= {block.name for block in found.blocks}:
-            return found
+    names = Choice.of(plan).streaming.keys()
+    for partition in partitions(model, Need(step_bytes=0, stay=frozenset(stay))):
+        if names <= {block.name for block in partition.blocks}:
+            return partition
     raise UsageError(
-        f"A plan for {plan.model} was to be used.",
-        f"The model has no blocks such as {next(iter(wanted))}.",
+        f"Cannot use the plan for {plan.model}.",
+        f"The model has no block {next(iter(names))}.",
         "Make a plan for this model.",
     )

@@ -24,16 +24,16 @@ _BEFORE_S = -1.0  # the time of what is there before the step, until the step ha
 
 
 def step_timeline(
-    name: str, made: Trace, copies: Timeline, blocks: Iterable[str], hardware: Hardware, step_s: float
+    name: str, trace: Trace, copies: Timeline, blocks: Iterable[str], hardware: Hardware, step_s: float
 ) -> Timeline:
-    """The step of ``made``, from 0 to ``step_s``; ``placed`` gives it its place among others.
+    """The step of ``trace``, from 0 to ``step_s``; ``placed`` puts it in its place among others.
 
     ``copies`` has its COPY events, in order; each way is taken to copy without a pause from the step's beginning on.
     ``blocks`` are paths of modules: time is told by them, with what they wait.
     """
-    clock = _Clock(made, hardware, step_s)
+    clock = _Clock(trace, hardware, step_s)
     timeline = Timeline(name, measured=False)
-    _write_memory(timeline, made, clock, hardware.compute)
+    _write_memory(timeline, trace, clock, hardware.compute)
     parts = {part for block in blocks for part in block.split("+")}
     _write_compute(timeline, clock, sorted(parts, key=len, reverse=True), hardware.compute)
     _write_copies(timeline, copies, hardware)
@@ -54,8 +54,8 @@ def placed(foreseen: Timeline, measured: Timeline) -> Timeline:
 class _Clock:
     """Seconds by ticks. An operation takes its share of the step's, by its roofline."""
 
-    def __init__(self, made: Trace, hardware: Hardware, step_s: float) -> None:
-        self.ops = [op for op in made.ops if op.step >= 0]
+    def __init__(self, trace: Trace, hardware: Hardware, step_s: float) -> None:
+        self.ops = [op for op in trace.ops if op.step >= 0]
         took = [cost.op_s(op, hardware) + cost.EAGER.kernel_s for op in self.ops]
         share = step_s / (sum(took) or 1.0)
         self.starts_s = [0.0]
@@ -69,18 +69,18 @@ class _Clock:
         return self.starts_s[index] if index >= 0 else _BEFORE_S
 
 
-def _write_memory(timeline: Timeline, made: Trace, clock: _Clock, tier: str) -> None:
+def _write_memory(timeline: Timeline, trace: Trace, clock: _Clock, tier: str) -> None:
     """Every storage, as the simulation places it: through the caching allocator on CUDA."""
     ticks = sorted(
         tick
-        for storage in made.storages
+        for storage in trace.storages
         if storage.bytes
         for tick in (storage.born, storage.died)
         if tick is not None
     )
     moments = iter(ticks)
     time_s = _BEFORE_S
-    for event in simulate(made):
+    for event in simulate(trace):
         if event.kind in (EventKind.ALLOC, EventKind.FREE):
             time_s = clock.at(next(moments))
         timeline.add(

@@ -52,8 +52,8 @@ class StepReport:
         return sum(count for way, count in self.moved_bytes.items() if way.endswith("->disk"))
 
     def to_json(self) -> dict[str, Any]:
-        made = dataclasses.asdict(self)
-        return made | {"tokens_per_s": self.tokens_per_s, "written_bytes": self.written_bytes}
+        values = dataclasses.asdict(self)
+        return values | {"tokens_per_s": self.tokens_per_s, "written_bytes": self.written_bytes}
 
     def line(self) -> str:
         """For people."""
@@ -149,9 +149,9 @@ class Metrics:
             yield
         except OSError as error:
             raise TransferError(
-                f"The course of the training was to be written to {self._path}.",
+                f"Cannot write the log of the training to {self._path}.",
                 f"{error.strerror or error}.",
-                "Free some disk space, and go on with --resume.",
+                "Free some disk space and continue with --resume.",
             ) from error
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ def _or_without(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         warnings.warn(
-            f"{name} hears no more of this training, which goes on: {error.strerror or error}.", stacklevel=4
+            f"{name} gets no further reports; the training continues: {error.strerror or error}.", stacklevel=4
         )
 
 
@@ -195,10 +195,10 @@ def _until(path: Path, step: int) -> list[str]:
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found = json.loads(line)["step"]
+            number = json.loads(line)["step"]
         except (ValueError, KeyError, TypeError):
             continue
-        if found <= step:
+        if number <= step:
             kept.append(line)
     return kept
 
@@ -243,8 +243,8 @@ class _Board:
         self._write(self._made(step=step, summary=self._summary(value=values)))
 
     def _made(self, **values: Any) -> bytes:
-        made: bytes = self._event(wall_time=time.time(), **values).SerializeToString()
-        return made
+        record: bytes = self._event(wall_time=time.time(), **values).SerializeToString()
+        return record
 
     def _write(self, event: bytes) -> None:
         """At once and in this thread: torch's SummaryWriter has one of its own, whose failures end in a traceback."""
@@ -271,10 +271,10 @@ class _Wandb:
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resumes: bool) -> None:
         wandb: Any = importlib.import_module("wandb")
         name = folder / WANDB_RUN
-        known = name.read_text(encoding="utf-8").strip() if resumes and name.exists() else None
+        run_id = name.read_text(encoding="utf-8").strip() if resumes and name.exists() else None
         project = os.environ.get("WANDB_PROJECT", "brim")
         self._run = wandb.init(
-            project=project, dir=str(folder), config=dict(settings), id=known, resume="allow" if known else None
+            project=project, dir=str(folder), config=dict(settings), id=run_id, resume="allow" if run_id else None
         )
         name.write_text(str(self._run.id), encoding="utf-8")
 
@@ -298,5 +298,5 @@ def check_reporters(report_to: Sequence[str] | None) -> None:
     for name in report_to or ():
         if name != "none" and not is_installed(name):
             raise UnsupportedError(
-                f"--report-to {name} was given.", f"The package {name} is not installed.", f"pip install {name}"
+                f"Cannot report to {name}.", f"The package {name} is not installed.", f"Run: pip install {name}"
             )

@@ -82,12 +82,12 @@ class Request:
             _one_of("--report-to", name, REPORTERS)
         if self.eval_every is not None and self.eval_data is None:
             raise UsageError(
-                f"--eval-every {self.eval_every} was given.", "There is nothing to evaluate.", "Give --eval-data."
+                f"Cannot use --eval-every {self.eval_every}.", "There is no data to evaluate on.", "Give --eval-data."
             )
         for option, number, above in (("--lr", self.lr, False), ("--clip-norm", self.clip_norm, True)):
             if number is not None and (not math.isfinite(number) or number < 0 or (above and number == 0)):
                 least = "above 0" if above else "from 0 on"
-                raise UsageError(f"{option} {number} was given.", f"It is a finite number {least}.")
+                raise UsageError(f"{option} {number} was given.", f"It must be a finite number {least}.")
         for option, count, fewest in (
             ("--batch", self.batch, 1), ("--micro-batch", self.micro_batch, 1), ("--seq", self.seq, 2),
             ("--steps", self.steps, 1), ("--epochs", self.epochs, 1), ("--warmup", self.warmup, 0),
@@ -95,19 +95,19 @@ class Request:
             ("--offload-activations", self.offload_activations, 0),
         ):  # fmt: skip
             if count is not None and count < fewest:
-                raise UsageError(f"{option} {count} was given.", f"It is a whole number from {fewest} on.")
+                raise UsageError(f"{option} {count} was given.", f"It must be a whole number, {fewest} or more.")
             if count is not None and count > LARGEST:
-                raise UsageError(f"{option} {count} was given.", f"It is {LARGEST:,} at most.")
+                raise UsageError(f"{option} {count} was given.", f"It must be at most {LARGEST:,}.")
         if not LEAST_SEED <= self.seed <= MOST_SEED:
-            raise UsageError(f"--seed {self.seed} was given.", f"It is from {LEAST_SEED} to {MOST_SEED}.")
+            raise UsageError(f"--seed {self.seed} was given.", f"It must be from {LEAST_SEED} to {MOST_SEED}.")
         if self.resume and self.overwrite:
             raise UsageError("--resume and --overwrite were both given.", "One keeps what the other deletes.")
         if self.steps is not None and self.epochs is not None:
             raise UsageError("--steps and --epochs were both given.", "Each decides the length.", "Give one of them.")
         if self.micro_batch is not None and self.micro_batch > self.batch:
             raise UsageError(
-                f"A micro-batch of {self.micro_batch} was asked for.",
-                f"A batch has {self.batch} sequences.",
+                f"Cannot use --micro-batch {self.micro_batch}.",
+                f"A batch has only {self.batch} sequences.",
                 "Give a smaller --micro-batch or a larger --batch.",
             )
 
@@ -134,9 +134,9 @@ class Request:
         return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _one_of(option: str, value: str, known: Any) -> None:
-    if value not in known:
-        raise UsageError(f"{option} {value} was given.", f"Known are {', '.join(known)}.")
+def _one_of(option: str, value: str, allowed: Any) -> None:
+    if value not in allowed:
+        raise UsageError(f"{option} {value} was given.", f"Allowed are {', '.join(allowed)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,4 +170,4 @@ class Training:
             "output": str(self.output),
             "notes": self.notes,
             "truncated": self.truncated,
-        } | ({"evaluations": [one.to_json() for one in self.evaluations]} if self.evaluations else {})
+        } | ({"evaluations": [evaluation.to_json() for evaluation in self.evaluations]} if self.evaluations else {})

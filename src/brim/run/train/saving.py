@@ -46,44 +46,49 @@ class Saver:
         Raises UsageError for a checkpoint of another model, method, optimizer, precision or of other data.
         """
         resume = self._setup.request.resume and checkpoint_reading.steps(self._setup.output.path)
-        found = checkpoint_reading.latest(self._setup.output.path) if resume else None
-        if found is None:
+        checkpoint = checkpoint_reading.latest(self._setup.output.path) if resume else None
+        if checkpoint is None:
             torch.manual_seed(terms.seed)
-        if found is None:
-            return self._open(terms, batches, found, None)
-        rung = None if terms.plan is not None else int(found.state["rung"])
-        plan = Plan.from_json(found.state["plan"]) if found.state.get("planned") else None
-        return self._open(terms, batches, found, rung, plan)
+        if checkpoint is None:
+            return self._open(terms, batches, checkpoint, None)
+        rung = None if terms.plan is not None else int(checkpoint.state["rung"])
+        plan = Plan.from_json(checkpoint.state["plan"]) if checkpoint.state.get("planned") else None
+        return self._open(terms, batches, checkpoint, rung, plan)
 
     def restart(self, terms: Terms, batches: Batches, rung: int) -> tuple[Session, int]:
         """From the last checkpoint, or the beginning where there is none, on another rung."""
         output = self._setup.output.path
-        found = checkpoint_reading.latest(output) if checkpoint_reading.steps(output) else None
-        if found is None:
+        checkpoint = checkpoint_reading.latest(output) if checkpoint_reading.steps(output) else None
+        if checkpoint is None:
             torch.manual_seed(terms.seed)
             batches.load_state_dict(self._setup.batches().state_dict())
-        return self._open(terms, batches, found, rung)
+        return self._open(terms, batches, checkpoint, rung)
 
     def _open(
-        self, terms: Terms, batches: Batches, found: Checkpoint | None, rung: int | None, plan: Plan | None = None
+        self,
+        terms: Terms,
+        batches: Batches,
+        checkpoint: Checkpoint | None,
+        rung: int | None,
+        plan: Plan | None = None,
     ) -> tuple[Session, int]:
-        if found is not None:
-            _check_same(found.state.get("course", {}), self._course(terms), found.folder)
-            batches.load_state_dict(found.state["data"])
-            self.notes += found.skipped
-            self._checkpointer.protect(found.folder)  # weights rest there, and the tokenizer is copied from it
-        folder = self._setup.folder if found is None or terms.method == "lora" else found.folder
+        if checkpoint is not None:
+            _check_same(checkpoint.state.get("course", {}), self._course(terms), checkpoint.folder)
+            batches.load_state_dict(checkpoint.state["data"])
+            self.notes += checkpoint.skipped
+            self._checkpointer.protect(checkpoint.folder)  # weights rest there, and the tokenizer is copied from it
+        folder = self._setup.folder if checkpoint is None or terms.method == "lora" else checkpoint.folder
         session = Session.open(terms, folder, name=self._setup.name, rung=rung, plan=plan)
-        if found is None:
+        if checkpoint is None:
             torch.manual_seed(terms.seed)  # whatever opening drew
             return session, 0
         try:
-            self._restore(session, found)
-            restore_rng(found.state["rng"])
+            self._restore(session, checkpoint)
+            restore_rng(checkpoint.state["rng"])
         except BaseException:
             session.close()
             raise
-        return session, found.step
+        return session, checkpoint.step
 
     def _course(self, terms: Terms) -> dict[str, str]:
         """What a training keeps to from its beginning to its end, by option."""
@@ -94,14 +99,14 @@ class Saver:
             "--precision": terms.precision,
         }
 
-    def _restore(self, session: Session, found: Checkpoint) -> None:
+    def _restore(self, session: Session, checkpoint: Checkpoint) -> None:
         fitted = session.fitted
         if session.terms.method == "lora":
             # Adapters are small and always in memory.
-            found.read_into(ADAPTER, dict(adapter_tensors(session.training_model.module).values))
-        masters = dict(found.tensors(_PRECISION)) if found.layout(_PRECISION) else {}
-        fitted.precision.load_state_dict({**found.state["precision"], "tensors": masters})
-        fitted.load_states(_names(session), found.state["optimizer"], found.tensors(_OPTIMIZER))
+            checkpoint.read_into(ADAPTER, dict(adapter_tensors(session.training_model.module).values))
+        masters = dict(checkpoint.tensors(_PRECISION)) if checkpoint.layout(_PRECISION) else {}
+        fitted.precision.load_state_dict({**checkpoint.state["precision"], "tensors": masters})
+        fitted.load_states(_names(session), checkpoint.state["optimizer"], checkpoint.tensors(_OPTIMIZER))
 
     def save(self, session: Session, step: int, batches: Batches) -> None:
         """A checkpoint after ``step`` steps; nothing where this run has written one of that step already."""
@@ -124,7 +129,7 @@ class Saver:
         optimizer = Tensors(stem=_OPTIMIZER, layout=layout, values=values)
         written = [tensors, self._finite(optimizer)]
         if masters:
-            layout = [(name, one.dtype, tuple(one.shape)) for name, one in masters.items()]
+            layout = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in masters.items()]
             written.append(self._finite(Tensors(stem=_PRECISION, layout=layout, values=masters.items())))
         self._checkpointer.save(step, written, state=state, files=files)
         self._saved.add(step)
@@ -165,17 +170,17 @@ def _check_same(theirs: dict[str, Any], ours: dict[str, str], folder: Path) -> N
     """Whether a training may go on from the checkpoint in ``folder``, whose settings are ``theirs``."""
     if not ours.keys() <= theirs.keys():
         raise ModelError(
-            f"Training was to go on from {folder}.",
-            "It does not say which model and settings its training began with: an older version wrote it.",
+            f"Cannot resume training from {folder}.",
+            "It does not record the model and settings of its training: an older version of brim wrote it.",
             "Resume with the version of brim that wrote it, or give another --output to train anew.",
         )
     for option, now in ours.items():
         if theirs[option] != now:
             words = ("other weights", "these") if option == "MODEL" else (theirs[option], now)
             raise UsageError(
-                f"Training was to go on from {folder}.",
-                f"{option} is another: that training began with {words[0]}, not with {words[1]}.",
-                "Resume with the model and the settings that it began with, or give another --output to train anew.",
+                f"Cannot resume training from {folder}.",
+                f"{option} differs: that training began with {words[0]}, not with {words[1]}.",
+                "Resume with the model and settings that it began with, or give another --output to train anew.",
             )
 
 

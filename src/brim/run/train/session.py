@@ -71,12 +71,12 @@ class Session:
         terms: Terms,
         training_model: TrainingModel,
         fitted: Fitted,
-        found: TrainingStrategy,
+        strategy: TrainingStrategy,
         heap_limits: HeapLimits | None = None,
         foreseen: Timeline | None = None,
     ) -> None:
         self.terms, self.training_model, self.fitted = terms, training_model, fitted
-        self.rung, self.planned, self.foreseen = found.rung, found.planned, foreseen
+        self.rung, self.planned, self.foreseen = strategy.rung, strategy.planned, foreseen
         self._kept_heap: KeptHeap | None = None
         if heap_limits is not None:
             self._kept_heap = KeptHeap(terms.start_bytes + heap_limits.return_above_bytes)
@@ -106,19 +106,19 @@ class Session:
             plan_file.check(terms.plan, model=training_model.module, hardware=terms.hardware, task="train")
         warm_up(training_model.module, terms.hardware, terms.seq)
         planner = Planner(training_case(terms, training_model))
-        found = _chosen(planner, terms, rung, plan)
-        limits = _heap_limits(terms, found.prediction, rung or 0)
-        promise = found.prediction.with_heap(limits).promise()
-        made = found.choice.plan(
+        strategy = _chosen(planner, terms, rung, plan)
+        limits = _heap_limits(terms, strategy.prediction, rung or 0)
+        promise = strategy.prediction.with_heap(limits).promise()
+        settled = strategy.choice.plan(
             model=name, hardware=terms.hardware.name, budget_bytes=terms.budget_bytes, promise=promise
         )
         rehearsal, foreseen = planner.case.rehearsal, None
         if terms.foresee:
-            foreseen = replace(rehearsal, partition=found.partition).foresee(found.choice, promise.step_s)
+            foreseen = replace(rehearsal, partition=strategy.partition).foresee(strategy.choice, promise.step_s)
             heap.trim()
         assert rehearsal.inputs is not None, "they are token numbers"
-        fitted = _place(terms, training_model, made, found.partition, rehearsal.inputs(1))
-        return cls(terms, training_model, fitted, found, limits, foreseen)
+        fitted = _place(terms, training_model, settled, strategy.partition, rehearsal.inputs(1))
+        return cls(terms, training_model, fitted, strategy, limits, foreseen)
 
     @property
     def plan(self) -> Plan:
@@ -140,14 +140,14 @@ class Session:
         heap.trim()
 
 
-def _heap_limits(terms: Terms, found: Prediction, rung: int) -> HeapLimits | None:
+def _heap_limits(terms: Terms, prediction: Prediction, rung: int) -> HeapLimits | None:
     """Where tensors are in the heap and the budget has room, what is freed is kept: fresh pages are dear.
 
     A heap that was kept on a rung above has holes that only watching gives back.
     """
     if terms.hardware.compute != RAM:
         return None
-    promised = found.peak_bytes[RAM]
+    promised = prediction.peak_bytes[RAM]
     watched = HeapLimits(promised_bytes=promised, return_above_bytes=promised) if rung else None
     return kept_limits(promised, terms.budget_bytes[RAM]) or watched
 
@@ -211,8 +211,8 @@ def _chosen(planner: Planner, terms: Terms, rung: int | None, plan: Plan | None)
     if plan is not None and _is_ordered(terms.orders, Choice.of(plan), case.rehearsal.model):
         with contextlib.suppress(BudgetError):
             return followed(plan)
-    (found,) = search_training(planner, start=rung or 0)
-    return found
+    (strategy,) = search_training(planner, start=rung or 0)
+    return strategy
 
 
 def _is_ordered(orders: Orders, choice: Choice, model: nn.Module) -> bool:

@@ -85,13 +85,13 @@ def open_batches(request: Request, folder: Path) -> Batches:
 
 
 def claim(request: Request) -> OutputFolder:
-    """The output folder, locked for this training. Raises UsageError where it is not to be written to."""
-    given = [request.model, request.data, *(one for one in (request.plan, request.eval_data) if one is not None)]
+    """The output folder, locked for this training. Raises UsageError if it cannot be used."""
+    inputs = [request.model, request.data, request.plan, request.eval_data]
     return OutputFolder(
         Path(request.output).expanduser(),
         resume=request.resume,
         overwrite=request.overwrite,
-        reads=[Path(path).expanduser() for path in given],
+        reads=[Path(path).expanduser() for path in inputs if path is not None],
     )
 
 

@@ -80,7 +80,7 @@ def optimizer_tensors(
                 continue
             if hasattr(value, "__tensor_flatten__"):
                 raise UnsupportedError(
-                    f"{key} of {names[parameter]} was to be saved.",
+                    f"Cannot save {key} of {names[parameter]}.",
                     f"{type(optimizer).__name__} keeps a {type(value).__name__}, which safetensors cannot hold.",
                     "Train with another optimizer, or save without its state.",
                 )
@@ -142,10 +142,10 @@ def _check_same(
             )
 
 
-def _another(found: str) -> ModelError:
+def _another(problem: str) -> ModelError:
     return ModelError(
-        "An optimizer's state was to be restored from a checkpoint.",
-        found,
+        "Cannot restore the optimizer's state from the checkpoint.",
+        problem,
         "Resume with the model, method and optimizer that the checkpoint was written with.",
     )
 

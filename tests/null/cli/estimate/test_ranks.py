@@ -100,7 +100,7 @@ def test_without_a_gpu_memory_has_no_end_and_time_is_not_told(model, capsys):
         (["--tp", "2"], "--gpus"),
         (["--offload-shards", "--zero", "3"], "--gpus"),
         (["--gpus", "2", "--offload-shards"], "--offload-shards was given without --zero"),
-        (["--gpus", "1", "--zero", "3", "--offload-shards"], "given for one GPU"),
+        (["--gpus", "1", "--zero", "3", "--offload-shards"], "--offload-shards with one GPU"),
         (["--gpus", "2", "--zero", "1", "--offload-shards", "--engine", "megatron"], "--engine torch"),
         (["--gpus", "2", "--zero", "1", "--offload-shards", "--ep", "2"], "spread over ranks"),
         (["--gpus", "2", "--zero", "1", "--offload-shards", "--pp", "2", "--zero-bubble"], "reduced by hand"),

@@ -271,7 +271,7 @@ def test_a_checkpoint_of_another_model_names_the_first_tensor_that_differs(tmp_p
 
 
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="at least"):
+    with pytest.raises(UsageError, match="At least"):
         Checkpointer(tmp_path, keep=0)
     with pytest.raises(UsageError, match="4096"):
         Checkpointer(tmp_path, staging_bytes=100)

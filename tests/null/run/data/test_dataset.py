@@ -185,8 +185,8 @@ def test_a_line_too_long_to_be_held_is_named(tmp_path: Path, tokenizer: Any) -> 
 
 
 BAD_MESSAGES: dict[str, tuple[Any, str]] = {
-    "none": ([], "one message at least"),
-    "no list": ("hi", "one message at least"),
+    "none": ([], "one or more messages"),
+    "no list": ("hi", "one or more messages"),
     "no object": (["hi"], "message 1 is not an object"),
     "no role": ([{"content": "a"}], "message 1 is not an object with role"),
     "a wrong role": (
@@ -227,7 +227,7 @@ def test_files_that_are_no_data_are_refused(tmp_path: Path, tokenizer: Any) -> N
     refused(lambda: open_data(tmp_path / "folder", tokenizer, 10), "no text files")
     refused(lambda: open_data(write(tmp_path / "c.jsonl", LINE), tokenizer, 1), "1 tokens")
     refused(lambda: open_data(write(tmp_path / "c.jsonl", chat("a", "b")), tokenizer, 9, pack=True), "messages")
-    refused(lambda: open_data(write(tmp_path / "c.txt", "a"), tokenizer, 9, pack=False), "unpacked")
+    refused(lambda: open_data(write(tmp_path / "c.txt", "a"), tokenizer, 9, pack=False), "without packing")
 
 
 def test_bytes_that_are_no_utf8_are_named_by_line(tmp_path: Path, tokenizer: Any) -> None:
@@ -300,7 +300,7 @@ def test_an_example_of_which_nothing_is_learnt_is_refused(tmp_path: Path, tokeni
     path = write(tmp_path / "n.jsonl", chat("a long question", "b"))
     refused(lambda: open_data(path, tokenizer, 12).example(0), "line 1", "first 12 of its")
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% generation %}{% endgeneration %}{% endfor %}"
-    refused(lambda: open_data(path, tokenizer, 40).example(0), "line 1", "to be learnt")
+    refused(lambda: open_data(path, tokenizer, 40).example(0), "line 1", "is a target of training")
     tokenizer.eos_token = None
     single = write(tmp_path / "s.jsonl", {"text": "a"})
     refused(lambda: open_data(single, tokenizer, 9).example(0), "line 1", "None of its 1 tokens")
@@ -316,7 +316,7 @@ def test_text_files_are_packed_with_eos_between_them(tmp_path: Path, tokenizer: 
     assert [tokenizer.decode(dataset.example(i).input_ids) for i in range(len(dataset))] == ["abcd", "e</s>fg"]
     packed = open_data(write(tmp_path / "p.jsonl", {"text": "abcde"}, {"text": "fgh"}), tokenizer, 4, pack=True)
     assert [packed.example(i) for i in range(2)] == [dataset.example(i) for i in range(2)]
-    refused(lambda: open_data(write(tmp_path / "few.txt", "ab"), tokenizer, 10), "It has 4", "shorter")
+    refused(lambda: open_data(write(tmp_path / "few.txt", "ab"), tokenizer, 10), "It has only 4", "shorter")
 
 
 def test_a_tokenizer_that_puts_bos_first_puts_it_before_each_document(tmp_path: Path, tokenizer: Any) -> None:

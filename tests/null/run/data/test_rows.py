@@ -43,7 +43,7 @@ def test_a_conversation_has_speakers() -> None:
     [
         ({"instruction": "a", "output": " "}, "no output"),
         ({"instruction": ["a"], "output": "b"}, "instruction is not a string but list"),
-        ({"conversations": []}, "one message at least"),
+        ({"conversations": []}, "one or more messages"),
         ({"conversations": ["hi"]}, "message 1 is not an object"),
         ({"conversations": [{"from": "alien", "value": "hi"}]}, "message 1 is from 'alien'"),
         ({"conversations": [{"from": "human", "value": "hi"}]}, "No message is the assistant's"),

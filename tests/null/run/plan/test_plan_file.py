@@ -199,12 +199,12 @@ def decided(**changes: str) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"technique": "magic"}, "decides about 'magic'; known for the task generate are precision"),
-        ({"technique": "checkpointing", "choice": "full"}, "decides about 'checkpointing'"),
+        ({"technique": "magic"}, "a decision on 'magic'; known for the task generate are precision"),
+        ({"technique": "checkpointing", "choice": "full"}, "a decision on 'checkpointing'"),
         ({"choice": "fp3"}, "choice of precision is 'fp3'; known are bf16, fp16"),
         ({"technique": "weight_streaming", "block": "lm_head", "choice": "nowhere"}, "weight_streaming is 'nowhere'"),
         ({"technique": "experts", "block": "model.layers.0.mlp", "choice": "stream:ram"}, "experts is 'stream:ram'"),
-        ({"block": "model.layers.99"}, "precision of 'model.layers.99', which is decided for the whole model"),
+        ({"block": "model.layers.99"}, "precision for 'model.layers.99'; that is set for the whole model"),
     ],
 )
 def test_a_decision_that_nothing_would_follow_is_refused(written: Path, changes: dict[str, str], told: str) -> None:
@@ -217,7 +217,7 @@ def test_a_precision_is_that_which_was_asked_for(llama: Path, tmp_path: Path) ->
     plan_file.write(path, answer(llama, precision="bf16"))
     plan_file.read(edited(path, decided(choice="bf16")))
     plan_file.write(path, answer(llama, precision="bf16"))
-    with pytest.raises(FormatError, match="Its precision is int8, and bf16 was asked for"):
+    with pytest.raises(FormatError, match="Its precision is int8, but it was made for bf16"):
         plan_file.read(edited(path, decided(choice="int8")))
 
 

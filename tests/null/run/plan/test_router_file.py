@@ -97,5 +97,5 @@ def test_a_router_with_favourites_makes_a_faster_plan_of_the_same_memory(wide: P
 
 def test_statistics_of_another_model_are_refused(wide: Path) -> None:
     other = RouterStatistics(count=8, visits=({0: 1.0},))
-    with pytest.raises(UsageError, match="Router statistics"):
+    with pytest.raises(UsageError, match="router statistics"):
         found(wide, {"model.layers.0.mlp.experts": other})

@@ -169,8 +169,8 @@ def test_ranks_that_fail_give_their_exit_code(capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ({"vram": "1GiB"}, "--vram was given with --gpus"), ({"precision": "int8"}, "--precision int8"),
-        ({"prompt": ["a", "b"]}, "One at a time"), ({"prefill_chunk": 4}, "--prefill-chunk"),
+        ({"vram": "1GiB"}, "Cannot use --vram with --gpus"), ({"precision": "int8"}, "--precision int8"),
+        ({"prompt": ["a", "b"]}, "one prompt at a time"), ({"prefill_chunk": 4}, "--prefill-chunk"),
     ],
 )  # fmt: skip
 def test_what_ranks_do_not_do_is_refused(option: dict[str, Any], told: str) -> None:
@@ -183,7 +183,7 @@ def test_what_ranks_do_not_do_is_refused(option: dict[str, Any], told: str) -> N
     ("words", "told"),
     [
         (["--split", "layers"], "--split was given"), (["--timeout", "5"], "--timeout was given"),
-        (["--gpus", "2", "--ram", "1GiB"], "--ram was given with --gpus"),
+        (["--gpus", "2", "--ram", "1GiB"], "Cannot use --ram with --gpus"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_one_clear_error(

@@ -14,5 +14,5 @@ def test_a_rank_has_the_gpu_of_its_number_or_the_only_one_it_sees(local_rank: in
 
 
 def test_a_rank_without_a_gpu_is_told_so() -> None:
-    with pytest.raises(UsageError, match="torch sees 4"):
+    with pytest.raises(UsageError, match="PyTorch sees 4 GPUs"):
         _device_number(4, 4)

@@ -55,7 +55,7 @@ def test_another_precision_beside_a_plan_is_refused(plan: Path) -> None:
     asked = request(plan)
     same = replace(asked, training=replace(asked.training, precision="bf16-mixed"))
     assert distributed_plan.with_plan(same, 8).training.precision == "bf16-mixed"
-    with pytest.raises(UsageError, match="The plan's bytes are those of bf16-mixed"):
+    with pytest.raises(UsageError, match="The plan is for bf16-mixed"):
         distributed_plan.with_plan(replace(asked, training=replace(asked.training, precision="fp32")), 8)
 
 
@@ -77,10 +77,14 @@ def test_a_plan_says_where_shards_lie(plan: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("split", "ranks", "told"), [({"zero": 3}, 1, "given on one rank"), ({}, 2, "given without --zero")]
+    ("split", "ranks", "told"),
+    [
+        ({"zero": 3}, 1, "Cannot use --offload-shards on one rank"),
+        ({}, 2, "--offload-shards was given without --zero"),
+    ],
 )
 def test_shards_in_ram_need_shards(split: dict[str, int], ranks: int, told: str) -> None:
-    with pytest.raises(UsageError, match=f"--offload-shards was {told}"):
+    with pytest.raises(UsageError, match=told):
         request(offload_shards=True, **split).split(ranks, ranks)
 
 
@@ -100,7 +104,7 @@ def test_a_split_beside_a_plan_is_refused(plan: Path) -> None:
 
 def test_another_file_is_no_plan(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(FormatError, match="was given as a plan for several ranks"):
+    with pytest.raises(FormatError, match="is not a valid plan for several ranks"):
         distributed_plan.with_plan(request(tmp_path / "plan.json"), 8)
 
 
@@ -115,7 +119,7 @@ def test_micro_batches_fill_a_pipeline_where_none_are_given(ranks: int, batch: i
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ({"ram": "1GiB"}, "--ram was given for several ranks"), 
+        ({"ram": "1GiB"}, "Cannot use --ram on several ranks"), 
         ({"offload_optimizer": "disk"}, "--offload-optimizer"),
         ({"precision": "fp16-mixed"}, "--precision fp16-mixed"),
     ],
@@ -130,5 +134,5 @@ def test_adapters_are_for_data_parallel_ranks() -> None:
     training = Request(model="llama", data="text.txt", output="out", method="lora")
     SplitRequest(training=training, zero=3).check()
     for split in ({"tp": 2}, {"pp": 2}):
-        with pytest.raises(UnsupportedError, match="--method lora was asked for with"):
+        with pytest.raises(UnsupportedError, match="Cannot use --method lora with"):
             SplitRequest(training=training, **split).check()

@@ -252,4 +252,4 @@ def test_a_program_that_outgrows_its_budget_later_is_told_of_when_it_ends(
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if "has grown by" in line]
     assert len(lines) == told
-    assert not told or lines[0].startswith("brim: Sequential was left as it is")
+    assert not told or lines[0].startswith("brim: Sequential was not planned")

@@ -61,7 +61,7 @@ def test_a_budget_of_nothing_is_one_clear_error(both: Run) -> None:
     _, ended = both("model = net(); train(model, torch.optim.AdamW(model.parameters()))", ram=0)
     assert ended.code == 2
     assert ended.out == ""
-    assert ended.err.startswith("Error: Sequential was to run in 0 B of RAM.")
+    assert ended.err.startswith("Error: Cannot run Sequential in 0 B of RAM.")
     assert "Traceback" not in ended.err and "--mode off" in ended.err
 
 
@@ -91,7 +91,7 @@ def test_unified_without_cuda_is_one_clear_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "brim", "run", "--mode", "unified", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=without_cuda())
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: Unified memory was asked for.\ntorch sees no CUDA device here.")
+    assert done.stderr.startswith("Error: Cannot use unified memory.\ntorch sees no CUDA device here.")
 
 
 def without_cuda() -> dict[str, str]:
@@ -305,7 +305,7 @@ def test_a_call_that_has_left_traces_is_not_repeated_and_explained(both: Run) ->
         train(model, optimizer)
     """, ram=12 * MIB)  # fmt: skip
     assert ended.code == 1
-    assert "not repeated with less memory, as what was done of it shows already" in ended.err
+    assert "not repeated with less memory, because the call has already had side effects" in ended.err
     assert "can't allocate memory" in ended.err
     assert ended.err.splitlines()[-1].startswith("brim: ")
 

@@ -19,7 +19,7 @@ def test_its_number_is_among_those_that_are_shown(visible: str | None, index: in
 
 @pytest.mark.parametrize("visible", ["4", ""])
 def test_one_that_is_hidden_is_refused(visible: str) -> None:
-    with pytest.raises(UsageError, match=rf"cuda:1(.|\n)*{VISIBLE} is {visible}"):
+    with pytest.raises(UsageError, match=rf"cuda:1(.|\n)*{VISIBLE}={visible} does not list it"):
         Settings(device="cuda:1").show_alone({VISIBLE: visible})
 
 

@@ -130,7 +130,7 @@ def test_what_spilled_is_told_and_warned_of_where_it_is_much() -> None:
     for _ in range(8):
         made.allocate(MIB, None)
     unified.tell(stream)
-    assert "4 MiB at most lay in RAM, 50% of what was asked for. The time goes there" in stream.getvalue()
+    assert "at most 4 MiB were in RAM, 50% of the bytes allocated. Reading them takes most" in stream.getvalue()
 
 
 def test_more_managed_memory_than_the_device_has_is_refused_unless_insisted_on() -> None:

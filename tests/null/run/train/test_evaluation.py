@@ -204,7 +204,7 @@ def test_a_reporter_that_is_missing_is_told_before_anything_else(
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="nothing to evaluate"):
+    with pytest.raises(UsageError, match="no data to evaluate on"):
         request(tmp_path, tmp_path, tmp_path, eval_every=3).check()
     with pytest.raises(UsageError, match="--report-to mlflow"):
         request(tmp_path, tmp_path, tmp_path, report_to=["mlflow"]).check()

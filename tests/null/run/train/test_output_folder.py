@@ -61,7 +61,7 @@ def test_what_is_read_is_never_written_to(model: Path, tmp_path: Path, way: str,
         make = os.link if way == "hard link" else os.symlink
         make(model / "model.safetensors", output / "weights.safetensors")
     before = content(model)
-    with pytest.raises(UsageError, match="which is read"):
+    with pytest.raises(UsageError, match="which is an input"):
         OutputFolder(output, overwrite=overwrite, reads=[reads])
     assert content(model) == before
 
@@ -69,7 +69,7 @@ def test_what_is_read_is_never_written_to(model: Path, tmp_path: Path, way: str,
 def test_another_model_gives_way_only_when_that_is_said(model: Path) -> None:
     before = content(model)
     for resume in (False, True):
-        with pytest.raises(UsageError, match=r"not empty: there is config.json, model.safetensors.*\n.*--overwrite"):
+        with pytest.raises(UsageError, match=r"not empty: it has config.json, model.safetensors.*\n.*--overwrite"):
             OutputFolder(model, resume=resume)
     assert content(model) == before
     with OutputFolder(model, overwrite=True):
@@ -79,7 +79,7 @@ def test_another_model_gives_way_only_when_that_is_said(model: Path) -> None:
 
 def test_a_training_with_checkpoints_goes_on_or_gives_way(tmp_path: Path) -> None:
     save_now(tmp_path, 1, 10)
-    with pytest.raises(UsageError, match="There are checkpoints of another one"):
+    with pytest.raises(UsageError, match="It has checkpoints of another training"):
         OutputFolder(tmp_path)
     with OutputFolder(tmp_path, resume=True):
         pass
@@ -96,7 +96,7 @@ def test_what_a_run_left_that_came_nowhere_is_in_nobodys_way(tmp_path: Path) -> 
     with OutputFolder(tmp_path):
         pass
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    with pytest.raises(UsageError, match="the course of another one: 1 steps"):
+    with pytest.raises(UsageError, match="the log of another training: 1 steps"):
         OutputFolder(tmp_path)
     with OutputFolder(tmp_path, resume=True):
         pass

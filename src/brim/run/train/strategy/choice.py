@@ -54,13 +54,13 @@ class Choice:
 
     def decisions(self) -> tuple[Decision, ...]:
         """As a Plan keeps them, in the order in which techniques are applied."""
-        made = [Decision(technique=PRECISION, block="", choice=self.precision)]
-        made += [Decision(technique=CHECKPOINTING, block=b, choice=c) for b, c in self.checkpointing.items()]
-        made += [Decision(technique=weight_streaming.NAME, block=b, choice=c) for b, c in self.streaming.items()]
-        made += [Decision(technique=ACTIVATIONS, block=b, choice=OFFLOADED) for b in self.activations]
-        made += [Decision(technique=STATES, block="", choice=self.states)]
-        made += [Decision(technique=GRADIENTS, block="", choice=self.gradients)]
-        return tuple(made)
+        decisions = [Decision(technique=PRECISION, block="", choice=self.precision)]
+        decisions += [Decision(technique=CHECKPOINTING, block=b, choice=c) for b, c in self.checkpointing.items()]
+        decisions += [Decision(technique=weight_streaming.NAME, block=b, choice=c) for b, c in self.streaming.items()]
+        decisions += [Decision(technique=ACTIVATIONS, block=b, choice=OFFLOADED) for b in self.activations]
+        decisions += [Decision(technique=STATES, block="", choice=self.states)]
+        decisions += [Decision(technique=GRADIENTS, block="", choice=self.gradients)]
+        return tuple(decisions)
 
     def settings(self) -> dict[str, int]:
         return {
@@ -105,6 +105,6 @@ class Choice:
 
 
 def _place(plan: Plan, technique: str) -> Place:
-    found = plan.choices(technique)[""]
-    assert found in ("keep", "ram", "disk")
-    return found  # type: ignore[return-value]  # one of them, as was just seen
+    place = plan.choices(technique)[""]
+    assert place in ("keep", "ram", "disk")
+    return place  # type: ignore[return-value]  # one of them, as was just seen

@@ -58,23 +58,23 @@ def search_training(planner: Planner, *, top: int = 1, start: int = 0) -> list[T
         if best is None and rungs[0] != rungs[min(1, len(rungs) - 1)] == replace(rungs[0], in_place=True):
             best = _whole(planner, rungs[1], 1)
         looks = _searches(case) if best is None else top > 1
-        found = _planned(planner, rungs, top) if looks and _is_searchable(case) else []
+        strategies = _planned(planner, rungs, top) if looks and _is_searchable(case) else []
         if best is not None:
-            return [best, *(one for one in found if one.choice != best.choice)][:top]
-        if found:
-            return found
+            return [best, *(strategy for strategy in strategies if strategy.choice != best.choice)][:top]
+        if strategies:
+            return strategies
     return [_by_levels(planner, rungs, max(0, start))]
 
 
 def follow(planner: Planner, plan: Plan, partition: Partition) -> TrainingStrategy:
     """What ``plan`` decided about the blocks of ``partition``, proved for the budget that there is now; its seconds
     are those that the plan promised. Raises BudgetError where it does not fit."""
-    found = planner.proved(Choice.of(plan), partition)
-    if not _fits(planner, found):
-        raise too_small(found.prediction.peak_bytes, planner.limits.budget_bytes)
+    strategy = planner.proved(Choice.of(plan), partition)
+    if not _fits(planner, strategy):
+        raise too_small(strategy.prediction.peak_bytes, planner.limits.budget_bytes)
     told = plan.promise
-    promised = replace(found.prediction, step_s=told.step_s, bound_s=told.bound_s, limited_by=told.limited_by)
-    return replace(found, prediction=promised, planned=True)
+    promised = replace(strategy.prediction, step_s=told.step_s, bound_s=told.bound_s, limited_by=told.limited_by)
+    return replace(strategy, prediction=promised, planned=True)
 
 
 def within(orders: Orders, limits: Limits) -> Limits:
@@ -161,52 +161,52 @@ def _whole(planner: Planner, choice: Choice, rung: int = 0) -> TrainingStrategy 
     """``choice``, which has all in memory or all that was ordered, where it fits and keeps what memory it frees."""
     if not fits(_floor_bytes(planner, choice), planner.limits.budget_bytes):
         return None
-    found = replace(planner.proved(choice), rung=rung)
-    return found if _fits(planner, found) and not found.heap_s else None
+    strategy = replace(planner.proved(choice), rung=rung)
+    return strategy if _fits(planner, strategy) and not strategy.heap_s else None
 
 
 def _planned(planner: Planner, rungs: list[Choice], top: int) -> list[TrainingStrategy]:
     """What the planner finds; a level in place of its first where that is as fast."""
     try:
-        found = planner.search(top)
+        strategies = planner.search(top)
     except UnsupportedError:  # states of such an optimizer stay where they are
         return []
-    if found and planner.case.proves_all:
-        best = planner.exactly(found[0])
+    if strategies and planner.case.proves_all:
+        best = planner.exactly(strategies[0])
         if not fits(best.prediction.peak_bytes, planner.limits.budget_bytes):
             return []
-        found = [best, *found[1:]]
-    if not found:
+        strategies = [best, *strategies[1:]]
+    if not strategies:
         return []
-    found = [replace(one, rung=_place(planner, rungs, one), planned=True) for one in found]
+    strategies = [replace(strategy, rung=_place(planner, rungs, strategy), planned=True) for strategy in strategies]
     if any(rung.in_place for rung in rungs):  # which no search looks at
         level = _level(planner, rungs, 0)
-        if level is not None and found[0].step_s > level.step_s * (1 - _WORTH_IT):
-            return [level, *found][:top]
-    return found
+        if level is not None and strategies[0].step_s > level.step_s * (1 - _WORTH_IT):
+            return [level, *strategies][:top]
+    return strategies
 
 
-def _place(planner: Planner, rungs: list[Choice], one: TrainingStrategy) -> int:
-    """The number of the first level that takes no more of the compute tier than ``one``, as far as is known without a
-    trace; of the last where none does."""
+def _place(planner: Planner, rungs: list[Choice], strategy: TrainingStrategy) -> int:
+    """The number of the first level that takes no more of the compute tier than ``strategy``, as far as is known
+    without a trace; of the last if none does."""
     compute = planner.hardware.compute
 
     def held(way: Way | None) -> int:
         return 0 if way is None else planner.held(way).get(compute, 0)
 
-    most = held(one.way)
-    known = ((rung, planner.way(choice)) for rung, choice in enumerate(rungs))
-    return next((rung for rung, way in known if way is not None and held(way) <= most), len(rungs) - 1)
+    most = held(strategy.way)
+    ways = ((rung, planner.way(choice)) for rung, choice in enumerate(rungs))
+    return next((rung for rung, way in ways if way is not None and held(way) <= most), len(rungs) - 1)
 
 
 def _level(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy | None:
     """The first level from ``start`` on that fits."""
-    found = _nearest(planner, rungs, start)
-    return found if found.rung >= start and _fits(planner, found) else None
+    nearest = _nearest(planner, rungs, start)
+    return nearest if nearest.rung >= start and _fits(planner, nearest) else None
 
 
 def _nearest(planner: Planner, rungs: list[Choice], start: int) -> TrainingStrategy:
-    """As ``_level``; the one that comes nearest where none fits."""
+    """As ``_level``; if none fits, the level that comes nearest."""
     case = planner.case
     rung, choice, _ = climb_down(
         rungs,
@@ -229,14 +229,14 @@ def _by_levels(planner: Planner, rungs: list[Choice], start: int) -> TrainingStr
         raise no_smaller()
     if not start and not case.finer and _searches(case):
         return _least(planner, rungs)
-    found = _nearest(planner, rungs, start)
-    if found.rung >= start and _fits(planner, found):
-        return found
+    nearest = _nearest(planner, rungs, start)
+    if nearest.rung >= start and _fits(planner, nearest):
+        return nearest
     if case.finer:
-        return _streamed(planner, found, len(rungs))
+        return _streamed(planner, nearest, len(rungs))
     if not start and _is_searchable(case):
         return planner.least()
-    raise no_smaller() if _fits(planner, found) else too_small(found.prediction.peak_bytes, budget)
+    raise no_smaller() if _fits(planner, nearest) else too_small(nearest.prediction.peak_bytes, budget)
 
 
 def _least(planner: Planner, rungs: list[Choice]) -> TrainingStrategy:
@@ -257,8 +257,8 @@ def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingSt
     case, hardware, budget = planner.case, planner.hardware, planner.limits.budget_bytes
     rehearsal, compute, choice = case.rehearsal, hardware.compute, base.choice
     spent = rehearsal.spent_bytes()
-    held = base.prediction.peak_bytes[compute] - spent.get(compute, 0) - rehearsal.partition.bytes
-    step_bytes, margin = max(0, held), min(_MARGIN_BYTES, budget[compute] // 64)
+    activation_bytes = base.prediction.peak_bytes[compute] - spent.get(compute, 0) - rehearsal.partition.bytes
+    step_bytes, margin = max(0, activation_bytes), min(_MARGIN_BYTES, budget[compute] // 64)
     for _ in range(_PROOFS):
         need = Need(
             step_bytes=step_bytes,
@@ -268,29 +268,29 @@ def _streamed(planner: Planner, base: TrainingStrategy, rung: int) -> TrainingSt
         )
         partition, plan = make_plan(rehearsal.model, hardware, budget, need, rehearsal.weights, task="train")
         streamed = replace(choice, streaming=plan.choices(STREAMING), streaming_settings=plan.settings)
-        found = planner.proved(streamed, partition)
-        peaks = found.prediction.peak_bytes
+        strategy = planner.proved(streamed, partition)
+        peaks = strategy.prediction.peak_bytes
         if fits(peaks, budget):
-            return replace(found, rung=rung)
+            return replace(strategy, rung=rung)
         # Never less: where another tier is full, room that is left here would only be filled with weights.
         step_bytes += max(0, peaks[compute] - budget[compute]) + margin
     raise too_small(peaks, budget)
 
 
-def _fits(planner: Planner, one: TrainingStrategy) -> bool:
-    return fits(one.prediction.peak_bytes, planner.limits.budget_bytes)
+def _fits(planner: Planner, strategy: TrainingStrategy) -> bool:
+    return fits(strategy.prediction.peak_bytes, planner.limits.budget_bytes)
 
 
 def _floor_bytes(planner: Planner, choice: Choice) -> Mapping[str, int]:
     """Weights, gradients and optimizer states that a choice keeps for good in the compute tier."""
     case = planner.case
     trained = [p for p in case.rehearsal.model.parameters() if p.requires_grad]
-    held = case.rehearsal.partition.bytes
+    floor_bytes = case.rehearsal.partition.bytes
     if not choice.in_backward and choice.gradients == KEEP:
-        held += _bytes(trained)
+        floor_bytes += _bytes(trained)
     if choice.states == KEEP and case.state_bytes is not None:
-        held += case.state_bytes(trained)
-    return {planner.hardware.compute: held}
+        floor_bytes += case.state_bytes(trained)
+    return {planner.hardware.compute: floor_bytes}
 
 
 def _bytes(tensors: Iterable[nn.Parameter]) -> int:

@@ -90,9 +90,9 @@ class Shallow:
         layer = self.stack.place(name)
         if layer is None or layer < self.stack.special:
             return name
-        found = self.stack.renamed(name, {layer: self.stack.special})
-        assert found is not None
-        return found
+        renamed = self.stack.renamed(name, {layer: self.stack.special})
+        assert renamed is not None
+        return renamed
 
     def predict(
         self, choice: Choice, layer_bytes: LayerBytes, room_bytes: RoomBytes, most: Mapping[str, int]
@@ -103,7 +103,7 @@ class Shallow:
         further one adds as much as the one before.
         """
         compute = self.rehearsal.hardware.compute
-        special, found = range(self.stack.special), None
+        special, peaks = range(self.stack.special), None
         groups = self._groups(choice)
         for further in range(_TRIES):
             counts = {name: most.get(name, 1) + further for name in groups}
@@ -121,10 +121,10 @@ class Shallow:
                 continue
             left = [n for n in range(self.stack.special, self.stack.layers) if n not in set(more)]
             once_more = _extrapolated(first, second, added, left, layer_bytes, compute)
-            found = once_more if found is None else {**found, compute: once_more[compute]}
+            peaks = once_more if peaks is None else {**peaks, compute: once_more[compute]}
             if _grows_as_known(first, second, added, layer_bytes, compute):
                 break
-        return None if found is None else {**found, RAM: found.get(RAM, 0) + room_bytes(range(self.stack.layers))}
+        return None if peaks is None else {**peaks, RAM: peaks.get(RAM, 0) + room_bytes(range(self.stack.layers))}
 
     def treatments(self, choice: Choice) -> dict[int, str]:
         """What ``choice`` does with each layer that has its like, in words that are equal for equal treatment."""
@@ -183,17 +183,19 @@ def _shortened(rehearsal: Rehearsal, stack: Stack, count: int) -> Rehearsal:
     places = {layer: layer for layer in range(count)}
     model = _without(rehearsal.model, stack, count)
     sources = rehearsal.weights.sources
-    known = {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
     blocks = tuple(b for b in rehearsal.partition.blocks if _stays(b, stack, places))
     loose = tuple(name for name in rehearsal.partition.loose if stack.renamed(name, places) is not None)
     parameters = dict(model.named_parameters())
-    held = sum(tensor_bytes(parameters[name]) for name in loose) + sum(tensor_bytes(b) for b in model.buffers())
+    loose_bytes = sum(tensor_bytes(parameters[name]) for name in loose) + sum(
+        tensor_bytes(b) for b in model.buffers()
+    )
     at_once = bytes_at_once(rehearsal.model) if rehearsal.update_bytes is None else rehearsal.update_bytes
     return replace(
         rehearsal,
         model=model,
-        partition=Partition(blocks=blocks, loose=loose, loose_bytes=held),
-        weights=Weights(sources={name: source for name, source in sources.items() if name in known}),
+        partition=Partition(blocks=blocks, loose=loose, loose_bytes=loose_bytes),
+        weights=Weights(sources={name: source for name, source in sources.items() if name in names}),
         update_bytes=at_once,
     )
 
@@ -225,13 +227,13 @@ def _moments(trace: Trace, last: str, stack: str) -> Iterator[tuple[str, int]]:
     changes = [(s.born, round_up(s.bytes, _GRAIN_BYTES)) for s in trace.storages if s.bytes]
     changes += [(s.died, -round_up(s.bytes, _GRAIN_BYTES)) for s in trace.storages if s.bytes and s.died is not None]
     peaks = {name: 0 for _, name in marks}
-    held, at = 0, 0
+    live_bytes, at = 0, 0
     for tick, count in sorted(changes):
         while at + 1 < len(marks) and marks[at + 1][0] <= tick:
             at += 1
-            peaks[marks[at][1]] = max(peaks[marks[at][1]], held)
-        held += count
-        peaks[marks[at][1]] = max(peaks[marks[at][1]], held)
+            peaks[marks[at][1]] = max(peaks[marks[at][1]], live_bytes)
+        live_bytes += count
+        peaks[marks[at][1]] = max(peaks[marks[at][1]], live_bytes)
     yield from peaks.items()
 
 
@@ -270,9 +272,9 @@ def _without_room(seen: _Seen, room_bytes: int) -> _Seen:
 
 def _grows_as_known(first: _Seen, second: _Seen, added: Sequence[int], layer_bytes: LayerBytes, compute: str) -> bool:
     """Whether the later moments grow by what is known of the layers ``added``, as each of those left out will."""
-    known = sum(layer_bytes(layer, compute, False) + _LEAST_WEIGHT for layer in added)
+    known_bytes = sum(layer_bytes(layer, compute, False) + _LEAST_WEIGHT for layer in added)
     late = [moment for moment in second.moments if not moment.startswith("begin")]
-    return all(second.moments[moment] - first.moments[moment] <= _GROWS * known for moment in late)
+    return all(second.moments[moment] - first.moments[moment] <= _GROWS * known_bytes for moment in late)
 
 
 def _extrapolated(
@@ -290,10 +292,10 @@ def _extrapolated(
     share = growth / max(1, max(second.moments.values()) - max(first.moments.values()))
     peak = max(moments)
     more = int(min(share, _MOST_BEYOND) * (peak - max(second.moments.values())))
-    found = {compute: peak + beyond + more + (_unfilled_bytes(len(left)) if compute == VRAM else 0)}
+    peaks = {compute: peak + beyond + more + (_unfilled_bytes(len(left)) if compute == VRAM else 0)}
     for tier, count in second.others.items():
-        found[tier] = max(on(first.others.get(tier, 0), count, tier, early) for early in (False, True))
-    return found
+        peaks[tier] = max(on(first.others.get(tier, 0), count, tier, early) for early in (False, True))
+    return peaks
 
 
 def _unfilled_bytes(layers: int) -> int:

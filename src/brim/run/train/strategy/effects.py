@@ -28,23 +28,23 @@ _LEAST_BYTES = 1 << 20  # less is not worth a line
 
 def effects(planner: Planner, way: Way) -> list[Effect]:
     """For each technique in ``way``: what the step would take without it, per tier and in seconds."""
-    with_it_s, found = planner.seconds(way), []
+    with_it_s, rows = planner.seconds(way), []
     for technique, what, without in _used(planner.profile, way):
         saves = _saved(planner, without, way)
         costs_s = with_it_s - planner.seconds(without)
-        found.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
-    return found
+        rows.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
+    return rows
 
 
 def frees(planner: Planner, way: Way) -> list[Effect]:
     """What else would make room in some tier, and what it would cost: cheapest per byte first."""
-    now_s, found = planner.seconds(way), []
+    now_s, candidates = planner.seconds(way), []
     for technique, what, changed in _unused(planner, way):
         saves = _saved(planner, way, changed)
         if any(count >= _LEAST_BYTES for count in saves.values()):
             costs_s = planner.seconds(changed) - now_s
-            found.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
-    return sorted(found, key=lambda effect: effect.costs_s / max(effect.saves_bytes.values()))
+            candidates.append(Effect(technique=technique, what=what, saves_bytes=saves, costs_s=costs_s))
+    return sorted(candidates, key=lambda effect: effect.costs_s / max(effect.saves_bytes.values()))
 
 
 def _saved(planner: Planner, before: Way, after: Way) -> dict[str, int]:

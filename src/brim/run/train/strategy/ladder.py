@@ -39,30 +39,30 @@ class Orders:
 
     def fixed(self, blocks: Sequence[str]) -> dict[str, Any]:
         """The fields of Choice that are the same on every rung."""
-        made: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if self.precision is not None:
-            made["precision"] = self.precision
+            settings["precision"] = self.precision
         if self.micro_batch is not None:
-            made["micro_batch"] = self.micro_batch
+            settings["micro_batch"] = self.micro_batch
         if self.checkpointing is not None:
             none = self.checkpointing == "none"
-            made["checkpointing"] = {} if none else dict.fromkeys(blocks, self.checkpointing)
+            settings["checkpointing"] = {} if none else dict.fromkeys(blocks, self.checkpointing)
         if self.offload_activations is not None:
-            made["activations"] = spread(blocks, self.offload_activations)
+            settings["activations"] = spread(blocks, self.offload_activations)
         if self.offload_optimizer is not None:
-            made["states"] = self.offload_optimizer
+            settings["states"] = self.offload_optimizer
             if self.offload_optimizer == "keep":
-                made["gradients"] = "keep"
-        return made
+                settings["gradients"] = "keep"
+        return settings
 
 
 def spread(blocks: Sequence[str], count: int) -> tuple[str, ...]:
     """``count`` of ``blocks`` at even distances, so that copies have compute to hide behind."""
     if count > len(blocks):
         raise UsageError(
-            f"The activations of {count} blocks were to be offloaded.",
+            f"Cannot offload the activations of {count} blocks.",
             f"The model has {len(blocks)} blocks.",
-            "Give that number or less.",
+            "Give that number or fewer.",
         )
     return tuple(blocks[index * len(blocks) // count] for index in range(count))
 
@@ -112,10 +112,10 @@ def ladder(subject: Subject, orders: Orders) -> list[Choice]:
         *away,
     ]
     rungs: list[Choice] = []
-    made: dict[str, Any] = {"micro_batch": subject.batch}
+    settings: dict[str, Any] = {"micro_batch": subject.batch}
     for change in changes:
-        made |= change
-        rung = Choice(**{**made, **fixed})
+        settings |= change
+        rung = Choice(**{**settings, **fixed})
         if rung not in rungs:
             rungs.append(rung)
     last = rungs[-1]
@@ -156,25 +156,25 @@ def climb_down(
     models so small that the buffers of a rung are larger than what it lets go. When none fits, the one that comes
     nearest.
     """
-    known: dict[int, Prediction] = {}
+    predictions: dict[int, Prediction] = {}
     begin = min(start, len(rungs) - 1)
     todo = [i for i in range(begin, len(rungs)) if fits(floor(rungs[i]), budget_bytes) or i == len(rungs) - 1]
 
     def predicted(index: int) -> Prediction:
-        if index not in known:
-            known[index] = predict(rungs[index])
-        return known[index]
+        if index not in predictions:
+            predictions[index] = predict(rungs[index])
+        return predictions[index]
 
     compute_bytes = {compute: budget_bytes[compute]}
     first = 0 if one_by_one else _first(todo, lambda index: fits(predicted(index).peak_bytes, compute_bytes))
     for index in todo[first:]:
-        found, choice = predicted(index), rungs[index]
-        if fits(found.peak_bytes, budget_bytes) and index >= start:
+        prediction, choice = predicted(index), rungs[index]
+        if fits(prediction.peak_bytes, budget_bytes) and index >= start:
             if choice.micro_batch == 1 < batch and order.micro_batch is None:
-                choice, found = _enlarge(choice, found, predict, budget_bytes, batch)
-            return index, choice, found
-    nearest = min(known, key=lambda index: _excess(known[index], budget_bytes))
-    return nearest, rungs[nearest], known[nearest]
+                choice, prediction = _enlarge(choice, prediction, predict, budget_bytes, batch)
+            return index, choice, prediction
+    nearest = min(predictions, key=lambda index: _excess(predictions[index], budget_bytes))
+    return nearest, rungs[nearest], predictions[nearest]
 
 
 def _first(values: Sequence[int], holds: Callable[[int], bool]) -> int:
@@ -189,8 +189,8 @@ def fits(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> bool
     return all(count <= budget_bytes[tier] for tier, count in peak_bytes.items() if tier in budget_bytes)
 
 
-def _excess(found: Prediction, budget_bytes: Mapping[str, int]) -> int:
-    return sum(max(0, found.peak_bytes.get(tier, 0) - amount) for tier, amount in budget_bytes.items())
+def _excess(prediction: Prediction, budget_bytes: Mapping[str, int]) -> int:
+    return sum(max(0, prediction.peak_bytes.get(tier, 0) - amount) for tier, amount in budget_bytes.items())
 
 
 def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) -> BudgetError:
@@ -199,8 +199,8 @@ def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) ->
     need = ", ".join(f"{format_bytes(count)} of {tier.upper()}" for tier, count in short.items())
     flags = " ".join(f"--{tier} {-(-count // (1 << 20))}MiB" for tier, count in short.items())
     return BudgetError(
-        f"Training was to run with {asked}.",
-        f"The smallest way to do it that is known takes {need}.",
+        f"Cannot train with {asked}.",
+        f"The smallest plan known takes {need}.",
         f"Give {flags} or more, or a smaller --micro-batch or --seq.",
         smallest_bytes=dict(short),
     )
@@ -209,27 +209,27 @@ def too_small(peak_bytes: Mapping[str, int], budget_bytes: Mapping[str, int]) ->
 def no_smaller() -> BudgetError:
     """Memory ran out under a plan that was predicted to fit, and no smaller one is known."""
     return BudgetError(
-        "Training was to go on with less memory.",
-        "The smallest plan that is known is in force.",
+        "Cannot continue training with less memory.",
+        "The smallest plan is already in force.",
         "End other programs, or give a smaller --micro-batch or --seq.",
     )
 
 
 def _enlarge(
-    choice: Choice, found: Prediction, predict: Predict, budget_bytes: Mapping[str, int], batch: int
+    choice: Choice, prediction: Prediction, predict: Predict, budget_bytes: Mapping[str, int], batch: int
 ) -> tuple[Choice, Prediction]:
-    """The largest micro-batch that fits, solved from predictions; ``found`` is that of ``choice`` itself."""
-    known = {1: found}
-    tier = min(found.peak_bytes, key=lambda tier: budget_bytes.get(tier, math.inf) - found.peak_bytes[tier])
+    """The largest micro-batch that fits, solved from predictions; ``prediction`` is that of ``choice`` itself."""
+    predictions = {1: prediction}
+    tier = min(prediction.peak_bytes, key=lambda tier: budget_bytes.get(tier, math.inf) - prediction.peak_bytes[tier])
 
     def peak_bytes(count: int) -> int:
-        if count not in known:
-            known[count] = predict(replace(choice, micro_batch=count))
-        return known[count].peak_bytes[tier]
+        if count not in predictions:
+            predictions[count] = predict(replace(choice, micro_batch=count))
+        return predictions[count].peak_bytes[tier]
 
     largest = micro_batch.largest(peak_bytes, budget_bytes[tier], batch)
     peak_bytes(largest)
-    while not fits(known[largest].peak_bytes, budget_bytes):  # another tier is full first
+    while not fits(predictions[largest].peak_bytes, budget_bytes):  # another tier is full first
         largest = max(1, largest // 2)
         peak_bytes(largest)
-    return replace(choice, micro_batch=largest), known[largest]
+    return replace(choice, micro_batch=largest), predictions[largest]

@@ -28,18 +28,18 @@ class Layers:
     def _by_layer(self) -> dict[int, dict[tuple[str, str], int]]:
         states, gradients = self._way.frame.homes(self._compute)
         trained = max(1, sum(block.trained_bytes for block in self._profile.blocks))
-        held: dict[int, dict[tuple[str, str], int]] = {}
+        bytes_by_layer: dict[int, dict[tuple[str, str], int]] = {}
         for block in self._blocks:
             layer = self._stack.place(block.name)
             if layer is None:
                 continue
-            mine = held.setdefault(layer, {})
+            mine = bytes_by_layer.setdefault(layer, {})
             block_bytes(block, self._way.weights[block.name], self._way.activations[block.name], self._compute, mine)
             for moment in (BACKWARD, UPDATE):
                 share = block.trained_bytes / trained
                 mine[states, moment] = mine.get((states, moment), 0) + int(self._profile.state_bytes * share)
                 mine[gradients, moment] = mine.get((gradients, moment), 0) + block.trained_bytes
-        return held
+        return bytes_by_layer
 
     def room(self, at_once_bytes: int) -> Callable[[Collection[int]], int]:
         """RAM through which states and gradients on disk pass, in a model of these layers: three blocks where that

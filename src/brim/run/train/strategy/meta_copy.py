@@ -43,15 +43,15 @@ def meta_copy_optimizer(other: nn.Module, model: nn.Module, optimizer: Optimizer
     on it (a scheduler's wrapper around ``step``, hooks), which belongs to the one that really steps."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     twins = {id(parameter): of_twin for parameter, of_twin in pairs}
-    made: Optimizer = object.__new__(type(optimizer))
+    copied: Optimizer = object.__new__(type(optimizer))
     kept = {key: value for key, value in vars(optimizer).items() if key not in _HUNG_ON}
     plain = vars(Optimizer([torch.zeros(())], {}))
-    vars(made).update(kept | {key: plain[key] for key in _HUNG_ON if key in plain})
-    made.state = defaultdict(dict)
-    made.param_groups = [
+    vars(copied).update(kept | {key: plain[key] for key in _HUNG_ON if key in plain})
+    copied.state = defaultdict(dict)
+    copied.param_groups = [
         {**group, "params": [twins.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
     ]
-    return made
+    return copied
 
 
 _HUNG_ON = (
@@ -71,10 +71,10 @@ def make_states(optimizer: Optimizer, device: torch.device) -> None:
     One after the other is stepped alone. Where two parameters alike (of one group, shape and dtype) get states alike,
     the third and all further ones get copies.
     """
-    known: dict[tuple[Any, ...], list[dict[Any, Any]]] = defaultdict(list)
+    samples_of: dict[tuple[Any, ...], list[dict[Any, Any]]] = defaultdict(list)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in [p for p in group["params"] if p.requires_grad]:
-            samples = known[number, parameter.shape, parameter.dtype]
+            samples = samples_of[number, parameter.shape, parameter.dtype]
             copied = _copied(samples) if len(samples) > 1 else None
             if copied is None:
                 _step_alone(optimizer, parameter, device)
@@ -84,12 +84,12 @@ def make_states(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def _step_alone(optimizer: Optimizer, parameter: torch.Tensor, device: torch.device) -> None:
-    held = parameter.data
+    data = parameter.data
     parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     parameter.grad = torch.empty_like(parameter)
     with narrowed(optimizer, [parameter]):
         optimizer.step()
-    parameter.grad, parameter.data = None, held
+    parameter.grad, parameter.data = None, data
 
 
 def _copied(samples: Sequence[Mapping[Any, Any]]) -> dict[Any, Any] | None:
@@ -98,20 +98,20 @@ def _copied(samples: Sequence[Mapping[Any, Any]]) -> dict[Any, Any] | None:
     if first.keys() != second.keys():
         return None
     with torch.no_grad():
-        found = {key: _copy_of(value, second[key]) for key, value in first.items()}
-    return None if any(value is _UNLIKE for value in found.values()) else found
+        state = {key: _copy_of(value, second[key]) for key, value in first.items()}
+    return None if any(value is _UNLIKE for value in state.values()) else state
 
 
 _UNLIKE = object()
 _NUMBERS = (int, float, bool, str, type(None))
 
 
-def _copy_of(one: Any, other: Any) -> Any:
+def _copy_of(first: Any, second: Any) -> Any:
     # What wraps other tensors (torchao's states of 8 bits) knows its own operations only, and may have no copy.
-    if isinstance(one, torch.Tensor) and type(one) is type(other) and not is_traceable_wrapper_subclass(one):
-        alike = _facts(one) == _facts(other) and one.untyped_storage()._cdata != other.untyped_storage()._cdata
-        return one.clone() if alike else _UNLIKE
-    return one if type(one) is type(other) and isinstance(one, _NUMBERS) and one == other else _UNLIKE
+    if isinstance(first, torch.Tensor) and type(first) is type(second) and not is_traceable_wrapper_subclass(first):
+        alike = _facts(first) == _facts(second) and first.untyped_storage()._cdata != second.untyped_storage()._cdata
+        return first.clone() if alike else _UNLIKE
+    return first if type(first) is type(second) and isinstance(first, _NUMBERS) and first == second else _UNLIKE
 
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -148,29 +148,29 @@ class Rehearsal:
         It takes the share of ``promised_s`` that its passes have of the whole step's computing.
         """
         run = _Run(self, choice, _ENDLESS_BYTES)
-        made = run.trace()
+        trace = run.trace()
         run.memory.close()
         name = f"{self.name}: a step, {run.rehearsed} of {run.passes} passes"
         blocks = [block.name for block in self.partition.blocks]
-        drawn_s, further_s = _computes_s(made, run, self.hardware)
-        whole_s = promised_s or _timed(made, run, self.hardware).step_s
+        drawn_s, further_s = _computes_s(trace, run, self.hardware)
+        whole_s = promised_s or _timed(trace, run, self.hardware).step_s
         step_s = whole_s * (drawn_s / (drawn_s + further_s) if drawn_s else 1.0)
-        timeline = step_timeline(name, made, run.memory.recorder.timeline, blocks, self.hardware, step_s)
+        timeline = step_timeline(name, trace, run.memory.recorder.timeline, blocks, self.hardware, step_s)
         timeline.facts["promised_step_s"] = promised_s
         return timeline
 
     def _see_in(self, choice: Choice, ram_bytes: int) -> Rehearsed:
         run = _Run(self, choice, ram_bytes)
-        made = run.trace()
+        trace = run.trace()
         memory, compute = run.memory, self.hardware.compute
-        peak = {compute: _resident_bytes(made) if compute == RAM else simulate(made).peak_bytes.reserved}
+        peak = {compute: _resident_bytes(trace) if compute == RAM else simulate(trace).peak_bytes.reserved}
         if memory.host is not None:
             peak[RAM] = memory.host.peak_bytes
         peak[DISK] = memory.disk_peak_bytes
         memory.close()
-        timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(made, run, self.hardware)
-        fresh_bytes = _fresh_bytes(made) * run.passes // max(1, run.rehearsed)
-        return Rehearsed(trace=made, peak_bytes=peak, timed=timed, fresh_bytes=fresh_bytes)
+        timed = Prediction(peak_bytes={}) if self.inputs is None else _timed(trace, run, self.hardware)
+        fresh_bytes = _fresh_bytes(trace) * run.passes // max(1, run.rehearsed)
+        return Rehearsed(trace=trace, peak_bytes=peak, timed=timed, fresh_bytes=fresh_bytes)
 
 
 class _HostSource(TorchSource):
@@ -256,8 +256,8 @@ class _Run:
         """A batch on ``device`` (None: where it is computed)."""
         if self._rehearsal.inputs is None:
             return None
-        made = self._rehearsal.inputs(self._choice.micro_batch)
-        return tree_map_only(torch.Tensor, lambda value: value.to(device or self.memory.device), made)
+        inputs = self._rehearsal.inputs(self._choice.micro_batch)
+        return tree_map_only(torch.Tensor, lambda value: value.to(device or self.memory.device), inputs)
 
     def _absent(self) -> set[str]:
         """Parameters whose values do not stay where the module has them, so that their memory there is let go."""
@@ -280,10 +280,10 @@ def works_in_place(model: nn.Module, example: Any) -> bool:
         return False
 
 
-def _resident_bytes(made: Trace) -> int:
+def _resident_bytes(trace: Trace) -> int:
     """What a process grows by for the tensors of a step on the CPU."""
     heap = HeapGrowth()
-    for storage, born, _ in lives(made):
+    for storage, born, _ in lives(trace):
         if born:
             heap.alloc(storage.id, storage.bytes)
         else:
@@ -291,9 +291,9 @@ def _resident_bytes(made: Trace) -> int:
     return heap.peak_bytes
 
 
-def _fresh_bytes(made: Trace) -> int:
+def _fresh_bytes(trace: Trace) -> int:
     """What the tensors take that are made within the step, as far as they have mappings of their own."""
-    sizes = (s.bytes for s in made.storages if s.born >= made.step_starts[0])
+    sizes = (s.bytes for s in trace.storages if s.born >= trace.step_starts[0])
     return sum(round_up(size, PAGE_BYTES) for size in sizes if size >= OWN_MAPPING_BYTES)
 
 
@@ -301,10 +301,10 @@ def _grown(before: Mapping[tuple[str, str], int], after: Mapping[tuple[str, str]
     return {way: bytes - before.get(way, 0) for way, bytes in after.items()}
 
 
-def _later_pass(made: Trace, trained: Sequence[int]) -> Trace:
+def _later_pass(trace: Trace, trained: Sequence[int]) -> Trace:
     """A pass of which the step has many: what the first one does, until its backward pass is over, and the sums of
     its gradients (bytes in ``trained``) with those before."""
-    phases = itertools.groupby((op for op in made.ops if op.step == 0), lambda op: op.phase is Phase.BACKWARD)
+    phases = itertools.groupby((op for op in trace.ops if op.step == 0), lambda op: op.phase is Phase.BACKWARD)
     first = [op for _, ops in itertools.islice(phases, 2) for op in ops]
     sums = [
         Op(
@@ -318,19 +318,19 @@ def _later_pass(made: Trace, trained: Sequence[int]) -> Trace:
         )
         for bytes in trained
     ]
-    return replace(made, ops=(*first, *sums))
+    return replace(trace, ops=(*first, *sums))
 
 
-def _computes_s(made: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
+def _computes_s(trace: Trace, run: _Run, hardware: Hardware) -> tuple[float, float]:
     """Seconds of the passes that were rehearsed, with the update, and of all others."""
     more = run.passes - run.rehearsed
-    later_s = cost.step_cost(_later_pass(made, run.trained), hardware).step_s if more else 0.0
-    return cost.step_cost(made, hardware).step_s, more * later_s
+    later_s = cost.step_cost(_later_pass(trace, run.trained), hardware).step_s if more else 0.0
+    return cost.step_cost(trace, hardware).step_s, more * later_s
 
 
-def _timed(made: Trace, run: _Run, hardware: Hardware) -> Prediction:
+def _timed(trace: Trace, run: _Run, hardware: Hardware) -> Prediction:
     """Copies run beside compute, so the slowest lane sets the pace. Passes that were not rehearsed are all alike."""
-    lanes = {"compute": sum(_computes_s(made, run, hardware))}
+    lanes = {"compute": sum(_computes_s(trace, run, hardware))}
     more = run.passes - run.rehearsed
     for (source, target), bytes in run.moved.items():
         count = bytes + more * run.moved_between.get((source, target), 0)

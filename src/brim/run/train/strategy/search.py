@@ -78,7 +78,7 @@ class Planner:
         self._learned: dict[str, int] = {}  # per tier, what the latest proof found beyond the profile
         self._seconds: dict[tuple[object, ...], float] = {}  # of ways whose schedules were simulated
         self._simple_s = math.inf  # of the fastest simple way
-        self._sizes: set[int] = set()  # of micro-batches of which a way was to be proved
+        self._sizes: set[int] = set()  # of micro-batches with at least one attempted proof
         self._traced_ops = 0  # by the proofs of this search
         self._proof_ops = 0  # that a proof traces
         self._plain: StepProfile | None = None
@@ -107,7 +107,7 @@ class Planner:
     def _profile(self, batch: int) -> StepProfile:
         rehearsal = replace(self._rehearsal, batch=batch)
         if self._shallow is None:
-            found, proof_ops = self._profile_of(rehearsal)
+            profile, proof_ops = self._profile_of(rehearsal)
         else:
             (shallow, few), (deeper, more) = (
                 self._profile_of(replace(self._shallow.few(count), batch=batch)) for count in (1, 2)
@@ -117,10 +117,10 @@ class Planner:
                 (b.name, b.bytes, trained[b.name], self._shallow.template(b.name)) for b in rehearsal.partition.blocks
             ]
             left = self._shallow.stack.layers - self._shallow.stack.special - 2
-            found = deepened(shallow, deeper, left, blocks)
+            profile = deepened(shallow, deeper, left, blocks)
             # A few layers are traced at three depths, else all of them once.
             proof_ops = 3 * more if self._few_do(self._shallow) else more + left * (more - few)
-        return self._complete(found, proof_ops, batch)
+        return self._complete(profile, proof_ops, batch)
 
     def _complete(self, profile: StepProfile, proof_ops: int, batch: int) -> StepProfile:
         """``profile`` with what is known beside a trace."""
@@ -130,24 +130,24 @@ class Planner:
 
     def _profile_of(self, rehearsal: Rehearsal) -> tuple[StepProfile, int]:
         """The plain step's profile, and how many operations were traced for it."""
-        made = rehearsal.trace(self._plain_choice(rehearsal.batch))
-        return self._read(rehearsal, made), len(made.ops)
+        trace = rehearsal.trace(self._plain_choice(rehearsal.batch))
+        return self._read(rehearsal, trace), len(trace.ops)
 
     def _plain_choice(self, batch: int) -> Choice:
         return Choice(precision=self.case.precision, micro_batch=batch)
 
-    def _read(self, rehearsal: Rehearsal, made: Trace) -> StepProfile:
-        """What ``made``, a trace of the plain step of ``rehearsal``, says of it."""
+    def _read(self, rehearsal: Rehearsal, trace: Trace) -> StepProfile:
+        """The profile of the plain step of ``rehearsal``, read from its ``trace``."""
         model = rehearsal.model
         trained = [p for p in model.parameters() if p.requires_grad]
         return profile_of(
-            made,
+            trace,
             rehearsal.partition,
             self.hardware,
             batch=rehearsal.batch,
             trained_bytes=trained_bytes(model, rehearsal.partition),
             gradient_bytes=sum(tensor_bytes(p) for p in trained),
-            state_bytes=_state_bytes(made) if self.case.state_bytes is None else self.case.state_bytes(trained),
+            state_bytes=_state_bytes(trace) if self.case.state_bytes is None else self.case.state_bytes(trained),
             repeated=[b.name for b in rehearsal.partition.blocks if b.name in set(checkpointing.blocks(model))],
             head=(
                 head_option(model, rehearsal.batch * self.case.tokens, self.hardware)
@@ -159,111 +159,113 @@ class Planner:
     # -- the search
 
     def search(self, top: int) -> list[TrainingStrategy]:
-        """Up to ``top`` proved ways that differ in more than numbers, the fastest first; of those that are as fast as
-        that one, the one that moves least before it.
+        """Up to ``top`` proved ways that differ in more than numbers: of those as fast as the fastest, the one that
+        moves least comes first, then the others by their seconds.
 
-        Empty where none is found.
+        Empty if none fits.
         """
         for limits in self._in_turn():
-            found = self._search(limits, top)
-            if found:
-                found = self._with_room_for_the_heap(found, limits, top)
-                best = quietest(found, self._weighed, most_s=self._simple_s)
-                return [best, *(one for one in found if one is not best)][:top]
+            strategies = self._search(limits, top)
+            if strategies:
+                strategies = self._with_room_for_the_heap(strategies, limits, top)
+                best = quietest(strategies, self._weighed, most_s=self._simple_s)
+                return [best, *(strategy for strategy in strategies if strategy is not best)][:top]
         return []
 
     def _with_room_for_the_heap(
-        self, found: list[TrainingStrategy], limits: Limits, top: int
+        self, strategies: list[TrainingStrategy], limits: Limits, top: int
     ) -> list[TrainingStrategy]:
-        """``found``, and what is found with less in use, where the best gives back memory that it needs again."""
-        if not found[0].heap_s:
-            return found
+        """``strategies``, and those with less RAM in use if the best one's heap frees memory that it needs again."""
+        if not strategies[0].heap_s:
+            return strategies
         simple_s = self._simple_s
         less = {**limits.budget_bytes, RAM: kept_below(limits.budget_bytes[RAM])}
-        for made in self._search(replace(limits, budget_bytes=less), top):
-            found = self._with(found, made)
+        for strategy in self._search(replace(limits, budget_bytes=less), top):
+            strategies = self._with(strategies, strategy)
         self._simple_s = simple_s
-        return found
+        return strategies
 
     def _in_turn(self) -> Iterator[Limits]:
-        """What is allowed; before that, where all that is trained is next to nothing, without moving it around."""
-        held = self.profile.state_bytes + self.profile.gradient_bytes
+        """``self.limits``; first, if gradients and states are very small, the same without moving those."""
+        trained_bytes = self.profile.state_bytes + self.profile.gradient_bytes
         budget = self.limits.budget_bytes.get(self.hardware.compute, 0)
         ordered = {"states", "gradients", "in_backward"} & self.limits.fixed.keys()
-        if held < _NOTHING * budget and not ordered:
+        if trained_bytes < _NOTHING * budget and not ordered:
             yield replace(self.limits, states_leave=False, gradients_leave=False, single_pass=False)
         yield self.limits
 
     def _search(self, limits: Limits, top: int) -> list[TrainingStrategy]:
-        """What is proved under ``limits``. What the first proof says beyond the profile holds for all that follow."""
+        """Strategies proved under ``limits``. The first proof's corrections to the profile hold for later ones."""
         self._learned.clear()
         self._sizes.clear()
         self._simple_s = min(map(self.seconds, self.baselines(limits)), default=math.inf)
         self._traced_ops = 0
-        found = self._proved(limits, top, [])
-        if found and self._learned:
-            found = self._proved(replace(limits, corrections=dict(self._learned)), top, found)
-            found = self._of_other_sizes(limits, found)
-        return found
+        strategies = self._proved(limits, top, [])
+        if strategies and self._learned:
+            strategies = self._proved(replace(limits, corrections=dict(self._learned)), top, strategies)
+            strategies = self._of_other_sizes(limits, strategies)
+        return strategies
 
-    def _of_other_sizes(self, limits: Limits, found: list[TrainingStrategy]) -> list[TrainingStrategy]:
-        """``found``, and one way of each size of micro-batch that may be faster and of which none was proved: what a
-        proof says beyond the profile is another number of bytes for another size, even one below zero."""
+    def _of_other_sizes(self, limits: Limits, strategies: list[TrainingStrategy]) -> list[TrainingStrategy]:
+        """``strategies``, and one of each micro-batch that may be faster and has no proof: a proof's correction to
+        the profile differs between sizes, and may be negative."""
         for _, way, _ in self._in_order(limits):
             if self._traced_ops > _SEARCH_OPS:
                 break
-            if way.bound_s < found[0].step_s and way.frame.micro_batch not in self._sizes:
-                made = self.prove(way, limits=limits)
-                found = found if made is None else self._with(found, made)
-        return found
+            if way.bound_s < strategies[0].step_s and way.frame.micro_batch not in self._sizes:
+                strategy = self.prove(way, limits=limits)
+                strategies = strategies if strategy is None else self._with(strategies, strategy)
+        return strategies
 
-    def _proved(self, limits: Limits, top: int, found: list[TrainingStrategy]) -> list[TrainingStrategy]:
-        """``found`` and what else is proved; where nothing was learned yet, no more than until something is."""
+    def _proved(self, limits: Limits, top: int, strategies: list[TrainingStrategy]) -> list[TrainingStrategy]:
+        """``strategies`` and further proved ones; without corrections yet, up to the first proof that has any."""
         for count, (seconds, way, simple) in enumerate(self._in_order(limits)):
-            faster = not found or seconds < found[0].step_s
+            faster = not strategies or seconds < strategies[0].step_s
             most_ops = _SEARCH_OPS if faster else _MORE_OPS - self._proof_ops
-            if count >= _MANY * top or (found and self._traced_ops > most_ops):
+            if count >= _MANY * top or (strategies and self._traced_ops > most_ops):
                 break
-            if len(found) >= top and seconds > max(found[top - 1].step_s, self._tied_s(found)):
+            if len(strategies) >= top and seconds > max(strategies[top - 1].step_s, self._tied_s(strategies)):
                 break
-            if not self._is_worth_it(way, seconds, found, top):
+            if not self._is_worth_it(way, seconds, strategies, top):
                 continue
-            made = self.prove(way, corrects=not simple, limits=limits)
-            if made is not None:
-                found = self._with(found, made)
+            strategy = self.prove(way, corrects=not simple, limits=limits)
+            if strategy is not None:
+                strategies = self._with(strategies, strategy)
                 if self._learned and not limits.corrections:
                     break
-        return found
+        return strategies
 
-    def _is_worth_it(self, way: Way, seconds: float, found: list[TrainingStrategy], top: int) -> bool:
+    def _is_worth_it(self, way: Way, seconds: float, strategies: list[TrainingStrategy], top: int) -> bool:
         """Whether it may be one of the first ``top``, or the quietest of those that are as fast as the first."""
-        if not found:
+        if not strategies:
             return True
-        tied_s = self._tied_s(found)
-        moved = min(moved_bytes(self.profile, self.hardware, _way(one)) for one in found if one.step_s <= tied_s)
+        tied_s = self._tied_s(strategies)
+        tied = [_way(strategy) for strategy in strategies if strategy.step_s <= tied_s]
+        moved = min(moved_bytes(self.profile, self.hardware, other) for other in tied)
         if seconds <= tied_s and moved_bytes(self.profile, self.hardware, way) < moved:
             return True
         # What differs in numbers only and is no faster makes no list longer.
-        alike = any(signature(_way(one)) == signature(way) and one.step_s <= seconds for one in found)
-        return not alike and (len(found) < top or seconds < found[top - 1].step_s)
+        no_slower = (_way(strategy) for strategy in strategies if strategy.step_s <= seconds)
+        alike = any(signature(other) == signature(way) for other in no_slower)
+        return not alike and (len(strategies) < top or seconds < strategies[top - 1].step_s)
 
-    def _tied_s(self, found: list[TrainingStrategy]) -> float:
-        least_s = min(one.step_s for one in found)
+    def _tied_s(self, strategies: list[TrainingStrategy]) -> float:
+        least_s = min(strategy.step_s for strategy in strategies)
         return max(least_s, min(self._simple_s, as_fast_s(least_s)))
 
-    def _weighed(self, one: TrainingStrategy) -> Weighed:
+    def _weighed(self, strategy: TrainingStrategy) -> Weighed:
         return Weighed(
-            seconds=one.step_s,
-            moved_bytes=moved_bytes(self.profile, self.hardware, _way(one)),
-            held_bytes=sum(one.prediction.peak_bytes.values()),
+            seconds=strategy.step_s,
+            moved_bytes=moved_bytes(self.profile, self.hardware, _way(strategy)),
+            held_bytes=sum(strategy.prediction.peak_bytes.values()),
         )
 
-    def _with(self, found: list[TrainingStrategy], made: TrainingStrategy) -> list[TrainingStrategy]:
-        """``found`` and ``made``, by seconds; of those that differ in numbers only, the best."""
-        alike = [one for one in found if signature(_way(one)) == signature(_way(made))]
-        rest = [one for one in found if one not in alike]
-        best = quietest([*alike, made], self._weighed, most_s=self._simple_s)
-        return sorted([*rest, best], key=lambda one: rank(one.step_s, _way(one)))
+    def _with(self, strategies: list[TrainingStrategy], new: TrainingStrategy) -> list[TrainingStrategy]:
+        """``strategies`` and ``new``, by seconds; of those that differ in numbers only, the best."""
+        alike = [strategy for strategy in strategies if signature(_way(strategy)) == signature(_way(new))]
+        rest = [strategy for strategy in strategies if strategy not in alike]
+        best = quietest([*alike, new], self._weighed, most_s=self._simple_s)
+        return sorted([*rest, best], key=lambda strategy: rank(strategy.step_s, _way(strategy)))
 
     def _in_order(self, limits: Limits) -> Iterator[tuple[float, Way, bool]]:
         """Ways by the seconds of their schedules, and whether each is one of the simple ones.
@@ -272,13 +274,13 @@ class Planner:
         """
         waiting = [(self.seconds(way), -1 - index, way) for index, way in enumerate(self.baselines(limits))]
         for index, way in enumerate(ways.best(self.profile, self.hardware, limits)):
-            ready = [one for one in waiting if one[0] <= way.bound_s]
-            for one in sorted(ready, key=lambda one: rank(one[0], one[2])):
-                waiting.remove(one)
-                yield one[0], one[2], one[1] < 0
+            ready = [entry for entry in waiting if entry[0] <= way.bound_s]
+            for entry in sorted(ready, key=lambda entry: rank(entry[0], entry[2])):
+                waiting.remove(entry)
+                yield entry[0], entry[2], entry[1] < 0
             if not any(way.same(other) for _, _, other in waiting):
                 waiting.append((self.seconds(way), index, way))
-        for seconds, index, way in sorted(waiting, key=lambda one: rank(one[0], one[2])):
+        for seconds, index, way in sorted(waiting, key=lambda entry: rank(entry[0], entry[2])):
             yield seconds, way, index < 0
 
     def baselines(self, limits: Limits | None = None) -> list[Way]:
@@ -310,21 +312,21 @@ class Planner:
     # -- proofs
 
     def prove(self, way: Way, *, corrects: bool = True, limits: Limits | None = None) -> TrainingStrategy | None:
-        """``way``, or what the search makes of its shape when it knows what that really takes; None: nothing fits.
+        """``way``, or the search's correction of it once its real peaks are known; None: nothing fits.
 
-        Not ``corrects``: that way or none.
+        ``corrects``: whether to try corrections.
         """
         limits, best = limits or self.limits, None
         self._sizes.add(way.frame.micro_batch)
         for _ in range(_PROOFS if corrects else 1):
-            made = self._found(way)
-            if fits(made.prediction.peak_bytes, limits.budget_bytes):
-                best = made if best is None or made.step_s < best.step_s else best
-                if not self._has_room(made, limits):
+            strategy = self._found(way)
+            if fits(strategy.prediction.peak_bytes, limits.budget_bytes):
+                best = strategy if best is None or strategy.step_s < best.step_s else best
+                if not self._has_room(strategy, limits):
                     break
             elif best is not None:
                 break
-            self._learned = self._corrections(made)
+            self._learned = self._corrections(strategy)
             corrected = replace(limits, corrections=self._learned)
             again = ways.solve_shape(self.profile, self.hardware, corrected, shape_of(way))
             if again is None or again.same(way):
@@ -394,10 +396,10 @@ class Planner:
             and self._shallow is not None
             and self._few_do(self._shallow)
         ):
-            known = Layers(self.profile, self._shallow.stack, way, self.hardware.compute)
-            most = known.most(self._shallow.treatments(choice))
-            room = known.room(bytes_at_once(self._rehearsal.model))
-            peaks = self._shallow.predict(choice, known.bytes, room, most)
+            layers = Layers(self.profile, self._shallow.stack, way, self.hardware.compute)
+            most = layers.most(self._shallow.treatments(choice))
+            room = layers.room(bytes_at_once(self._rehearsal.model))
+            peaks = self._shallow.predict(choice, layers.bytes, room, most)
             if peaks is not None:
                 self._traced_ops += self._proof_ops
                 self._known[key] = peaks
@@ -427,14 +429,14 @@ class Planner:
         compute = self.hardware.compute
         return {**seen.peak_bytes, compute: seen.peak_bytes[compute] + self.case.aside(choice)}
 
-    def exactly(self, one: TrainingStrategy) -> TrainingStrategy:
-        """``one`` with what every layer of it was seen to take."""
-        key = _key(one.choice)
+    def exactly(self, strategy: TrainingStrategy) -> TrainingStrategy:
+        """``strategy`` with the peaks of a trace of all its layers."""
+        key = _key(strategy.choice)
         if key not in self._rated:
-            self._known[key] = self._rehearsed(key, self._rehearsal, one.choice)
-        peaks = self._peaks_of(one.choice)
-        spent = self._spent(one.choice, None, peaks)
-        return replace(one, prediction=replace(one.prediction, peak_bytes=peaks), spent_bytes=spent)
+            self._known[key] = self._rehearsed(key, self._rehearsal, strategy.choice)
+        peaks = self._peaks_of(strategy.choice)
+        spent = self._spent(strategy.choice, None, peaks)
+        return replace(strategy, prediction=replace(strategy.prediction, peak_bytes=peaks), spent_bytes=spent)
 
     def _few_do(self, shallow: Shallow) -> bool:
         """Whether a few layers say enough of all.
@@ -446,45 +448,47 @@ class Planner:
         budget = self.limits.budget_bytes.get(compute, math.inf)
         return compute != RAM and shallow.unfilled_bytes <= _UNFILLED * budget
 
-    def _has_room(self, made: TrainingStrategy, limits: Limits) -> bool:
-        """Whether a way that gives something up leaves so much room that it may not have to."""
-        way = _way(made)
+    def _has_room(self, strategy: TrainingStrategy, limits: Limits) -> bool:
+        """Whether a way that offloads or recomputes leaves so much room that it may not need to."""
+        way = _way(strategy)
         plain = way.frame.states == KEEP and set(way.weights.values()) == {RESIDENT}
         if plain and set(way.activations.values()) == {KEEP} and way.frame.micro_batch == self.profile.batch:
             return False
-        peaks, compute = made.prediction.peak_bytes, self.hardware.compute
+        peaks, compute = strategy.prediction.peak_bytes, self.hardware.compute
         budget = limits.budget_bytes.get(compute, peaks[compute])
         return budget - peaks[compute] > _ROOM * budget
 
-    def _corrections(self, made: TrainingStrategy) -> dict[str, int]:
-        """What the proof found beyond the profile, per tier that is used at all."""
-        thought = self.held(_way(made))
+    def _corrections(self, strategy: TrainingStrategy) -> dict[str, int]:
+        """The bytes of the proof beyond the profile's, for each tier in use."""
+        thought = self.held(_way(strategy))
         return {
             tier: count - thought.get(tier, 0) + _MARGIN_BYTES
-            for tier, count in made.prediction.peak_bytes.items()
+            for tier, count in strategy.prediction.peak_bytes.items()
             if tier in self.limits.budget_bytes and (count or thought.get(tier))
         }
 
     def least(self) -> TrainingStrategy:
-        """The way that takes least, where it fits after all. Raises BudgetError, with what it takes, where not."""
-        limits, need, made = self.limits, dict[str, int](), None
+        """The smallest way, if it fits after all; else raises BudgetError with the bytes that it takes."""
+        limits, need, strategy = self.limits, dict[str, int](), None
         for _ in range(_LEAST_PROOFS):
             least = ways.smallest(self.profile, self.hardware, limits)
             if least is None:
                 break
-            need, made = least[0], self._found(least[1])
-            peaks = made.prediction.peak_bytes
+            need, strategy = least[0], self._found(least[1])
+            peaks = strategy.prediction.peak_bytes
             if fits(peaks, self.limits.budget_bytes):
-                return made
+                return strategy
             if fits(peaks, {**self.limits.budget_bytes, **need}):
                 break
-            corrections = {t: max(0, n, limits.corrections.get(t, 0)) for t, n in self._corrections(made).items()}
+            corrections = {t: max(0, n, limits.corrections.get(t, 0)) for t, n in self._corrections(strategy).items()}
             limits = replace(limits, corrections=corrections)
-        if made is None:
+        if strategy is None:
             raise BudgetError(
-                "Training was to run within its budget.", "No budget is known with which it would.", "Ask for less."
+                "Cannot train within this budget.",
+                "No sufficient budget is known.",
+                "Reduce --batch, --seq or the model.",
             )
-        peaks = made.prediction.peak_bytes
+        peaks = strategy.prediction.peak_bytes
         short = {tier: max(peaks.get(tier, 0), count) for tier, count in need.items()}
         raise too_small({**{t: n for t, n in peaks.items() if t not in short}, **short}, self.limits.budget_bytes)
 
@@ -497,15 +501,15 @@ class Planner:
         return as_way(choice, [block.name for block in self._rehearsal.partition.blocks])
 
 
-def _way(one: TrainingStrategy) -> Way:
-    assert one.way is not None, "a search finds ways"
-    return one.way
+def _way(strategy: TrainingStrategy) -> Way:
+    assert strategy.way is not None, "a search finds ways"
+    return strategy.way
 
 
-def _state_bytes(made: Trace) -> int:
+def _state_bytes(trace: Trace) -> int:
     """What the optimizer keeps from one step to the next."""
-    begin = made.step_starts[0]
-    return sum(s.bytes for s in made.storages if s.category is Category.OPTIMIZER_STATE and s.born < begin)
+    begin = trace.step_starts[0]
+    return sum(s.bytes for s in trace.storages if s.category is Category.OPTIMIZER_STATE and s.born < begin)
 
 
 def _key(choice: Choice, partition: Partition | None = None) -> str:

@@ -51,8 +51,8 @@ def head_option(model: nn.Module, tokens: int, hardware: Hardware) -> Option | N
     except UnsupportedError:
         return None
     classes, hidden = layer.weight.shape
-    made = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
-    return next((option for option in made if option.choice == str(CHUNK_TOKENS)), None)
+    options = chunked_loss.options(tokens, classes, hidden, hardware, dtype=layer.weight.dtype)
+    return next((option for option in options if option.choice == str(CHUNK_TOKENS)), None)
 
 
 def as_choice(way: Way, precision: str, compute: str) -> Choice:
