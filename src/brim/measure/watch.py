@@ -48,7 +48,7 @@ class watch:
 
     With CUDA the file is a memory snapshot as ``torch.cuda.memory._dump_snapshot`` writes it. A recording of
     PyTorch's that is on already is used with its own settings, and left on. Without CUDA the file holds the process's
-    resident memory over time; it is written when a MemoryError, or PyTorch's RuntimeError for want of RAM, leaves the
+    resident memory over time; it is written when a MemoryError, or PyTorch's RuntimeError for lack of RAM, leaves the
     block.
 
     Args:
@@ -79,7 +79,7 @@ class watch:
         stacks: str = "python",
         interval_s: float = 0.05,
     ) -> None:
-        asked = f"brim.watch({str(path)!r}) was asked for."
+        asked = f"brim.watch({str(path)!r}) failed."
         if max_entries < 1 or interval_s <= 0:
             raise UsageError(
                 asked, f"max_entries is {max_entries}, interval_s {interval_s}.", "Both must be above 0."
