@@ -127,7 +127,7 @@ def simulate(tasks: Sequence[Task], contention: Contention | None = None) -> Sch
 
     Raises ValueError where one comes after itself or a later one.
     """
-    return _Simulation(tasks, contention or {}).run()
+    return _Simulation(tasks, {} if contention is None else contention).run()
 
 
 class _Simulation:

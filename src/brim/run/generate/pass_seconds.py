@@ -13,6 +13,7 @@ from torch import nn
 
 from brim.core import Hardware
 from brim.measure.probe import probe
+from brim.planner.passes import contention
 from brim.planner.schedule import Contention
 from brim.run.fit.step_memory import PROMPT, TOKEN, Inputs, PassWork
 from brim.run.generate.memory import Sizes
@@ -81,9 +82,12 @@ class PassSeconds:
         return replace(need, cpu_seconds=cpu_seconds, cpu_bytes=cache_bytes, cpu_step_bytes=step_bytes)
 
     def _beside(self, tokens: int) -> Contention | None:
-        from brim.run.timing.drive_contention import beside_drive  # most machines are others, or not measured here
+        from brim.run.timing.drive_contention import SharesWhenAsked  # most machines are others, or not measured here
 
-        return beside_drive(self.hardware, tokens, writes=False, measures=self.measures) if self.is_here else None
+        if not self.is_here:
+            return None
+        rates = contention(self.hardware)
+        return SharesWhenAsked(self.hardware, tokens, rates, writes=False, measures=self.measures)
 
     # -- what was measured here
 

@@ -22,6 +22,7 @@ from brim.memory import heap
 from brim.memory.checkpoint_files import Extent, TensorSource
 from brim.memory.heap_retention import kept_limits
 from brim.planner.step_profile import FULL, KEEP, OFFLOAD, SELECTIVE, Limits
+from brim.planner.steps import contention_of
 from brim.run.generate.load import warm_up
 from brim.run.model import factory
 from brim.run.model.factory import is_factory
@@ -30,7 +31,7 @@ from brim.run.plan.plan_file import described
 from brim.run.plan.request import PLAN_FILE, Machine, Proposal, Request
 from brim.run.script.program_share import most_grown
 from brim.run.timing.block_timing import block_seconds
-from brim.run.timing.drive_contention import beside_drive
+from brim.run.timing.drive_contention import SharesWhenAsked
 from brim.run.timing.fresh_memory import fresh_seconds
 from brim.run.train.strategy.case import Case, Clock, TrainingStrategy
 from brim.run.train.strategy.choice import Choice
@@ -109,7 +110,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
     model = _model(request, precision)
     base = frozenset(name for name, _ in model.named_parameters() if ".lora_" not in name)
     adapters = frozenset(name for name, _ in model.named_parameters()) - base
-    here = _is_here(request, machine)
+    here, rows = _is_here(request, machine), request.batch * request.seq
     if here:
         warm_up(model, hardware, request.seq)
 
@@ -128,7 +129,7 @@ def case_of(request: Request, machine: Machine, start_bytes: int) -> Case:
         stay=adapters,
         in_place=lambda: works_in_place(model, inputs(1)),
         clock=_clock(model, partition, inputs) if here and precision == "fp32" else None,
-        beside=beside_drive(hardware, request.batch * request.seq, writes=True) if here else None,
+        beside=SharesWhenAsked(hardware, rows, contention_of(hardware), writes=True) if here else None,
         fresh_s_per_byte=fresh_seconds(hardware) if here else 0.0,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,34 @@ _METHOD = 4  # raised when what is measured, or how, changes
 _GOOD_FOR_S = 7 * 24 * 3600.0
 _MANY_ROWS = 256  # a product of more is limited by arithmetic as much
 _LANES = {READ: way(DISK, RAM), WRITE: way(RAM, DISK)}
+
+
+@dataclass(frozen=True, eq=False)
+class SharesWhenAsked(Mapping[tuple[str, str], float]):
+    """What lanes leave each other: ``by_rates``, and above that what :func:`beside_drive` gives.
+
+    That is measured when the first share is asked for: a step that moves nothing asks for none.
+    """
+
+    hardware: Hardware
+    rows: int
+    by_rates: Contention
+    writes: bool
+    measures: bool = True
+
+    @cached_property
+    def _shares(self) -> Contention:
+        measured = beside_drive(self.hardware, self.rows, writes=self.writes, measures=self.measures)
+        return {**self.by_rates, **(measured or {})}
+
+    def __getitem__(self, lanes: tuple[str, str]) -> float:
+        return self._shares[lanes]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._shares)
+
+    def __len__(self) -> int:
+        return len(self._shares)
 
 
 def beside_drive(hardware: Hardware, rows: int, *, writes: bool, measures: bool = True) -> Contention | None:

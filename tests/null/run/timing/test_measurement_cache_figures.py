@@ -10,7 +10,7 @@ from torch import nn
 
 from brim.core.hardware import DISK, RAM
 from brim.measure.probe import probe
-from brim.planner.schedule import COMPUTE, UPDATE, way
+from brim.planner.schedule import COMPUTE, UPDATE, Task, simulate, way
 from brim.run.script.program_share import most_grown
 from brim.run.timing import drive_contention, loop_seconds
 
@@ -37,6 +37,20 @@ def test_lanes_beside_the_drive_are_measured_once_and_for_this_machine_only(
     monkeypatch.setattr(drive_contention, "beside", pytest.fail)
     monkeypatch.setattr(drive_contention, "both_ways", pytest.fail)
     assert drive_contention.beside_drive(here, 1, writes=True) == found
+
+
+def test_lanes_beside_the_drive_are_measured_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        drive_contention, "beside_drive", lambda *_, **__: asked.append(1) or {(COMPUTE, way(DISK, RAM)): 0.5}
+    )
+    rates = {(COMPUTE, way(DISK, RAM)): 0.9, (UPDATE, way(DISK, RAM)): 0.8}
+    shares = drive_contention.SharesWhenAsked(probe(device="cpu"), 1, rates, writes=True)
+    resident = simulate([Task(name="one", lane=COMPUTE, seconds=1.0)], shares)
+    assert resident.end_s == [1.0] and not asked
+    tasks = [Task(name="one", lane=COMPUTE, seconds=1.0), Task(name="two", lane=way(DISK, RAM), seconds=4.0)]
+    assert simulate(tasks, shares).end_s[0] == pytest.approx(2.0) and asked == [1]
+    assert shares[UPDATE, way(DISK, RAM)] == 0.8 and len(shares) == 2 and asked == [1]
 
 
 @pytest.mark.thorough

@@ -300,7 +300,7 @@ class Planner:
         return self._seconds[key]
 
     def _timed(self, way: Way) -> tuple[float, Schedule]:
-        beside = {**contention_of(self.hardware), **(self.case.beside or {})}
+        beside = contention_of(self.hardware) if self.case.beside is None else self.case.beside
         # All rows at once are timed without what one of them says.
         profile = self._whole() if way.frame.micro_batch == self._rehearsal.batch else self.profile
         return training_step_s(profile, self.hardware, way, beside)
