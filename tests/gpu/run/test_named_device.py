@@ -92,7 +92,7 @@ def test_a_number_that_is_not_there(
     words = ["--prompt", "one"] if command == "generate" else ["--data", str(saved / "text.txt")]
     words += [] if command == "generate" else ["--output", str(tmp_path / "out")]
     assert main([command, str(saved), *words, "--device", "cuda:2"]) == 2
-    assert "torch sees 2 CUDA devices" in capsys.readouterr().err
+    assert "PyTorch sees 2 CUDA devices" in capsys.readouterr().err
 
 
 PROGRAM = textwrap.dedent("""

@@ -115,7 +115,7 @@ def _headline(run: RecordedRun, oom: Moment | None, runs: list[WhatIf]) -> str:
         need = oom.allocated_bytes + oom.requested_bytes
         return (
             f"Out of memory: the run needs more than the device has. {format_bytes(oom.allocated_bytes)} were in use "
-            f"and {asked} asked for, {format_bytes(need)} together; even in one piece it would not have fitted."
+            f"and {asked} requested, {format_bytes(need)} together; even in one piece it would not have fitted."
         )
     proof = (
         f" With {fitting.settings or 'default settings'} it would have fitted: "
@@ -124,7 +124,7 @@ def _headline(run: RecordedRun, oom: Moment | None, runs: list[WhatIf]) -> str:
         else " No setting that was tried prevents it."
     )
     return (
-        f"Out of memory by fragmentation: {asked} were asked for while {free} of what was reserved lay free, the "
+        f"Out of memory by fragmentation: {asked} were requested while {free} of the reserved memory were free, the "
         f"largest piece {format_bytes(oom.largest_free_bytes)}.{proof}"
     )
 

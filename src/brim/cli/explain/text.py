@@ -172,7 +172,7 @@ def timeline_headline(body: Mapping[str, Any]) -> str:
     if failed is None:
         return f"{what}: {allocated}{reserved}. Nothing failed."
     by = f" by {failed['label']}" if failed["label"] else ""
-    return f"{what}: out of memory: {format_bytes(failed['bytes'])} were asked for{by}. {allocated}{reserved}."
+    return f"{what}: out of memory: {format_bytes(failed['bytes'])} were requested{by}. {allocated}{reserved}."
 
 
 def of_idle(idle: Mapping[str, Any]) -> _Lines:

@@ -67,7 +67,9 @@ def _what() -> list[Callable[..., Any]]:
     """The data, the budget and the course of the training."""
     return [
         click.option("--data", required=True, type=click.Path(path_type=Path), help="JSONL, JSON or plain text."),
-        click.option("--eval-data", type=click.Path(path_type=Path), help="Data whose loss is told, not trained on."),
+        click.option(
+            "--eval-data", type=click.Path(path_type=Path), help="Data whose loss is reported, not trained on."
+        ),
         click.option(
             "--eval-every",
             type=click.IntRange(min=1),

@@ -101,9 +101,9 @@ def fit(
             on the meta device.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"brim.fit was given a {type(model).__name__}.", "It takes an nn.Module.")
+        raise UsageError(f"Cannot fit a {type(model).__name__}.", "brim.fit takes an nn.Module.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"brim.fit was given a {type(optimizer).__name__} as the optimizer.", "It takes torch's.")
+        raise UsageError(f"Cannot use a {type(optimizer).__name__} as the optimizer.", "brim.fit takes PyTorch's.")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper calls the module inside
     refuse_second(model)
     refuse_special_tensors(model)
@@ -115,8 +115,8 @@ def fit(
             return fit_training(model, optimizer, hardware, budget, kind, inputs, activations, plan)
         if plan is not None:
             raise UsageError(
-                f"brim.fit was given the plan {plan}.", "Plans are for training.", "Give the optimizer too."
+                f"Cannot use the plan {plan} without an optimizer.", "Plans are for training.", "Give the optimizer."
             )
         need = forward_need(model, budget, hardware, inputs, activations)
-        partition, made = plan_forward(model, hardware, budget, need, inputs, kind)
-        return put_in_force(model, partition, made, hardware, Weights(), kind)
+        partition, forward_plan = plan_forward(model, hardware, budget, need, inputs, kind)
+        return put_in_force(model, partition, forward_plan, hardware, Weights(), kind)

@@ -52,9 +52,9 @@ def plan_forward(
         if not smallest:
             return partition, replace(plan, budget_bytes=dict(budget))
         raise BudgetError(
-            f"{type(model).__name__} was to run in {_told(budget)}.",
-            f"The smallest plan takes {_told(smallest)}, with what PyTorch and cuBLAS hold of it.",
-            f"Give {_told(smallest)}.",
+            f"Cannot run {type(model).__name__} in {_told(budget)}.",
+            f"The smallest plan takes {_told(smallest)}, including what PyTorch and cuBLAS hold.",
+            f"Give {_told(smallest)} or more.",
             smallest_bytes=smallest,
         ) from error
 
@@ -77,8 +77,8 @@ def _plan(
             return partition, replace(plan, promise=promise)
         spent += round_up(reserved - budget[VRAM], _SEGMENT_BYTES)
     raise BudgetError(
-        f"{type(model).__name__} was to run in {_told(budget)}.",
-        f"The last of {_PROOFS} plans takes {format_bytes(reserved)} of VRAM.",
+        f"Cannot run {type(model).__name__} in {_told(budget)}.",
+        f"{_PROOFS} plans were tried; the last takes {format_bytes(reserved)} of VRAM.",
         smallest_bytes={VRAM: reserved},
     )
 
@@ -118,11 +118,12 @@ def _reserved_bytes(
 ) -> int:
     def build() -> Callable[[], None]:
         prepared = prepare(_copy_of(model))
-        given = None if inputs is None else tree_map_only(torch.Tensor, lambda t: t.to(_CUDA), without_values(inputs))
-        return lambda: _step(prepared, given, step_bytes)
+        hollow = None if inputs is None else without_values(inputs)
+        on_gpu = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_CUDA), hollow)
+        return lambda: _step(prepared, on_gpu, step_bytes)
 
-    made = trace(build, steps=2, capability=capability(hardware))
-    return _peak_bytes(made, simulate(made))
+    two_steps = trace(build, steps=2, capability=capability(hardware))
+    return _peak_bytes(two_steps, simulate(two_steps))
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
@@ -131,9 +132,9 @@ def _copy_of(model: nn.Module) -> nn.Module:
         return meta_copy(model, absent=absent, device=_CUDA)
     except (TypeError, RuntimeError) as error:  # as deepcopy says for locks, handles and tensors with a history
         raise UnsupportedError(
-            f"What {type(model).__name__} takes of a GPU was to be predicted.",
+            f"Cannot predict the GPU memory of {type(model).__name__}.",
             f"It cannot be copied: {next(iter(str(error).splitlines()), '')}",
-            "Leave out of the module what copy.deepcopy cannot copy.",
+            "Remove from the module what copy.deepcopy cannot copy.",
         ) from error
 
 
@@ -142,22 +143,22 @@ def _step(model: nn.Module, inputs: Any, step_bytes: int) -> None:
     if inputs is not None:
         call_with(model, inputs)
         return
-    taken = torch.empty(step_bytes, dtype=torch.uint8, device=_CUDA)
-    one = torch.ones(1, 1, device=_CUDA)
-    one @ one  # cuBLAS makes its workspace at the first product
-    del taken
+    activations = torch.empty(step_bytes, dtype=torch.uint8, device=_CUDA)
+    matrix = torch.ones(1, 1, device=_CUDA)
+    matrix @ matrix  # cuBLAS makes its workspace at the first product
+    del activations
 
 
-def _peak_bytes(made: Trace, timeline: Timeline) -> int:
-    """Reserved at most from the first step of ``made`` on."""
-    begins = {storage.id for storage in made.storages if storage.born >= made.step_starts[0]}
-    held = peak = 0
+def _peak_bytes(trace: Trace, timeline: Timeline) -> int:
+    """The peak of reserved bytes from the first step of ``trace`` on."""
+    begins = {storage.id for storage in trace.storages if storage.born >= trace.step_starts[0]}
+    reserved = peak = 0
     stepping = False
     for event in timeline:
         if event.kind is EventKind.SEGMENT_ALLOC:
-            held += event.bytes
+            reserved += event.bytes
         elif event.kind is EventKind.SEGMENT_FREE:
-            held -= event.bytes
+            reserved -= event.bytes
         stepping |= event.kind is EventKind.ALLOC and event.storage in begins
-        peak = max(peak, held) if stepping else held
+        peak = max(peak, reserved) if stepping else reserved
     return peak

@@ -60,8 +60,8 @@ def forward_need(
 
 @contextlib.contextmanager
 def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
-    """Within, the device of an accelerator that ``device`` names (``"cuda:1"``), or else that ``model`` lies on, is
-    the current one: what is measured, planned and allocated is so there. Gives the device without its number.
+    """Within, the current device is the accelerator that ``device`` names (``"cuda:1"``), or else the one that
+    ``model`` is on, so that measuring, planning and allocating use it. Gives the device without its number.
 
     Raises UsageError for a name that means no device, and for a model on several of them; UnsupportedError for an
     accelerator that is not here, or has no streams to move weights by.
@@ -69,18 +69,20 @@ def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
     kind, colon, number = device.partition(":")
     kinds = accelerator.kinds()
     if kind not in (*kinds, *get_args(Device)) or (colon and (kind not in kinds or not number.isdecimal())):
-        known = ", ".join(dict.fromkeys((*get_args(Device), *kinds)))
-        raise UsageError(f"Device {device!r} was asked for.", f"Devices are {known}, and of several cuda:NUMBER.")
+        names = ", ".join(dict.fromkeys((*get_args(Device), *kinds)))
+        raise UsageError(
+            f"There is no device {device!r}.", f"Devices are {names}, and cuda:NUMBER for one of several."
+        )
     index = int(number) if colon else None
     if index is None and kind in ("auto", *kinds) and model is not None:
-        found = {p.device for p in model.parameters() if p.device.type in ((kind,) if kind != "auto" else kinds)}
-        if len(found) > 1:
+        devices = {p.device for p in model.parameters() if p.device.type in ((kind,) if kind != "auto" else kinds)}
+        if len(devices) > 1:
             raise UsageError(
-                f"{type(model).__name__} was to be fitted.",
-                f"It lies on several devices: {', '.join(sorted(map(str, found)))}.",
-                "Move it to one of them, or to the CPU, before.",
+                f"Cannot fit {type(model).__name__}.",
+                f"It is on several devices: {', '.join(sorted(map(str, devices)))}.",
+                "Move it to one of them, or to the CPU, first.",
             )
-        for where in found:
+        for where in devices:
             kind, index = where.type, where.index
     here = computing(kind)
     if here is None or index is None:
@@ -88,7 +90,7 @@ def on(device: str, model: nn.Module | None = None) -> Iterator[Device]:
         return
     if index >= here.count():
         count, name = here.count(), accelerator.NAMES.get(kind, kind)
-        raise UsageError(f"Device {device!r} was asked for.", f"torch sees {count} {name} devices.")
+        raise UsageError(f"Cannot use device {device!r}.", f"PyTorch sees {count} {name} devices.")
     with accelerator.of(torch.device(kind, index)).current():
         yield cast(Device, kind)
 
@@ -108,13 +110,13 @@ def computing(device: str) -> accelerator.Accelerator | None:
     name = accelerator.NAMES.get(kind, kind)
     if here is None:
         raise UnsupportedError(
-            f"Device {device!r} was asked for.",
-            f"torch {torch.__version__} sees no {name} on this machine.",
-            f"Use device auto or cpu, or install a build of torch for {name}.",
+            f"Cannot use device {device!r}.",
+            f"PyTorch {torch.__version__} sees no {name} on this machine.",
+            f"Use device auto or cpu, or install a build of PyTorch for {name}.",
         )
     if not here.has_streams:
         raise UnsupportedError(
-            f"Device {device!r} was asked for.",
+            f"Cannot use device {device!r}.",
             f"brim moves weights, caches and activations in streams of their own, and PyTorch's module for {name} "
             f"has one queue for all work; brim knows memory and rates of it (brim.probe(device={kind!r})).",
             "Use device cpu.",
@@ -122,7 +124,7 @@ def computing(device: str) -> accelerator.Accelerator | None:
     probed = torch.empty(0, device=here.device)
     if not torch._has_compatible_shallow_copy_type(torch.empty(0), probed):
         raise UnsupportedError(
-            f"Device {device!r} was asked for.",
+            f"Cannot use device {device!r}.",
             f"brim points a model's parameters at memory of the device while they are used, and PyTorch's backend "
             f"for {name} does not allow that of parameters that were made on the CPU.",
             "Use device cpu.",
@@ -216,8 +218,8 @@ def budgets(
         if amount > hardware.tier(tier).capacity_bytes:
             raise UsageError(
                 f"A budget of {format_bytes(amount)} of {tier.upper()} was given.",
-                f"This machine has {format_bytes(hardware.tier(tier).capacity_bytes)}.",
-                "Give what it has or less.",
+                f"This machine has only {format_bytes(hardware.tier(tier).capacity_bytes)}.",
+                "Give that or less.",
             )
     return budget
 
@@ -236,10 +238,10 @@ def held_to(budget_bytes: Mapping[str, int], device: str) -> Callable[[], Abstra
 
 def held_vram_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """What a model, its gradients and its optimizer's states hold of VRAM now."""
-    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     if optimizer is not None:
-        held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    on_device = [tensor.untyped_storage() for tensor in held if tensor.device.type in accelerator.kinds()]
+        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    on_device = [tensor.untyped_storage() for tensor in tensors if tensor.device.type in accelerator.kinds()]
     return sum({storage._cdata: storage.nbytes() for storage in on_device}.values())
 
 

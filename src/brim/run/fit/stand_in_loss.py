@@ -10,9 +10,9 @@ import torch
 
 def loss_of(output: Any) -> torch.Tensor:
     """The loss in a model's output; of a model that gives none, a stand-in with gradients for all of it."""
-    found: torch.Tensor | None = getattr(output, "loss", None)
-    if found is not None:
-        return found
+    loss: torch.Tensor | None = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     values = output.values() if isinstance(output, Mapping) else output
     first: torch.Tensor = output if isinstance(output, torch.Tensor) else next(iter(values))
     return first if first.dim() == 0 else first.float().mean()

@@ -65,11 +65,11 @@ def apply_choice(
 
 
 def _complete(plan: Plan, partition: Partition) -> Plan:
-    known = plan.choices(weight_streaming.NAME)
+    choices = plan.choices(weight_streaming.NAME)
     added = tuple(
         Decision(technique=weight_streaming.NAME, block=block.name, choice=RESIDENT, bytes=block.bytes)
         for block in partition.blocks
-        if block.name not in known
+        if block.name not in choices
     )
     return replace(plan, decisions=plan.decisions + added)
 
@@ -181,8 +181,8 @@ class Fitted:
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         with self.precision.forward():
             inputs = tree_map_only(torch.Tensor, lambda value: value.to(self.memory.device), micro.inputs)
-            made = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
-            loss = loss_of(made)
+            output = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
+            loss = loss_of(output)
             # A product with one would be one operation more than plain PyTorch does.
             return loss if micro.weight == 1 else loss * micro.weight
 
@@ -245,9 +245,9 @@ class Fitted:
     def timeline(self) -> Timeline:
         """What memory did since the model was fitted. The fact ``held_bytes.disk``: the peak of the scratch file."""
         assert self.streaming is not None, "it is removed"
-        made = self.streaming.timeline()
-        made.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
-        return made
+        timeline = self.streaming.timeline()
+        timeline.facts[f"held_bytes.{DISK}"] = self.memory.disk_peak_bytes
+        return timeline
 
     def close(self) -> None:
         """Stop moving and close the files; the model and the optimizer are of no use after that."""

@@ -163,9 +163,9 @@ def watch_step(model: nn.Module, run: Callable[[Callable[..., Any], StepWatch], 
             run(call, watch)
         except (RuntimeError, UnsupportedError) as error:  # fake kernels raise the first and its kin
             raise UnsupportedError(
-                f"The activations of {type(model).__name__} were to be predicted without running it.",
+                f"Cannot predict the activations of {type(model).__name__} without running it.",
                 f"{next(iter(str(error).splitlines()), type(error).__name__)}",
-                "Give them with activations=..., for instance activations='512MiB'.",
+                "Give their size, for instance activations='512MiB'.",
             ) from error
     uses = {name: frozenset(held) for name, held in watch.uses.items()}
     return Observation(step_bytes=watch.peak_bytes(), uses=uses, passes=watch.passes())
@@ -240,7 +240,7 @@ def _dummy(module: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor
         return {name: torch.zeros(batch, getattr(config, "num_channels", 3), height, width)}
     if name != "input_ids":
         raise UsageError(
-            f"{type(module).__name__} takes {name}, whose size brim does not know.",
+            f"{type(module).__name__} takes {name}, and brim does not know its size.",
             todo="Build the module yourself and use brim.fit(module, example=...).",
         )
     ids = torch.zeros(batch, length, dtype=torch.long)

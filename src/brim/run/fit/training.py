@@ -62,37 +62,37 @@ def fit_training(
     reserve = parse_bytes(activations) if activations is not None else budget_bytes[hardware.compute] // 8
     search = Search(model, optimizer, hardware, budget_bytes, device, example, reserve)
     if plan is None:
-        found = search.run()
+        strategy = search.run()
     else:
         from brim.run.plan import plan_file
 
-        found = search.follow(plan_file.read(plan))
-    return enforce(search, found, start_bytes)
+        strategy = search.follow(plan_file.read(plan))
+    return enforce(search, strategy, start_bytes)
 
 
-def enforce(search: Search, found: TrainingStrategy, start_bytes: int) -> Fitted:
-    """Put what ``search`` has found into force. ``start_bytes``: the resident set without model and optimizer."""
+def enforce(search: Search, strategy: TrainingStrategy, start_bytes: int) -> Fitted:
+    """Apply ``strategy``, which ``search`` found. ``start_bytes``: the resident set without model and optimizer."""
     model, optimizer, hardware = search.model, search.optimizer, search.hardware
     budget_bytes, device, example = search.budget_bytes, search.device, search.example
-    made = found.choice.plan(
+    plan = strategy.choice.plan(
         model=type(model).__name__,
         hardware=hardware.name,
         budget_bytes=budget_bytes,
-        promise=found.prediction.promise(),
+        promise=strategy.prediction.promise(),
     )
-    memory = make_memory(made, hardware, device, Timeline(f"{made.model} train", measured=True))
-    fitted = apply_choice(model, optimizer, made, memory, found.partition, Weights(), example)
+    memory = make_memory(plan, hardware, device, Timeline(f"{plan.model} train", measured=True))
+    fitted = apply_choice(model, optimizer, plan, memory, strategy.partition, Weights(), example)
     if hardware.compute == RAM:
-        _hold_heap(fitted, found.prediction.peak_bytes[RAM], budget_bytes[RAM], start_bytes)
+        _hold_heap(fitted, strategy.prediction.peak_bytes[RAM], budget_bytes[RAM], start_bytes)
     vars(model)[HANDLE_ATTRIBUTE] = vars(optimizer)[HANDLE_ATTRIBUTE] = fitted
     return fitted
 
 
 def tensor_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """What model and optimizer hold of the resident set now."""
-    held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    held += [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
-    return present_bytes(held)
+    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors += [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    return present_bytes(tensors)
 
 
 def _hold_heap(fitted: Fitted, promised_bytes: int, budget_bytes: int, start_bytes: int) -> None:
@@ -133,7 +133,7 @@ class Search:
         self.model, self.optimizer, self.hardware = model, optimizer, hardware
         self.budget_bytes, self.device, self.example = budget_bytes, device, example
         self._reserve_bytes = reserve_bytes
-        known = example is not None
+        knows_inputs = example is not None
         rehearsal = Rehearsal(
             name=type(model).__name__,
             model=model,
@@ -149,10 +149,10 @@ class Search:
         case = loop_case(
             rehearsal,
             budget_bytes=budget_bytes,
-            orders=Orders(micro_batch=1, checkpointing=None if known else "none"),
-            in_place=lambda: known and in_place and works_in_place(model, example),
+            orders=Orders(micro_batch=1, checkpointing=None if knows_inputs else "none"),
+            in_place=lambda: knows_inputs and in_place and works_in_place(model, example),
             states_leave=states_leave,
-            aside=(lambda choice: 0) if known else self._aside,
+            aside=(lambda choice: 0) if knows_inputs else self._aside,
             finer=True,
             exact=True,  # what of the program's own optimizer belongs to fewer layers is not known
         )
@@ -172,14 +172,14 @@ class Search:
         except BudgetError as error:
             if not self._planner.case.rehearsal.reserves:
                 raise
-            found = found_with_more(self._within, self.budget_bytes, error)
-            if not fits(found.prediction.peak_bytes, self.budget_bytes):
-                raise too_small(found.prediction.peak_bytes, self.budget_bytes) from error
-            return found
+            strategy = found_with_more(self._within, self.budget_bytes, error)
+            if not fits(strategy.prediction.peak_bytes, self.budget_bytes):
+                raise too_small(strategy.prediction.peak_bytes, self.budget_bytes) from error
+            return strategy
 
     def _within(self, budget_bytes: Mapping[str, int]) -> TrainingStrategy:
-        (found,) = search_training(self._planner.within(budget_bytes))
-        return found
+        (strategy,) = search_training(self._planner.within(budget_bytes))
+        return strategy
 
     def follow(self, file: PlanFile) -> TrainingStrategy:
         """What a file's plan decided, proved for the budget that there is now. Raises UsageError for another's."""
@@ -189,8 +189,8 @@ class Search:
         choice = Choice.of(file.plan)
         if choice.in_backward or choice.chunk_tokens or choice.streams or choice.precision != "fp32":
             raise UsageError(
-                f"The plan for {file.plan.model} was given to brim.fit.",
-                "It takes a loop of brim's own: streamed weights, updates in backward, logits in pieces or autocast.",
+                f"Cannot follow the plan for {file.plan.model} in brim.fit.",
+                "It needs brim's own loop: streamed weights, updates in backward, logits in pieces or autocast.",
                 "Run it by brim train --plan, or plan for file.py:build.",
             )
         settings = {**file.plan.settings, MICRO_BATCH: 1}  # as here: whatever the loop gives at once
@@ -200,11 +200,13 @@ class Search:
         """Without an example: gradients, and what was set aside for a step."""
         size = bytes_at_once(self.model)
         blocks = optimizer_offload.find_blocks(self.model, self.optimizer, block_bytes=size)
-        made = sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
+        aside_bytes = (
+            sum(b.bytes for b in blocks) if choice.gradients == "keep" else _largest(b.bytes for b in blocks)
+        )
         if self._planner.case.rehearsal.reserves:
             # Each of the two passes has a thread, and cuBLAS a workspace for it.
-            made += 2 * cublas_workspace_bytes(capability(self.hardware)) + LARGE_SEGMENT_BYTES
-        return made + self._reserve_bytes
+            aside_bytes += 2 * cublas_workspace_bytes(capability(self.hardware)) + LARGE_SEGMENT_BYTES
+        return aside_bytes + self._reserve_bytes
 
 
 def _largest(sizes: Any) -> int:

@@ -51,7 +51,7 @@ class Conversation:
     def answer(
         self, text: str, on_text: Callable[[str], None] = lambda text: None, *, stopped: Callable[[], bool] = bool
     ) -> Turn:
-        """What the model says to ``text``. ``stopped`` is asked after every token; what there is then is the answer.
+        """The model's answer to ``text``. ``stopped`` is called after every token; True ends the answer there.
 
         Raises UsageError for a message that is too long for ``context`` by itself.
         """
@@ -67,17 +67,17 @@ class Conversation:
         if sampling.seed is not None:  # each turn draws anew
             sampling = replace(sampling, seed=sampling.seed + self._turns)
         with seeded(sampling):
-            made = run_batch(
+            tokens = run_batch(
                 self._run.loaded, batch, request.max_new_tokens, clock,
                 sampling=sampling, ending=ending, cache=self._cache,
             )[0]  # fmt: skip
         printer.end()
-        self._cached = [*ids.tolist(), *made]
+        self._cached = [*ids.tolist(), *tokens]
         self._turns += 1
-        said = cut(tokenizer.decode(made, skip_special_tokens=True), request.stop)
+        said = cut(tokenizer.decode(tokens, skip_special_tokens=True), request.stop)
         self.messages = [*messages, {"role": "assistant", "content": said}]
         return Turn(
-            text=said, token_ids=made, stopped=stopped(), forgotten=forgotten, prompt_tokens=len(ids),
+            text=said, token_ids=tokens, stopped=stopped(), forgotten=forgotten, prompt_tokens=len(ids),
             reused_tokens=reused, s_per_token=clock.s_per_step(),
         )  # fmt: skip
 
@@ -98,8 +98,8 @@ class Conversation:
                 return kept, ids, forgotten
             if len(kept) - first < 3:
                 raise UsageError(
-                    f"A message of {len(ids)} tokens was given.",
-                    f"{self.context} tokens of context have room for {room} beside the answer.",
+                    f"The message has {len(ids)} tokens.",
+                    f"A context of {self.context} tokens leaves {room} for it beside the answer.",
                     "Shorten it, give a larger --context or a smaller --max-new-tokens.",
                 )
             kept, forgotten = [*kept[:first], *kept[first + 2 :]], forgotten + 2
@@ -109,8 +109,8 @@ class Conversation:
         if self._cache is None:
             return 0
         shared = 0
-        for held, wanted in zip(self._cached, ids[:-1].tolist(), strict=False):
-            if held != wanted:
+        for cached, token in zip(self._cached, ids[:-1].tolist(), strict=False):
+            if cached != token:
                 break
             shared += 1
         return int(self._cache.keep(shared))
@@ -133,7 +133,7 @@ def chat(
         run, tokens = stack.enter_context(opened_for_chat(request, context, on_stage, on_loaded))
         if run.encodes:
             raise UnsupportedError(
-                f"A conversation with {request.model} was asked for.", "An encoder-decoder answers one text.",
+                f"Cannot hold a conversation with {request.model}.", "An encoder-decoder answers a single text.",
                 "Give --prompt.",
             )  # fmt: skip
         loaded = run.loaded

@@ -219,8 +219,8 @@ class GenerationSearch:
         case, prompt, asked = self.case, self.case.prompt, self.case.wanted.chunk
         if asked is not None and asked < prompt and not self._divisible:
             raise UnsupportedError(
-                f"The prompt was to go through {case.name} in chunks of {asked} tokens.",
-                "Its cache is not one of attention alone, and cannot be gone on from in the middle of a prompt.",
+                f"Cannot process the prompt with {case.name} in chunks of {asked} tokens.",
+                "Its cache holds more than attention, and cannot be continued in the middle of a prompt.",
                 "Leave out --prefill-chunk.",
             )
         if asked is not None or not self._divisible:
@@ -338,9 +338,9 @@ class GenerationSearch:
         total = settings.get(TOTAL_TOKENS, prompt + wanted.new_tokens)
         if case.prompt > prompt or case.prompt + wanted.new_tokens > total:
             raise UsageError(
-                f"{case.prompt} prompt tokens and {wanted.new_tokens} new ones were asked of a plan.",
+                f"Cannot use the plan for {case.prompt} prompt tokens and {wanted.new_tokens} new ones.",
                 f"It has room for a prompt of {prompt} tokens, and {total} in all.",
-                f"Make one for this: brim plan --seq {case.prompt} --new-tokens {wanted.new_tokens}.",
+                f"Make a plan for this case: brim plan --seq {case.prompt} --new-tokens {wanted.new_tokens}.",
             )
         chunk, padded = settings.get(CHUNK_TOKENS, prompt), wanted.padded(batch)
         sizes = Sizes(batch=batch, prompt=prompt, total=total, chunk=chunk, padded=padded, drawn=wanted.drawn)
@@ -350,9 +350,9 @@ class GenerationSearch:
         if cut is None:
             count = len(fixed.choices(STREAMING)) + len(fixed.choices(EXPERTS))
             raise UsageError(
-                f"The plan for {fixed.model} was to be used.",
-                f"It speaks of {count} blocks, and this model cannot be cut into those.",
-                "Make it again: brim plan MODEL ... --output FILE.",
+                f"Cannot use the plan for {fixed.model}.",
+                f"It has {count} blocks, and this model cannot be cut into those.",
+                "Make a new one: brim plan MODEL ... --output FILE.",
             )
         known = {RING_SLOTS: 0, BATCH: batch, PROMPT_TOKENS: prompt, TOTAL_TOKENS: total, **settings}
         fixed = self._with_more(replace(fixed, settings=known), sizes, need.step_bytes)
@@ -369,7 +369,7 @@ class GenerationSearch:
         peak[tier] += max(0, step_bytes - held - plain.step_bytes)
         if peak[tier] > fixed.budget_bytes[tier]:
             raise BudgetError(
-                f"The plan for {fixed.model} was to be used for prompts of several lengths, or to draw tokens.",
+                f"Cannot use the plan for {fixed.model} for prompts of several lengths, or to sample tokens.",
                 f"That takes {format_bytes(peak[tier] - fixed.budget_bytes[tier])} more than its budget.",
                 "Give prompts of one length at a time, generate greedily, or make a plan with a smaller --batch.",
                 smallest_bytes={tier: peak[tier]},

@@ -21,10 +21,10 @@ def read_prompts(path: Path) -> list[str]:
     Raises UsageError with the number of a line that is no prompt.
     """
     try:
-        given = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # by a shell, which writes to it
-        raw = (path if given else regular(path)).read_bytes()
+        is_pipe = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # by a shell, which writes to it
+        raw = (path if is_pipe else regular(path)).read_bytes()
     except OSError as error:
-        raise UsageError(f"Prompts were to be read from {path}.", f"{error.strerror}.", "Check the path.") from error
+        raise UsageError(f"Cannot read prompts from {path}.", f"{error.strerror}.", "Check the path.") from error
     prompts = []
     for number, line in enumerate(raw.rstrip(b"\r\n").splitlines(), start=1):
         try:
@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> list[str]:
         if not prompts[-1].strip():
             raise _bad_line(path, number, "It is empty.")
     if not prompts:
-        raise UsageError(f"Prompts were to be read from {path}.", "It is empty.", "Write one prompt per line.")
+        raise UsageError(f"Cannot read prompts from {path}.", "It is empty.", "Write one prompt per line.")
     return prompts
 
 
@@ -48,12 +48,12 @@ def _of_json(path: Path, number: int, text: str) -> str:
         raise _bad_line(path, number, f"It is not JSON: {error}.") from error
     prompt = document.get("prompt") if isinstance(document, dict) else None
     if not isinstance(prompt, str):
-        raise _bad_line(path, number, "It is no object with a text as its prompt.")
+        raise _bad_line(path, number, 'It is not an object with a text under "prompt".')
     return prompt
 
 
-def _bad_line(path: Path, number: int, found: str) -> UsageError:
-    return UsageError(f"Line {number} of {path} was to be a prompt.", found, "Correct it, or take it out.")
+def _bad_line(path: Path, number: int, problem: str) -> UsageError:
+    return UsageError(f"Cannot read line {number} of {path} as a prompt.", problem, "Correct or remove it.")
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = None) -> torch.Tensor:
@@ -67,7 +67,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = 
         return encode_chat(tokenizer, [*instructed(system), {"role": "user", "content": prompt}])
     if system is not None:
         raise UsageError(
-            "--system was given.",
+            "Cannot use --system.",
             "Without a chat template there is no place for it.",
             "Leave it out, or write it into the prompt.",
         )
@@ -75,12 +75,12 @@ def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = 
 
 
 def _check_text(prompt: str) -> None:
-    """Raise UsageError for what came in as bytes that are no text."""
+    """Raise UsageError for a prompt that was decoded from bytes that are not text."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            "A prompt was given.", f"It is no text in UTF-8, from its character {error.start} on.", "Convert it."
+            "Cannot read the prompt.", f"It is not UTF-8 text from character {error.start} on.", "Convert it."
         ) from error
 
 
@@ -93,14 +93,14 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
     """The conversation as token ids, up to where the model answers; shape (tokens,)."""
     if not tokenizer.chat_template:
         raise UsageError(
-            "The prompt was to be put into a chat template.", "This model's tokenizer has none.", "Use --no-chat."
+            "Cannot apply a chat template to the prompt.", "This model's tokenizer has none.", "Use --no-chat."
         )
     return _filled(_apply_template(tokenizer, messages))
 
 
 def _filled(ids: torch.Tensor) -> torch.Tensor:
     if ids.numel() == 0:
-        raise UsageError("The prompt was to be generated from.", "It is empty.", "Give at least one token.")
+        raise UsageError("Cannot generate from the prompt.", "It is empty.", "Give at least one token.")
     return ids.long()[0]
 
 
@@ -112,31 +112,31 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Ten
     # What a program may raise, beside its own raise_exception: sizes and types that do not go together.
     except (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise ModelError(
-            "The prompt was to be put into the model's chat template.",
+            "Cannot apply the model's chat template to the prompt.",
             f"The template fails: {' '.join(str(error).split()) or type(error).__name__:.300}.",
             "Leave out --system if it takes none, correct it (chat_template.jinja or tokenizer_config.json), or use "
             "--no-chat.",
         ) from error
-    made: torch.Tensor = ids["input_ids"]
-    return made
+    token_ids: torch.Tensor = ids["input_ids"]
+    return token_ids
 
 
 def check(module: Any, name: str, rows: Sequence[torch.Tensor], new_tokens: int) -> None:
     """Raise for tokens that the model does not know, and for more of them than it has positions."""
-    known = module.get_input_embeddings().num_embeddings
+    vocabulary = module.get_input_embeddings().num_embeddings
     limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     for number, ids in enumerate(rows, start=1):
         which = f"Prompt {number}" if len(rows) > 1 else "The prompt"
-        if int(ids.max()) >= known:
+        if int(ids.max()) >= vocabulary:
             raise ModelError(
-                f"{which} was to be given to {name}.",
-                f"Its tokenizer makes token {int(ids.max())} of it, and the model knows {known} tokens.",
+                f"Cannot give {which} to {name}.",
+                f"Its tokenizer produces token {int(ids.max())}, and the model knows {vocabulary} tokens.",
                 "Tokenizer and weights are of different models: fetch them again.",
             )
         if limit is not None and len(ids) + new_tokens > limit:
             of = f" of prompt {number}" if len(rows) > 1 else ""
             raise UsageError(
-                f"{len(ids)} prompt tokens{of} and {new_tokens} new ones were asked of {name}.",
+                f"Cannot use {len(ids)} prompt tokens{of} and {new_tokens} new ones with {name}.",
                 f"It was made for {limit} in all.",
                 "Shorten the prompt or give a smaller --max-new-tokens.",
             )

@@ -78,8 +78,8 @@ def load(
     """
     if inputs is not None and not isinstance(inputs, Inputs):
         raise UsageError(
-            f"brim.load was given inputs of the type {type(inputs).__name__}.",
-            "They say how large a step is: brim.run.fit.step_memory.Inputs(batch=..., prompt=..., total=...).",
+            f"brim.load cannot use inputs of type {type(inputs).__name__}.",
+            "They give the size of a step: brim.run.fit.step_memory.Inputs(batch=..., prompt=..., total=...).",
         )
     # What is made in inference mode could never be changed outside of it.
     with on(device) as kind, torch.inference_mode(False):
@@ -164,7 +164,7 @@ def verifier(opened: OpenedModel) -> Callable[[str, torch.Tensor], None] | None:
         if name in known and _checksum(value) != known[name]:
             folder = Path(opened.sources[opened.tied.get(name, name)].extents[0].path).parent
             raise ModelError(
-                f"{name} of {opened.name} was read.",
+                f"Cannot use {name} of {opened.name}.",
                 "Its bytes are not those that were written: the checksum differs.",
                 f"The files in {folder} are damaged: fetch or convert the model again.",
             )

@@ -120,11 +120,11 @@ def run_batch(
     options |= sampling.options(module.generation_config)
     if ending is not None:
         options["stopping_criteria"] = StoppingCriteriaList([ending])
-    held: AbstractContextManager[dict[str, Any]] = _cache(loaded, count, longest, new_tokens)
+    cache_context: AbstractContextManager[dict[str, Any]] = _cache(loaded, count, longest, new_tokens)
     if cache is not None:
-        held = nullcontext(cache_input(module, cache) | {"use_cache": True})
+        cache_context = nullcontext(cache_input(module, cache) | {"use_cache": True})
     turn = loaded.handle.turns.lock  # the cache's buffers are one batch's
-    with turn, held as state, torch.inference_mode():
+    with turn, cache_context as state, torch.inference_mode():
         out = module.generate(
             batch.ids.to(device),
             attention_mask=batch.mask.to(device),
@@ -141,10 +141,10 @@ def run_batch(
     ends = _ends(module)
     lengths = ending.lengths if ending is not None else {}
     begin = begin_of(module, batch)
-    made = [_until_end(row[begin:].tolist()[: lengths.get(index)], ends) for index, row in enumerate(out)]
+    continuations = [_until_end(row[begin:].tolist()[: lengths.get(index)], ends) for index, row in enumerate(out)]
     if module.config.is_encoder_decoder:  # what begins the output may be what ends it
-        return [[int(row[0]), *tokens] for row, tokens in zip(out, made, strict=True)]
-    return made
+        return [[int(row[0]), *tokens] for row, tokens in zip(out, continuations, strict=True)]
+    return continuations
 
 
 def begin_of(module: Any, batch: Batch) -> int:
@@ -222,9 +222,9 @@ def _refuse_unmasked(module: Any, name: str) -> None:
         raise _not_batchable(name, f"Its generation config has {', '.join(reading)}, for which padding counts.")
 
 
-def _not_batchable(name: str, found: str) -> UnsupportedError:
+def _not_batchable(name: str, problem: str) -> UnsupportedError:
     return UnsupportedError(
-        f"Several prompts were to go through {name} together.", found, "Give --batch 1, or prompts of one length."
+        f"Cannot process several prompts with {name} together.", problem, "Give --batch 1, or prompts of one length."
     )
 
 
@@ -249,12 +249,12 @@ class _Compared(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._alone:
-            expected, found = self._alone.pop(0), scores[self._row].float().cpu()
-            known = expected.isfinite()
-            if not bool(found[known].isfinite().all()):
+            expected, actual = self._alone.pop(0), scores[self._row].float().cpu()
+            finite = expected.isfinite()
+            if not bool(actual[finite].isfinite().all()):
                 raise _not_batchable(self._name, "Padding gives scores that are no numbers.")
-            spread = float(expected[known].std(correction=0)) if bool(known.any()) else 0.0
-            off = float((expected - found)[known].abs().max()) / max(spread, 1e-30) if spread else 0.0
+            spread = float(expected[finite].std(correction=0)) if bool(finite.any()) else 0.0
+            off = float((expected - actual)[finite].abs().max()) / max(spread, 1e-30) if spread else 0.0
             if off > self._tolerance:
                 raise _not_batchable(
                     self._name, f"That changes what it computes: scores differ by {off:.2g} of their spread."

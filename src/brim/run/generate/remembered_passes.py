@@ -46,29 +46,34 @@ class RememberedPasses:
 
     def shape(self) -> kv_cache.CacheShape | None:
         if "shape" not in self._known:
-            made = cache_shape(self._module)
-            self._keep({"shape": None if made is None else _shape_to_json(made)})
-            return made
-        found = self._known["shape"]
-        return None if found is None else _shape_of(found)
+            shape = cache_shape(self._module)
+            self._keep({"shape": None if shape is None else _shape_to_json(shape)})
+            return shape
+        stored = self._known["shape"]
+        return None if stored is None else _shape_of(stored)
 
     def watch(self, sizes: Sizes) -> Observation:
         name, seen = json.dumps(asdict(sizes)), self._known.get("seen", {})
         if name not in seen:
-            made = watch_generation(self._module, sizes, self.shape())
-            uses = _uses_to_json(made.uses)
+            observation = watch_generation(self._module, sizes, self.shape())
+            uses = _uses_to_json(observation.uses)
             tables = [*self._known.get("uses", ())]
             if uses not in tables:  # passes of all sizes mostly read the same
                 tables.append(uses)
-            passes = {which: {path: [*done] for path, done in work.items()} for which, work in made.passes.items()}
-            seen = {**seen, name: {"step_bytes": made.step_bytes, "uses": tables.index(uses), "passes": passes}}
+            passes = {
+                which: {path: [*done] for path, done in work.items()} for which, work in observation.passes.items()
+            }
+            seen = {
+                **seen,
+                name: {"step_bytes": observation.step_bytes, "uses": tables.index(uses), "passes": passes},
+            }
             last = dict([*seen.items()][-_KEPT:])
             self._keep({"uses": tables, "seen": last})
-            return made
+            return observation
         return _observed(seen[name], _uses_of(self._known["uses"][seen[name]["uses"]]))
 
-    def _keep(self, found: Mapping[str, Any]) -> None:
-        self._known = {**self._known, **found}
+    def _keep(self, entries: Mapping[str, Any]) -> None:
+        self._known = {**self._known, **entries}
         keep(self._path, json.dumps(self._known))
 
     def _read(self) -> dict[str, Any]:
@@ -76,18 +81,18 @@ class RememberedPasses:
             text, _ = kept(self._path) or ("{}", 0.0)
             return _checked(json.loads(text))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-            warnings.warn(f"{self._path} is damaged, so it is made again: {error!r:.200}", stacklevel=4)
+            warnings.warn(f"{self._path} is damaged and is made again: {error!r:.200}", stacklevel=4)
             return {}
 
 
-def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    """``found``, all of which can be read."""
-    if found.get("shape") is not None:
-        _shape_of(found["shape"])
-    tables = [_uses_of(table) for table in found.get("uses", ())]
-    for each in found.get("seen", {}).values():
+def _checked(document: dict[str, Any]) -> dict[str, Any]:
+    """``document``, after all of its entries were parsed without an error."""
+    if document.get("shape") is not None:
+        _shape_of(document["shape"])
+    tables = [_uses_of(table) for table in document.get("uses", ())]
+    for each in document.get("seen", {}).values():
         _observed(each, tables[each["uses"]])
-    return found
+    return document
 
 
 def _observed(kept: Mapping[str, Any], uses: Mapping[str, frozenset[frozenset[str]]]) -> Observation:
@@ -124,11 +129,11 @@ def _shape_to_json(shape: kv_cache.CacheShape) -> dict[str, Any]:
     return {"layers": layers, "only_attention": shape.only_attention, "shared": shape.shared}
 
 
-def _shape_of(found: Mapping[str, Any]) -> kv_cache.CacheShape:
+def _shape_of(document: Mapping[str, Any]) -> kv_cache.CacheShape:
     return kv_cache.CacheShape(
-        layers=tuple(None if layer is None else _layer_of(*layer) for layer in found["layers"]),
-        only_attention=bool(found["only_attention"]),
-        shared=bool(found["shared"]),
+        layers=tuple(None if layer is None else _layer_of(*layer) for layer in document["layers"]),
+        only_attention=bool(document["only_attention"]),
+        shared=bool(document["shared"]),
     )
 
 
@@ -140,20 +145,20 @@ def _layer_of(heads: int, key_dim: int, value_dim: int, dtype: str) -> kv_cache.
 
 def _uses_to_json(uses: Mapping[str, frozenset[frozenset[str]]]) -> dict[str, Any]:
     """Modules by number: their paths come again and again."""
-    paths = sorted({path for held in uses.values() for active in held for path in active})
+    paths = sorted({path for active_sets in uses.values() for active in active_sets for path in active})
     number = {path: index for index, path in enumerate(paths)}
     read = {
-        name: sorted(sorted(number[path] for path in active) for active in held)
-        for name, held in sorted(uses.items())
+        name: sorted(sorted(number[path] for path in active) for active in active_sets)
+        for name, active_sets in sorted(uses.items())
     }
     return {"paths": paths, "read": read}
 
 
-def _uses_of(found: Mapping[str, Any]) -> dict[str, frozenset[frozenset[str]]]:
-    paths = found["paths"]
+def _uses_of(document: Mapping[str, Any]) -> dict[str, frozenset[frozenset[str]]]:
+    paths = document["paths"]
     return {
-        name: frozenset(frozenset(paths[index] for index in active) for active in held)
-        for name, held in found["read"].items()
+        name: frozenset(frozenset(paths[index] for index in active) for active in active_sets)
+        for name, active_sets in document["read"].items()
     }
 
 

@@ -74,21 +74,23 @@ class Request:
     def check(self) -> None:
         """Raise UsageError for what cannot be meant."""
         if self.max_new_tokens < 1:
-            raise UsageError(f"{self.max_new_tokens} new tokens were asked for.", "It takes one at least.")
+            raise UsageError(f"Cannot generate {self.max_new_tokens} new tokens.", "Give one or more.")
         self.sampling.check()
         check_stops(self.stop)
         if self.system is not None and self.chat is False:
-            raise UsageError("--system and --no-chat were given.", "Only a chat template has a place for it.")
+            raise UsageError("Cannot use --system with --no-chat.", "Only a chat template has a place for it.")
         for option, value in (("--batch", self.batch), ("--prefill-chunk", self.prefill_chunk)):
             if value != "auto" and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"{option} {value} was given.", "It is auto, or a number from 1 on.")
+                raise UsageError(f"{option} {value} was given.", "It must be auto, or a number from 1 on.")
         if self.precision is not None and self.precision not in PRECISIONS:
-            raise UsageError(f"--precision {self.precision} was given.", f"Known are {', '.join(PRECISIONS)}.")
+            raise UsageError(f"--precision {self.precision} was given.", f"Allowed are {', '.join(PRECISIONS)}.")
         settled = {"--vram": self.vram, "--ram": self.ram, "--precision": self.precision}
         settled |= {"--batch": self.batch, "--prefill-chunk": self.prefill_chunk}
         given = [option for option, value in settled.items() if value not in (None, "auto")]
         if self.plan is not None and given:
-            raise UsageError(f"A plan and {', '.join(given)} were given.", "The plan says that.", "Leave one out.")
+            raise UsageError(
+                f"Cannot use {', '.join(given)} with a plan.", "The plan decides that.", "Leave out one."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,9 @@ def generate(
     ``on_text`` each piece of text.
     """
     if not isinstance(request.prompt, str):
-        raise UsageError("Text was to be generated from one prompt.", "Several were given.", "Use generate_many.")
+        raise UsageError(
+            "Cannot generate from several prompts here.", "It takes a single prompt.", "Use generate_many."
+        )
     with _opened(request, [request.prompt], on_stage, on_loaded) as run:
         printer = Printer(run.tokenizer, on_text, request.stop)
         clock = Clock(printer.put)
@@ -202,7 +206,7 @@ def generate_many(
     """
     prompts = [request.prompt] if isinstance(request.prompt, str) else list(request.prompt)
     if not prompts:
-        raise UsageError("Text was to be generated from prompts.", "There are none.", "Give one at least.")
+        raise UsageError("Cannot generate.", "There are no prompts.", "Give one or more.")
     clocks: list[Clock] = []
     tokens = 0
     seconds = 0.0
@@ -423,7 +427,7 @@ def _context(opened: OpenedModel, wanted: int, new_tokens: int) -> int:
     context = wanted or min(DEFAULT_CONTEXT, limit or DEFAULT_CONTEXT)
     if new_tokens >= context:
         raise UsageError(
-            f"{new_tokens} new tokens of {context} in all were asked for.",
+            f"Cannot generate {new_tokens} new tokens in a context of {context}.",
             "That leaves no room for a message.",
             "Give a larger --context or a smaller --max-new-tokens.",
         )
@@ -434,7 +438,7 @@ def _refuse_others(opened: OpenedModel) -> None:
     module: Any = opened.module
     if not module.can_generate():
         raise ModelError(
-            f"{opened.name} was to generate text.",
+            f"Cannot generate text with {opened.name}.",
             f"{type(module).__name__} does not generate.",
             "Give a model that does (a causal or an encoder-decoder one), or use brim.load for this one.",
         )

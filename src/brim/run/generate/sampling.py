@@ -46,17 +46,17 @@ class Sampling:
         if self.seed is not None and not 0 <= self.seed <= _LARGEST_SEED:
             raise _bad("--seed", self.seed, "It is a number from 0 to 2^63 - 1.")
         limits = {"--top-p": self.top_p, "--top-k": self.top_k}
-        given = [name for name, value in limits.items() if value is not None]
-        if self.temperature == 0 and given:
+        limits_given = [name for name, value in limits.items() if value is not None]
+        if self.temperature == 0 and limits_given:
             raise UsageError(
-                f"--temperature 0 and {given[0]} were given.",
+                f"Cannot use {limits_given[0]} with --temperature 0.",
                 "At temperature 0 the most likely token is always taken.",
-                f"Leave out {given[0]}, or give a temperature above 0.",
+                f"Leave out {limits_given[0]}, or give a temperature above 0.",
             )
-        if self.seed is not None and self.temperature is None and not given:
+        if self.seed is not None and self.temperature is None and not limits_given:
             raise UsageError(
-                f"--seed {self.seed} was given.",
-                "Nothing is drawn: the most likely token is always taken.",
+                f"Cannot use --seed {self.seed}.",
+                "Nothing is sampled: the most likely token is always taken.",
                 "Give --temperature, --top-p or --top-k, or leave it out.",
             )
 
@@ -68,11 +68,11 @@ class Sampling:
         """What transformers' ``generate`` takes for it."""
         if not self.draws:
             return {"do_sample": False}
-        found: dict[str, Any] = {"do_sample": True}
+        options: dict[str, Any] = {"do_sample": True}
         for name, neutral in _NEUTRAL.items():
-            given, own = getattr(self, name), getattr(generation_config, name, None)
-            found[name] = given if given is not None else own if own is not None else neutral
-        return found
+            value, own = getattr(self, name), getattr(generation_config, name, None)
+            options[name] = value if value is not None else own if own is not None else neutral
+        return options
 
 
 def _bad(option: str, value: object, rule: str) -> UsageError:
@@ -88,13 +88,13 @@ GREEDY = Sampling()
 def check_stops(stops: Sequence[str]) -> None:
     """Raise UsageError for an empty one."""
     if not all(stops):
-        raise UsageError("--stop was given an empty text.", todo="Give the text that ends the answer.")
+        raise UsageError("--stop is an empty text.", todo="Give the text that ends the answer.")
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
     """``text`` up to the first of ``stops`` in it."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return text[: min(found)] if found else text
+    positions = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(positions)] if positions else text
 
 
 def withheld(text: str, stops: Sequence[str]) -> int:

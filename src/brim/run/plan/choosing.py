@@ -238,7 +238,7 @@ def job_of(model: nn.Module, cut: Cut, hardware: Hardware, need: Need, weights: 
 def make_job(
     model: nn.Module, partition: Partition, hardware: Hardware, need: Need, weights: Weights, task: str
 ) -> Job:
-    """What the planner is to place: the blocks of ``partition`` with their seconds, and what there is beside them."""
+    """What the planner places: the blocks of ``partition`` with their seconds, and what they leave to other uses."""
     in_ram = hardware.compute == RAM
     parameters = dict(model.named_parameters())
     measured = {} if need.seconds is None else need.seconds(partition)

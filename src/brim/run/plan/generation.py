@@ -178,7 +178,7 @@ def limit(schedule: Schedule, job: Job, machine: Machine) -> str:
     return "compute"
 
 
-# -- what is told of it
+# -- reports
 
 
 def _proposal(request: Request, machine: Machine, candidate: Found) -> Proposal:

@@ -40,7 +40,7 @@ _FREE_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked of ``brim.plan``; each field is the argument of that name there."""
+    """A request to ``brim.plan``; each field is its argument of that name."""
 
     model: str | Path
     task: str = "generate"

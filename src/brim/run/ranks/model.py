@@ -101,8 +101,8 @@ def check(training_model: TrainingModel, recipe: Recipe) -> None:
     check_parts(layers, split.tp, type(training_model.module).__name__)
     if split.tp > 1 and has_turned(training_model.module):
         raise UnsupportedError(
-            f"--tp {split.tp} was asked for {type(training_model.module).__name__}.",
-            "Its queries, keys and values are one product, whose parts no checkpoint would find again.",
+            f"Cannot use --tp {split.tp} with {type(training_model.module).__name__}.",
+            "Its queries, keys and values are one product, whose parts cannot be restored from a checkpoint.",
             "Split it by --zero or --pp.",
         )
 

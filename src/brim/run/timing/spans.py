@@ -22,7 +22,7 @@ from brim.memory.tiers import Memory
 WHOLE, BLOCKS = 0, 1  # the lanes (streams) of what the model does as a whole, and of its blocks
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 MOST_SPANS = 50_000  # 3.5 MB; then nothing more is written, nor does it take any more time
-_MOST_PENDING = 4_096  # of which the device has not said when they were
+_MOST_PENDING = 4_096  # marks whose time the device has not reported yet
 
 
 class _Clock(Protocol):

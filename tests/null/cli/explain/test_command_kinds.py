@@ -208,7 +208,7 @@ def test_a_failed_timeline_says_so(tmp_path, capsys):
     path = timeline(tmp_path / "run", 9 * MIB, failed=True)
     body = answer(capsys, path)
     assert body["out_of_memory"] == {"bytes": 7 * MIB, "label": "bmm"}
-    assert "7 MiB were asked for by bmm" in body["headline"]
+    assert "7 MiB were requested by bmm" in body["headline"]
     assert main(["explain", str(path)]) == 0
     text = capsys.readouterr().out
     assert "activation" in text

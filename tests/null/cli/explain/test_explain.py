@@ -110,4 +110,4 @@ def test_a_log_without_a_message_and_what_if_on_a_log_are_errors(tmp_path, capsy
     assert main(["explain", str(path)]) == 2
     assert "known kinds" in capsys.readouterr().err
     assert main(["explain", str(path), "--what-if", "expandable_segments:True"]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "has no run" in capsys.readouterr().err

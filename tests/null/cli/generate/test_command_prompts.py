@@ -63,12 +63,12 @@ def test_people_get_prompt_and_answer_and_a_summary_on_stderr(
 BAD = {
     "empty.txt": (b"", "It is empty"),
     "blank.txt": (b"\n\n", "It is empty"),
-    "gap.jsonl": (b'{"prompt": "a"}\n\n{"prompt": " "}\n', "Line 3"),
-    "latin.txt": (b"one\nt\xe9l\xe9\n", "Line 2"),
-    "list.jsonl": (b'["one"]\n', "Line 1"),
-    "number.jsonl": (b'{"prompt": "a"}\n{"prompt": 3}\n', "Line 2"),
-    "cut.jsonl": (b'{"prompt": "a"}\n{"prompt": "b\n', "Line 2"),
-    "deep.jsonl": (b"[" * 100_000, "Line 1"),
+    "gap.jsonl": (b'{"prompt": "a"}\n\n{"prompt": " "}\n', "line 3"),
+    "latin.txt": (b"one\nt\xe9l\xe9\n", "line 2"),
+    "list.jsonl": (b'["one"]\n', "line 1"),
+    "number.jsonl": (b'{"prompt": "a"}\n{"prompt": 3}\n', "line 2"),
+    "cut.jsonl": (b'{"prompt": "a"}\n{"prompt": "b\n', "line 2"),
+    "deep.jsonl": (b"[" * 100_000, "line 1"),
     "long.txt": (b"one\n" + b"word " * 400, "of prompt 2"),
 }
 

@@ -226,13 +226,13 @@ def _in_bf16(folder: Path) -> Path:
 def test_requests_that_cannot_be_meant_are_refused(saved: Any) -> None:
     folder = saved("llama")
     for options, words in (
-        ({"prompt": []}, "none"),
+        ({"prompt": []}, "no prompts"),
         ({"prompt": ["hi"], "batch": 0}, "--batch 0"),
         ({"prompt": ["hi"], "prefill_chunk": -1}, "--prefill-chunk"),
         ({"prompt": ["hi"], "max_new_tokens": 0}, "0 new tokens"),
         ({"prompt": ["hi", LONG * 5]}, "of prompt 2"),
         ({"prompt": ["hi"], "max_new_tokens": 600}, "made for 512"),
-        ({"prompt": ["hi"], "plan": "some.json", "ram": "1GiB"}, "The plan says that"),
+        ({"prompt": ["hi"], "plan": "some.json", "ram": "1GiB"}, "The plan decides that"),
     ):
         with pytest.raises(UsageError, match=words):
             generate_many(Request(model=folder, **options))  # type: ignore[arg-type]

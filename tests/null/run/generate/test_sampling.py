@@ -81,7 +81,7 @@ def test_a_seed_is_drawn_and_told_where_none_is_given() -> None:
         ({"temperature": 1.0, "seed": -1}, "--seed -1"),
         ({"temperature": 1.0, "seed": 10**30}, "--seed 1000"),
         ({"temperature": 0.0, "top_k": 4}, "always taken"),
-        ({"seed": 4}, "Nothing is drawn"),
+        ({"seed": 4}, "Nothing is sampled"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(values: dict[str, Any], says: str) -> None:
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_left_out_from_the_oldest_on(talking: Path, cache: 
         turn = talk.answer("0123456789abcde")
         assert turn.forgotten == 2
         assert [message["role"] for message in talk.messages] == ["system", "user", "assistant"]
-        with pytest.raises(UsageError, match="room for 36"):
+        with pytest.raises(UsageError, match="leaves 36"):
             talk.answer("x" * 60)
         assert talk.answer("0").text is not None, "it goes on"
 
