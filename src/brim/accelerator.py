@@ -165,7 +165,7 @@ class Accelerator:
 
     def _lacks(self, word: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{NAMES.get(self.type, self.type)} was to be used.",
+            f"Cannot use {NAMES.get(self.type, self.type)}.",
             f"PyTorch's module for it has no {word} here.",
             "Use device cpu, or a newer build of the backend.",
         )
@@ -177,10 +177,10 @@ def available(kind: str | None = None) -> Accelerator | None:
 
     if kind in (None, CUDA) and torch.cuda.is_available():
         return Accelerator(type=CUDA, module=torch.cuda, device=torch.device(CUDA))
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type == CUDA or kind not in (None, found.type):
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == CUDA or kind not in (None, device.type):
         return None
-    return Accelerator(type=found.type, module=torch.get_device_module(found), device=torch.device(found.type))
+    return Accelerator(type=device.type, module=torch.get_device_module(device), device=torch.device(device.type))
 
 
 def of(device: torch.device) -> Accelerator:
@@ -205,27 +205,29 @@ def begun() -> list[Accelerator]:
 
 def in_use() -> list[tuple[Accelerator, int]]:
     """Each device of the accelerators in ``begun``, of those that keep peaks, as MPS does not."""
-    counted = [one for one in begun() if hasattr(one.module, "max_memory_reserved")]
-    return [(one, index) for one in counted for index in range(one.count())]
+    counted = [accelerator for accelerator in begun() if hasattr(accelerator.module, "max_memory_reserved")]
+    return [(accelerator, index) for accelerator in counted for index in range(accelerator.count())]
 
 
 def is_capturing() -> bool:
     """Whether this thread records a graph of a device's work (CUDA graphs), to be replayed without its Python."""
-    asked = [one.module for one in begun() if hasattr(one.module, "is_current_stream_capturing")]
+    asked = [
+        accelerator.module for accelerator in begun() if hasattr(accelerator.module, "is_current_stream_capturing")
+    ]
     return any(module.is_current_stream_capturing() for module in asked)
 
 
 def random_states() -> dict[str, list[torch.Tensor]]:
     """Of the generators of the accelerators in ``begun``, by kind."""
-    return {one.type: one.random_states() for one in begun()}
+    return {accelerator.type: accelerator.random_states() for accelerator in begun()}
 
 
 def set_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> None:
     """Go on where ``random_states`` was taken, of the accelerators that are here."""
-    for kind, held in states.items():
-        one = available(kind)
-        if one is not None and held:
-            one.set_random_states(held)
+    for kind, generator_states in states.items():
+        accelerator = available(kind)
+        if accelerator is not None and generator_states:
+            accelerator.set_random_states(generator_states)
 
 
 def kinds() -> tuple[str, ...]:

@@ -50,8 +50,8 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
     try:
         import fcntl
     except ImportError:  # not there on Windows
-        with tempfile.TemporaryDirectory(prefix=prefix) as made:
-            yield Path(made)
+        with tempfile.TemporaryDirectory(prefix=prefix) as path:
+            yield Path(path)
         return
 
     def locked(folder: Path, how: int) -> int | None:
@@ -70,19 +70,19 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
         return None
 
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        held = locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if held is not None:
+        lock = locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock is not None:
             shutil.rmtree(left, ignore_errors=True)
-            os.close(held)
+            os.close(lock)
     while True:
-        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as made:
-            held = locked(Path(made), fcntl.LOCK_EX)
-            if held is None or not Path(made).exists():
-                if held is not None:
-                    os.close(held)
+        with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
+            lock = locked(Path(path), fcntl.LOCK_EX)
+            if lock is None or not Path(path).exists():
+                if lock is not None:
+                    os.close(lock)
                 continue  # taken, before it had its lock, for one that was left
             try:
-                yield Path(made)
+                yield Path(path)
             finally:
-                os.close(held)
+                os.close(lock)
             return

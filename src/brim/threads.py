@@ -141,13 +141,13 @@ def interrupts_held() -> Iterator[None]:
         came.append(number)
 
     before = {number: signal.getsignal(number) for number in _HELD}
-    held = {number: handler for number, handler in before.items() if handler is not None}  # None: not Python's
-    for number in held:
+    handlers = {number: handler for number, handler in before.items() if handler is not None}  # None: not Python's
+    for number in handlers:
         signal.signal(number, note)
     try:
         yield
     finally:
-        for number, handler in held.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         for late in came:
             signal.raise_signal(late)

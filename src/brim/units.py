@@ -41,7 +41,7 @@ def parse_bytes(text: str | int, whole_bytes: int | None = None) -> int:
     """
     if isinstance(text, int):
         if text < 0:
-            raise UsageError(f"{text} was given as a number of bytes.", "It is negative.")
+            raise UsageError(f"Cannot use {text} as a number of bytes.", "It is negative.")
         return text
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is not None and match[2] == "%":
@@ -49,7 +49,7 @@ def parse_bytes(text: str | int, whole_bytes: int | None = None) -> int:
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
         raise UsageError(
-            f"{text!r} was given as an amount of memory.",
+            f"Cannot read {text!r} as an amount of memory.",
             todo="Write a number and a unit: 8GiB, 512MiB, 1.5GB, or plain bytes.",
         )
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
@@ -58,11 +58,11 @@ def parse_bytes(text: str | int, whole_bytes: int | None = None) -> int:
 def _share(text: str, share: Fraction, whole_bytes: int | None) -> int:
     if share > 1:
         raise UsageError(
-            f"{text} was given as an amount of memory.", "That is more than there is.", "Give 100% or less."
+            f"Cannot use {text} as an amount of memory.", "It is more than the total.", "Give 100% or less."
         )
     if whole_bytes is None:
         raise UsageError(
-            f"{text} was given as an amount of memory.", "It is not known of how much.", "Give bytes, such as 8GiB."
+            f"Cannot use {text} as an amount of memory.", "The total is unknown.", "Give bytes, such as 8GiB."
         )
     return int(share * whole_bytes)
 

@@ -33,7 +33,7 @@ def test_parse_a_share_of_what_there_is(text, expected):
 
 @pytest.mark.parametrize(
     ("text", "whole", "says"),
-    [("101%", 1000, "more than there is"), ("80%", None, "of how much")],
+    [("101%", 1000, "more than the total"), ("80%", None, "total is unknown")],
 )
 def test_parse_refuses_a_share(text, whole, says):
     with pytest.raises(UsageError, match=says):

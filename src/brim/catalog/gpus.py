@@ -67,15 +67,15 @@ class Gpu:
         for size in (self.usable_bytes, self.memory_bytes, self.marketing_bytes):
             if size is not None:
                 return size
-        raise UsageError(f"The memory of {self.name} was asked for.", "The catalog does not have it.")
+        raise UsageError(f"The memory of {self.name} is unknown.", "The catalog does not state it.")
 
     def context(self, cuda: str = "") -> Context:
         """The context under that CUDA version (``"12.8"``), else the newest known for this GPU, else the general one.
 
         Its ``cuda`` and ``source`` say which of the three it is.
         """
-        known = sorted(self.contexts, key=lambda context: tuple(map(int, context.cuda.split("."))))
-        return next((c for c in known if c.cuda == cuda), known[-1] if known else _catalog()[1])
+        contexts = sorted(self.contexts, key=lambda context: tuple(map(int, context.cuda.split("."))))
+        return next((c for c in contexts if c.cuda == cuda), contexts[-1] if contexts else _catalog()[1])
 
     def hardware(self, *, ram_bytes: int = 0, ram_bytes_per_s: float = 0.0, measured: bool = True) -> Hardware:
         """This GPU as planner and simulator read it; with ``ram_bytes``, in a host of that much memory.
@@ -112,8 +112,8 @@ def gpu(name: str) -> Gpu:
 
     Raises UsageError naming the candidates where the name fits several cards or none.
     """
-    cards, wanted = _cards(), names.key(name)
-    exact = [card for card in cards if wanted in {names.key(n) for n in (card.name, *card.aliases)}]
+    cards, asked_key = _cards(), names.key(name)
+    exact = [card for card in cards if asked_key in {names.key(n) for n in (card.name, *card.aliases)}]
     if len(exact) == 1:
         return exact[0]
     parts = names.tokens(name)
@@ -122,9 +122,9 @@ def gpu(name: str) -> Gpu:
         return fitting[0]
     if fitting:
         raise UsageError(
-            f"The GPU {name!r} was asked for.",
-            f"{len(fitting)} GPUs have such a name.",
-            f"Say which: {', '.join(card.name for card in fitting[:8])}{', ...' if len(fitting) > 8 else '.'}",
+            f"The GPU name {name!r} is ambiguous.",
+            f"{len(fitting)} GPUs match it.",
+            f"Name one of them: {', '.join(card.name for card in fitting[:8])}{', ...' if len(fitting) > 8 else '.'}",
         )
     raise names.unknown("GPU", name, [card.name for card in cards])
 

@@ -49,7 +49,7 @@ def network(gpu: Gpu) -> Network:
         node, source = float(gpu.pcie_bytes_per_s), gpu.sources.get("pcie_bytes_per_s", "")
     else:
         raise UsageError(
-            f"The links between several {gpu.name} were asked for.", "The catalog has none.", "Name another GPU."
+            f"The links between several {gpu.name} are unknown.", "The catalog has none.", "Name another GPU."
         )
     if wire is None:  # no such machine is sold: it leaves its node over the network as fast as over PCIe
         wire = {"value": float(gpu.pcie_bytes_per_s or node), "source": "dgx-network"}

@@ -28,11 +28,11 @@ def _words(name: str) -> list[str]:
 def unknown(kind: str, asked: str, names: Sequence[str], near: Iterable[str] = ()) -> UsageError:
     """The error for a name that is not in the catalog, naming the nearest ones (or ``near``, where given)."""
     suggestions = list(near) or _nearest(asked, names)
-    found = f"The catalog has {len(names)} of them and none of that name."
-    return UsageError(f"The {kind} {asked!r} was asked for.", found, f"Nearest: {', '.join(suggestions)}.")
+    found = f"None of the {len(names)} in the catalog has this name."
+    return UsageError(f"Unknown {kind} {asked!r}.", found, f"Nearest: {', '.join(suggestions)}.")
 
 
 def _nearest(asked: str, names: Sequence[str]) -> list[str]:
     keys = {key(name): name for name in names}
-    wanted = key(asked.rpartition("/")[2])  # the hub's part before the slash says nothing about the model
-    return [keys[k] for k in difflib.get_close_matches(wanted, list(keys), n=4, cutoff=0.0)]
+    asked_key = key(asked.rpartition("/")[2])  # the hub's part before the slash says nothing about the model
+    return [keys[k] for k in difflib.get_close_matches(asked_key, list(keys), n=4, cutoff=0.0)]

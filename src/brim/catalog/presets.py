@@ -34,11 +34,11 @@ def model(name: str) -> Preset:
 
     Raises UsageError naming the nearest ones.
     """
-    presets, wanted = _presets(), name.strip().lower()
-    found = presets.get(wanted) or _by_hub_id().get(wanted)
-    if found is None:
-        raise names.unknown("model", name, tuple(presets), _same_repository(wanted))
-    return found
+    presets, asked_name = _presets(), name.strip().lower()
+    preset = presets.get(asked_name) or _by_hub_id().get(asked_name)
+    if preset is None:
+        raise names.unknown("model", name, tuple(presets), _same_repository(asked_name))
+    return preset
 
 
 def model_names() -> tuple[str, ...]:
@@ -60,8 +60,8 @@ def _same_repository(wanted: str) -> tuple[str, ...]:
 def _presets() -> dict[str, Preset]:
     files = resources.files("brim.catalog").joinpath("models").iterdir()
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.name.endswith(".json")]
-    made = [Preset(**entry | {"hub_ids": tuple(entry["hub_ids"])}) for entry in entries]
-    return {preset.name: preset for preset in sorted(made, key=lambda preset: preset.name)}
+    presets = [Preset(**entry | {"hub_ids": tuple(entry["hub_ids"])}) for entry in entries]
+    return {preset.name: preset for preset in sorted(presets, key=lambda preset: preset.name)}
 
 
 @functools.cache

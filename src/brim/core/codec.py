@@ -27,13 +27,13 @@ def to_json(noun: Any, version: int) -> dict[str, Any]:
 def from_json(kind: type[T], document: Any, version: int) -> T:
     """The noun that ``to_json`` wrote. Raises FormatError when kind, version or any key differs."""
     if not isinstance(document, Mapping):
-        raise FormatError(f"A {kind.__name__} was to be read.", f"Found {type(document).__name__}.")
+        raise FormatError(f"Cannot read a {kind.__name__}.", f"Found {type(document).__name__}.")
     body = dict(document)
-    found = (body.pop("kind", None), body.pop("version", None))
-    if found != (kind.__name__, version):
+    kind_and_version = (body.pop("kind", None), body.pop("version", None))
+    if kind_and_version != (kind.__name__, version):
         raise FormatError(
-            f"A {kind.__name__} of format version {version} was to be read.",
-            f"Found kind {found[0]!r}, version {found[1]!r}.",
+            f"Cannot read a {kind.__name__} of format version {version}.",
+            f"Found kind {kind_and_version[0]!r}, version {kind_and_version[1]!r}.",
             "Make the file again with this version of brim.",
         )
     return typing.cast(T, decode(kind, body, kind.__name__))
@@ -44,7 +44,7 @@ def read(kind: type[T], path: str | Path, version: int) -> T:
     try:
         document = json.loads(regular(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{path} was to be read as a {kind.__name__}.", f"{error}.") from error
+        raise FormatError(f"Cannot read {path} as a {kind.__name__}.", f"{error}.") from error
     return from_json(kind, document, version)
 
 
@@ -102,12 +102,12 @@ def _decode_dataclass(kind: type, value: Any, where: str) -> Any:
     unknown, missing = sorted(value.keys() - hints), sorted(hints.keys() - value)
     if unknown or missing:
         parts = [f"unknown keys {unknown}"] * bool(unknown) + [f"missing keys {missing}"] * bool(missing)
-        raise FormatError(f"{where} was to be read.", f"Found {' and '.join(parts)}.")
-    found = {name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
-    for name, item in found.items():
+        raise FormatError(f"Cannot read {where}.", f"Found {' and '.join(parts)}.")
+    fields = {name: decode(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
+    for name, item in fields.items():
         if name == "bytes" or name.endswith(_AMOUNTS):
             _check_amount(item, f"{where}.{name}")
-    return kind(**found)
+    return kind(**fields)
 
 
 _AMOUNTS = ("_bytes", "_s")  # names end in their unit, and none of either can be owed

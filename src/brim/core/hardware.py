@@ -89,7 +89,7 @@ class Hardware:
         for tier in self.tiers:
             if tier.name == name:
                 return tier
-        raise UsageError(f"Tier {name!r} was asked of {self.name}.", f"It has {[t.name for t in self.tiers]}.")
+        raise UsageError(f"{self.name} has no tier {name!r}.", f"It has {[t.name for t in self.tiers]}.")
 
     def link(self, source: str, target: str) -> Link:
         """The link between two tiers. Raises UsageError where there is none."""
@@ -97,7 +97,7 @@ class Hardware:
             if (link.source, link.target) == (source, target):
                 return link
         raise UsageError(
-            f"The link {source} -> {target} was asked of {self.name}.",
+            f"{self.name} has no link {source} -> {target}.",
             f"It has {[f'{k.source} -> {k.target}' for k in self.links]}.",
         )
 

@@ -35,7 +35,7 @@ class JsonStream:
     """The text of one file and a place in it. All methods raise FormatError where the text is not JSON."""
 
     def __init__(self, source: Path | BinaryIO, asked: str) -> None:
-        """``source``: a file, or what can be sought in; ``asked``: what errors say was to be done."""
+        """``source``: a file, or what can be sought in; ``asked``: what the errors say was asked."""
         self._asked = asked
         self._text, self._at, self._ended = "", 0, False
         try:
@@ -69,25 +69,27 @@ class JsonStream:
 
     def take(self, wanted: str) -> str:
         """Pass over the next character, which must be one of ``wanted``."""
-        found = self.peek()
-        if not found or found not in wanted:
-            raise self.refuse(f"Found {found!r} in the place of one of {wanted!r}." if found else "It is cut off.")
+        character = self.peek()
+        if not character or character not in wanted:
+            raise self.refuse(
+                f"Found {character!r} where one of {wanted!r} belongs." if character else "It is cut off."
+            )
         self._at += 1
-        return found
+        return character
 
     def value(self) -> Any:
         """The next value, whole."""
         self.peek()
         while True:
             try:
-                made, end = _scan(self._text, self._at)
+                value, end = _scan(self._text, self._at)
             except (StopIteration, ValueError, RecursionError) as error:
                 self._need_more(error)
                 continue
             if end == len(self._text) and self._more():
                 continue  # a number may go on in what is read next
             self._at = end
-            return made
+            return value
 
     def skip(self) -> None:
         """Pass over the next value: an array or object of any size, in which no text takes more than ``LIMIT``."""
@@ -113,9 +115,9 @@ class JsonStream:
             try:
                 while True:
                     at = _between(text, at).end()  # type: ignore[union-attr]
-                    made, at = _scan(text, at)
+                    element, at = _scan(text, at)
                     self._at = at
-                    yield made
+                    yield element
             except (StopIteration, ValueError, RecursionError) as error:
                 self._at = _between(text, self._at).end()  # type: ignore[union-attr]
                 if text.startswith("]", self._at):
@@ -132,7 +134,7 @@ class JsonStream:
         while True:
             key = self.value()
             if not isinstance(key, str):
-                raise self.refuse(f"Found {str(key)[:80]!r} in the place of a key.")
+                raise self.refuse(f"Found {str(key)[:80]!r} where a key belongs.")
             self.take(":")
             yield key
             if self.take(",}") == "}":
@@ -155,18 +157,18 @@ class JsonStream:
             piece = self._text[self._at : stop]
             self._at = stop + 1
             try:
-                made = json.loads(f"[{piece}]")
+                numbers = json.loads(f"[{piece}]")
             except (ValueError, RecursionError) as error:
-                raise self.refuse(f"An array of numbers is none: {_why(error)}") from error
-            if end >= 0 and not made and not whole:
+                raise self.refuse(f"An array of numbers is invalid: {_why(error)}") from error
+            if end >= 0 and not numbers and not whole:
                 raise self.refuse("An array ends with a comma.")
-            yield made
+            yield numbers
             if end >= 0:
                 return
             whole = False
 
     def _need_more(self, error: BaseException | None) -> None:
-        """More text, because a value does not end in what there is. ``error``: what the scanner said of it."""
+        """Read more text, because a value is not complete yet. ``error``: the scanner's."""
         if len(self._text) - self._at > LIMIT:
             raise self.refuse(f"A value of more than {LIMIT} characters, or not JSON: {_why(error)}") from error
         if not self._more():

@@ -34,8 +34,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 def write_text(path: str | Path, text: str) -> None:
     """``text`` in UTF-8 as the file ``path``, as ``replacing`` does. Raises OSError."""
-    with replacing(path) as made:
-        made.write_text(text, encoding="utf-8")
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def identities(paths: Iterable[Path]) -> dict[Identity, Path]:
@@ -43,15 +43,15 @@ def identities(paths: Iterable[Path]) -> dict[Identity, Path]:
 
     Folders within folders are not looked into.
     """
-    found: dict[Identity, Path] = {}
+    paths_by_identity: dict[Identity, Path] = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            found.setdefault(_identity(path), path)
+            paths_by_identity.setdefault(_identity(path), path)
             if path.is_dir():
                 for entry in path.iterdir():
                     with contextlib.suppress(OSError):  # a link that leads nowhere
-                        found.setdefault(_identity(entry), entry)
-    return found
+                        paths_by_identity.setdefault(_identity(entry), entry)
+    return paths_by_identity
 
 
 def _identity(path: Path) -> Identity:

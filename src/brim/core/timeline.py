@@ -152,13 +152,13 @@ class Timeline:
             else:
                 column.extend(values if values is not None else array(column.typecode, [default]) * len(kinds))
         for key, column in self._text_columns.items():
-            given = texts.get(key)
-            if isinstance(given, memoryview):
-                column.frombytes(given.cast("B") if len(given) else b"")
+            column_values = texts.get(key)
+            if isinstance(column_values, memoryview):
+                column.frombytes(column_values.cast("B") if len(column_values) else b"")
                 continue
-            indices, names = given or (array("i", [0]) * len(kinds), ("",))
-            known = self.numbered(names)
-            column.extend(map(known.__getitem__, indices))
+            indices, names = column_values or (array("i", [0]) * len(kinds), ("",))
+            text_numbers = self.numbered(names)
+            column.extend(map(text_numbers.__getitem__, indices))
         if any(len(column) != end for column in self._all_columns().values()):
             raise ValueError("Columns of events are of different lengths.")
 
@@ -227,13 +227,13 @@ class Timeline:
     def from_json(cls, document: Any) -> Timeline:
         """Back from ``to_json``. Raises FormatError for another kind or version, and for unknown or missing keys."""
         body = codec.from_json(_Document, document, VERSION)
-        made = cls(body.name, measured=body.measured, facts=dict(body.facts))
-        made._texts = {text: index for index, text in enumerate(body.texts)}
+        timeline = cls(body.name, measured=body.measured, facts=dict(body.facts))
+        timeline._texts = {text: index for index, text in enumerate(body.texts)}
         columns = _checked_columns(body)
-        made._columns = {key: columns[key] for key in _NUMBERS}
-        made._text_columns = {key: columns[key] for key in _TEXTS}
-        _check_numbers(made)
-        return made
+        timeline._columns = {key: columns[key] for key in _NUMBERS}
+        timeline._text_columns = {key: columns[key] for key in _TEXTS}
+        _check_numbers(timeline)
+        return timeline
 
     @classmethod
     def read(cls, source: str | Path | BinaryIO, name: str = "") -> Timeline:
@@ -242,7 +242,7 @@ class Timeline:
         Takes the memory that the columns take, and not that of the text beside it. Raises FormatError for anything
         else.
         """
-        asked = f"{name or source} was to be read as a Timeline."
+        asked = f"Cannot read {name or source} as a Timeline."
         return cls.from_json(timeline_file.read(Path(source) if isinstance(source, str) else source, asked, _CODES))
 
 
@@ -288,18 +288,18 @@ class PeakBytes:
             (EventKind.SEGMENT_ALLOC, EventKind.SEGMENT_FREE) if segments else (EventKind.ALLOC, EventKind.FREE)
         )
         indices, names = self.timeline.texts("tier")
-        wanted = names.index(tier) if tier in names else -1
-        held = peak = 0
+        tier_index = names.index(tier) if tier in names else -1
+        live_bytes = peak = 0
         for kind, count, where in zip(
             self.timeline.column("kind"), self.timeline.column("bytes"), indices, strict=True
         ):
-            if where != wanted:
+            if where != tier_index:
                 continue
             if kind == up:
-                held += count
-                peak = max(peak, held)
+                live_bytes += count
+                peak = max(peak, live_bytes)
             elif kind == down:
-                held -= count
+                live_bytes -= count
         return peak
 
 
@@ -320,22 +320,22 @@ _Document.__name__ = "Timeline"  # what the codec compares with the document's k
 def _checked_columns(body: _Document) -> dict[str, array[Any]]:
     """The columns as arrays: a file gives them as such, ``to_json`` as lists."""
     if set(body.columns) != set(_CODES):
-        raise FormatError("Timeline columns were to be read.", f"Found {sorted(body.columns)}.")
+        raise FormatError("Cannot read the columns of a Timeline.", f"Found {sorted(body.columns)}.")
     if not all(isinstance(column, list | array) for column in body.columns.values()):
-        raise FormatError("Timeline columns were to be read.", "They are not lists of one length.")
+        raise FormatError("Cannot read the columns of a Timeline.", "They are not lists of the same length.")
     columns = {
         key: column if isinstance(column, array) else timeline_file.column(key, [column], _CODES)
         for key, column in body.columns.items()
     }
     if len({len(column) for column in columns.values()}) != 1:
-        raise FormatError("Timeline columns were to be read.", "They are not lists of one length.")
+        raise FormatError("Cannot read the columns of a Timeline.", "They are not lists of the same length.")
     if len(set(body.texts)) != len(body.texts):
-        raise FormatError("Timeline texts were to be read.", "They are not distinct.")
+        raise FormatError("Cannot read the texts of a Timeline.", "They are not distinct.")
     for key, limit in [*((key, len(body.texts)) for key in _TEXTS), ("kind", len(EventKind))]:
-        found = columns[key]
-        if found and not (min(found) >= 0 and max(found) < limit):
-            odd = next(value for value in found if not 0 <= value < limit)
-            raise FormatError(f"Timeline column {key!r} was to be read.", f"Found {str(odd)!r}.")
+        values = columns[key]
+        if values and not (min(values) >= 0 and max(values) < limit):
+            odd = next(value for value in values if not 0 <= value < limit)
+            raise FormatError(f"Cannot read the Timeline column {key!r}.", f"Found {str(odd)!r}.")
     return columns
 
 
@@ -344,9 +344,9 @@ def _check_numbers(made: Timeline) -> None:
     for key in ("time_s", "duration_s"):
         for value in made.column(key):
             if not abs(value) <= LONGEST_S:  # so that NaN is refused too
-                raise FormatError(f"Timeline column {key!r} was to be read.", f"{value} is no time in seconds.")
+                raise FormatError(f"Cannot read the Timeline column {key!r}.", f"{value} is not a time in seconds.")
     for name, value in made.facts.items():
         if not math.isfinite(value):
             raise FormatError(
-                f"The fact {name[:80]!r} of a Timeline was to be read.", f"{value} is no finite number."
+                f"Cannot read the fact {name[:80]!r} of a Timeline.", f"{value} is not a finite number."
             )

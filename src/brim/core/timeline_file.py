@@ -14,7 +14,7 @@ from brim.errors import FormatError
 def read(source: Path | BinaryIO, asked: str, codes: Mapping[str, str]) -> dict[str, Any]:
     """The object in a file, with what is in its "columns" as arrays; ``codes`` are their type codes by name.
 
-    ``asked``: what errors say was to be done. Raises FormatError for what is no JSON, or no column of numbers.
+    ``asked``: what the errors say was asked. Raises FormatError for what is no JSON, or no column of numbers.
     """
     stream = JsonStream(source, asked)
     try:
@@ -35,16 +35,16 @@ def read(source: Path | BinaryIO, asked: str, codes: Mapping[str, str]) -> dict[
 
 def column(name: str, pieces: Iterable[list[Any]], codes: Mapping[str, str]) -> array[Any]:
     """An array of numbers that come in pieces. Of a column without a code nothing is kept."""
-    made: array[Any] = array(codes.get(name, "b"))
-    taken = {int, float} if made.typecode == "d" else {int}
+    values: array[Any] = array(codes.get(name, "b"))
+    allowed_types = {int, float} if values.typecode == "d" else {int}
     for piece in pieces:
         if name not in codes:
             continue
-        if not taken.issuperset(map(type, piece)):
-            odd = next(value for value in piece if type(value) not in taken)
-            raise FormatError(f"Timeline column {name!r} was to be read.", f"Found {str(odd)[:80]!r}.")
+        if not allowed_types.issuperset(map(type, piece)):
+            odd = next(value for value in piece if type(value) not in allowed_types)
+            raise FormatError(f"Cannot read the Timeline column {name!r}.", f"Found {str(odd)[:80]!r}.")
         try:
-            made.extend(piece)
+            values.extend(piece)
         except OverflowError as error:
-            raise FormatError(f"Timeline column {name!r} was to be read.", f"{error}.") from error
-    return made
+            raise FormatError(f"Cannot read the Timeline column {name!r}.", f"{error}.") from error
+    return values

@@ -78,7 +78,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduction:
-    """A reduction whose workspace this is: its bytes go in steps, so at other sizes they are told by this shape.
+    """A reduction whose workspace this is: its bytes go in steps, so at other sizes they follow from this shape.
 
     ``reduced`` and ``kept``: (size, stride) of the dimensions, in elements, from the smallest stride up.
     ``counters``: whether this is the counters' memory, not that of the parts.

@@ -245,7 +245,7 @@ def test_numbers_that_are_none_are_told_and_never_printed(tmp_path, capsys, old,
     for arguments in (["explain", str(path), "--json"], ["explain", "--diff", str(path), str(path)]):
         assert main(arguments) == 2
         found = capsys.readouterr()
-        assert (found.out, "was to be read" in found.err or "must be a number" in found.err) == ("", True)
+        assert (found.out, "Cannot read" in found.err or "must be a number" in found.err) == ("", True)
 
 
 def test_two_runs_are_compared(tmp_path, capsys):

@@ -34,5 +34,5 @@ def test_a_share_beside_a_card_of_the_catalog() -> None:
     whole = machine_of(replace(request, vram=None)).hardware.tier(VRAM).capacity_bytes
     assert machine_of(request).budget_bytes[VRAM] == whole // 2
     assert "--vram 50%" in request.command() and exact_bytes("50%") == "50%"
-    with pytest.raises(UsageError, match="not known of how much"):
+    with pytest.raises(UsageError, match="total is unknown"):
         machine_of(replace(request, ram="80%"))  # of a host that nobody described
