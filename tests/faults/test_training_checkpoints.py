@@ -252,11 +252,11 @@ def test_an_error_of_the_thread_surfaces_at_the_next_save_and_only_there(
 def test_tensors_that_cannot_be_given_leave_nothing(root: Path) -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from itertools.islice(content(30).items(), 1)
-        raise TransferError("A block was to be read.", "It could not.")
+        raise TransferError("Cannot read a block.", "It could not.")
 
     given = tensors_of(30)
     with Checkpointer(root) as keeper:
-        with pytest.raises(TransferError, match="A block"):
+        with pytest.raises(TransferError, match="a block"):
             keeper.save(3, [Tensors(stem="model", layout=given.layout, values=broken())], state={})
         assert hidden(root) == [] and steps(root) == [1, 2]
         save(keeper, 3, 30)

@@ -53,9 +53,11 @@ def free_bytes(tier: str, *, directory: Path | None = None, proc: Path = _PROC) 
     if tier == VRAM:
         device = accelerator.available()
         if device is None:
-            raise UnsupportedError("The free bytes of VRAM were asked.", "torch sees no accelerator here.")
+            raise UnsupportedError(
+                "Cannot measure the free bytes of VRAM.", "torch sees no accelerator on this machine."
+            )
         return device_free_bytes(device)
-    raise UsageError(f"The free bytes of tier {tier!r} were asked.", f"Tiers are {VRAM}, {RAM} and {DISK}.")
+    raise UsageError(f"Cannot measure the free bytes of tier {tier!r}.", f"Tiers are {VRAM}, {RAM} and {DISK}.")
 
 
 def total_bytes(tier: str, *, directory: Path | None = None) -> int:

@@ -35,7 +35,7 @@ def beside(way: str, rows: int, directory: Path) -> tuple[float, float]:
     Raises UsageError for a directory that does not exist or another ``way``, TransferError when the disk fails.
     """
     if way not in (READ, WRITE):
-        raise UsageError(f"Computing beside {way!r} was to be measured.", f"Known are {READ} and {WRITE}.")
+        raise UsageError(f"Cannot measure computing beside {way!r}.", f"Known: {READ} and {WRITE}.")
     weights = [torch.ones(_SIDE, _SIDE) for _ in range(_MATRICES)]
     x = torch.ones(rows, _SIDE)
     shares: list[tuple[float, float]] = []
@@ -55,7 +55,7 @@ def both_ways(directory: Path) -> tuple[float, float]:
     with uncached_file(directory) as file:
         movers = _Mover(file, READ), _Mover(file, WRITE)
         for _ in range(_ROUNDS):
-            alone = [_moved((one,))[0] for one in movers]
+            alone = [_moved((mover,))[0] for mover in movers]
             reads, writes = (now / then for now, then in zip(_moved(movers), alone, strict=True))
             shares.append((reads, writes))
     reads, writes = (statistics.median(column) for column in zip(*shares, strict=True))
@@ -64,10 +64,10 @@ def both_ways(directory: Path) -> tuple[float, float]:
 
 def _moved(movers: Sequence[_Mover]) -> list[float]:
     """Bytes a second of each while all of them work."""
-    for one in movers:
-        one.begin()
+    for mover in movers:
+        mover.begin()
     time.sleep(_ROUND_S)
-    return [one.end() for one in movers]
+    return [mover.end() for mover in movers]
 
 
 def _shares(work: Callable[[float], float], move: _Mover) -> tuple[float, float]:
@@ -104,7 +104,7 @@ class _Mover:
         self._bytes, self._failure = 0, ""
         if way == WRITE and not file.writable:
             raise UsageError(
-                "Computing beside writes was to be measured.", "The directory cannot be written.", "Name another."
+                "Cannot measure computing beside writes.", "The directory cannot be written.", "Name another."
             )
 
     def begin(self) -> None:
@@ -117,7 +117,7 @@ class _Mover:
         self._stop.set()
         self._thread.join()
         if self._failure:
-            raise TransferError("A drive was to be measured beside computing.", self._failure)
+            raise TransferError("Cannot measure a drive beside computing.", self._failure)
         return self._bytes / (time.perf_counter() - self._began_s)
 
     def _run(self) -> None:

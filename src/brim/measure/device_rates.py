@@ -208,8 +208,8 @@ def _product(on: Accelerator, dtype: torch.dtype) -> Callable[[int], Callable[[]
 
 def _float8_product(size: int) -> Callable[[], object]:
     left, right = (torch.rand(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
-    one, whole = torch.ones((), device="cuda"), F.ScalingType.TensorWise
-    return lambda: F.scaled_mm(left, right.t(), one, whole, one, whole)
+    scale, whole = torch.ones((), device="cuda"), F.ScalingType.TensorWise
+    return lambda: F.scaled_mm(left, right.t(), scale, whole, scale, whole)
 
 
 def _rate(on: Accelerator, product: Callable[[int], Callable[[], object]]) -> float:

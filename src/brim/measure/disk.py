@@ -59,9 +59,9 @@ def uncached_file(directory: Path, *, instead: Path | None = None) -> Iterator[U
     is full or fails.
     """
     if not hasattr(os, "preadv"):
-        raise UnsupportedError("The disk was to be measured.", f"{sys.platform} has no preadv.")
+        raise UnsupportedError("Cannot measure the disk.", f"{sys.platform} has no preadv.")
     if not directory.is_dir():
-        raise UsageError(f"The disk under {directory} was to be measured.", "There is no such directory.")
+        raise UsageError(f"Cannot measure the disk under {directory}.", "There is no such directory.")
     try:
         file = _opened(directory)
     except (TransferError, UsageError) as error:
@@ -129,7 +129,7 @@ def file_rates(path: Path) -> tuple[float, float] | None:
     try:
         descriptor, direct = _past_the_cache(descriptor)
     except OSError as error:
-        raise TransferError(f"{path} was to be read past the page cache.", f"{error.strerror}.") from error
+        raise TransferError(f"Cannot read {path} past the page cache.", f"{error.strerror}.") from error
     file = UncachedFile(
         directory=path.parent, descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False
     )
@@ -163,7 +163,7 @@ def write_link(file: UncachedFile) -> Link:
             rates.append(count / (time.perf_counter() - began_s))
         os.fdatasync(file.descriptor)
     except OSError as error:
-        raise TransferError("The disk's write rate was to be measured.", f"{error}.") from error
+        raise TransferError("Cannot measure the disk's write rate.", f"{error}.") from error
     rate = statistics.median(rates)
     return Link(
         source=RAM, target=DISK, bytes_per_s=rate, single_bytes_per_s=rate, chunk_bytes=chunk_bytes, concurrency=1
@@ -232,9 +232,9 @@ def _read(file: UncachedFile, buffer: memoryview, offset: int) -> int:
     try:
         count = os.preadv(file.descriptor, [buffer], offset)
     except OSError as error:
-        raise TransferError("The disk's read rate was to be measured.", f"{error}.") from error
+        raise TransferError("Cannot measure the disk's read rate.", f"{error}.") from error
     if count == 0:
-        raise TransferError("The disk's read rate was to be measured.", f"The file ended at byte {offset}.")
+        raise TransferError("Cannot measure the disk's read rate.", f"The file ended at byte {offset}.")
     return count
 
 
@@ -262,10 +262,10 @@ def _largest(directory: Path, refusal: Exception) -> UncachedFile:
                 directory=directory, descriptor=descriptor, size_bytes=size_bytes, direct=direct, writable=False
             )
     except OSError as error:
-        raise TransferError(f"A file in {directory} was to be read to measure its disk.", f"{error}.") from error
+        raise TransferError(f"Cannot read a file in {directory} to measure its disk.", f"{error}.") from error
     reason = refusal.strerror if isinstance(refusal, OSError) else "see above"
     raise UsageError(
-        f"The disk under {directory} was to be measured.",
+        f"Cannot measure the disk under {directory}.",
         f"It cannot be written ({reason}) and holds no file of {format_bytes(least_bytes)}.",
         "Name another directory on the same disk, or set XDG_CACHE_HOME to one that can be written.",
     ) from refusal
@@ -320,11 +320,11 @@ def _fill(descriptor: int, directory: Path) -> int:
         os.fsync(descriptor)
     except OSError as error:
         os.close(descriptor)
-        raise TransferError(f"A scratch file was to be written in {directory}.", f"{error}.") from error
+        raise TransferError(f"Cannot write a scratch file in {directory}.", f"{error}.") from error
     if size_bytes < piece_bytes:
         os.close(descriptor)
         raise TransferError(
-            f"A scratch file of {format_bytes(4 * piece_bytes)} at least was to be written in {directory}.",
+            f"Cannot write a scratch file of at least {format_bytes(4 * piece_bytes)} in {directory}.",
             f"Its disk has {format_bytes(4 * wanted_bytes)} free.",
             "Free some space, or name another directory.",
         )

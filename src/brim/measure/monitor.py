@@ -191,7 +191,7 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         if self._peaks is not None:
-            raise UsageError("A Monitor was to be entered.", "It is in use already.", "Make one for each block.")
+            raise UsageError("Cannot enter a Monitor.", "It is already in use.", "Make one Monitor for each block.")
         self._usage = None
         self._disk_entry_bytes = _disk_read_bytes()
         self._peaks = self._watch.enter()
@@ -212,7 +212,7 @@ class Monitor:
         if self._peaks is not None:
             return self._usage_of(self._watch.read(self._peaks))
         if self._usage is None:
-            raise UsageError("A Monitor's usage was asked.", "It was not entered.", "Use it in a with statement.")
+            raise UsageError("This Monitor has no usage.", "It was not entered.", "Use it in a with statement.")
         return self._usage
 
     def _usage_of(self, peaks: _Peaks) -> Usage:

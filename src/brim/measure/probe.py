@@ -25,7 +25,8 @@ _METHOD = 4
 # Processors and memory stay what they are. A drive fills up, wears, and has others who use it.
 _DISK_GOOD_FOR_S = 24 * 3600.0
 _OF_DISK = ", disk of "  # begins what a source says of it
-# When this process looked at a disk again, by its own clock: a file's age goes by the system's and the server's.
+# When this process measured a disk again, by its own clock: the age of a file depends on the clocks of the system
+# and of the server.
 _disks_of_today: dict[Path, float] = {}
 
 
@@ -56,7 +57,7 @@ def probe(*, refresh: bool = False, device: str = "auto", directory: Path | None
     on = _accelerator(device)
     place = drive_folder() if directory is None else directory
     if not place.is_dir():
-        raise UsageError(f"The disk under {place} was to be measured.", "There is no such directory.")
+        raise UsageError(f"Cannot measure the disk under {place}.", "There is no such directory.")
     facts = _fingerprint(on, place)
     path = _remembered_at(facts)
     remembered = None if refresh else _remembered(path)
@@ -79,16 +80,16 @@ def _accelerator(device: str) -> Accelerator | None:
 
     kinds = accelerator.kinds()
     if device not in ("auto", *kinds):
-        raise UsageError(f"Device {device!r} was to be measured.", f"Devices are auto, {', '.join(kinds)} and cpu.")
-    found = accelerator.available(accelerator.CUDA if device == "auto" else device)
-    if found is None and device != "auto":
+        raise UsageError(f"Cannot measure device {device!r}.", f"Devices are auto, {', '.join(kinds)} and cpu.")
+    accelerator_in_use = accelerator.available(accelerator.CUDA if device == "auto" else device)
+    if accelerator_in_use is None and device != "auto":
         name = accelerator.NAMES.get(device, device)
         raise UnsupportedError(
-            f"A device of {name} was to be measured.",
+            f"Cannot measure a {name} device.",
             f"torch {torch.__version__} sees none on this machine.",
             f"Use device auto or cpu, or install a build of torch for {name}.",
         )
-    return found
+    return accelerator_in_use
 
 
 def _with_the_disk_of_today(hardware: Hardware, age_s: float, path: Path, directory: Path) -> Hardware:
@@ -111,9 +112,9 @@ def _with_the_disk_of_today(hardware: Hardware, age_s: float, path: Path, direct
         for tier in hardware.tiers
     )
     source = hardware.source.partition(_OF_DISK)[0] + source
-    made = dataclasses.replace(hardware, tiers=tuple(tiers), links=(*links, *others), source=source)
-    _remember(made, path)
-    return made
+    updated = dataclasses.replace(hardware, tiers=tuple(tiers), links=(*links, *others), source=source)
+    _remember(updated, path)
+    return updated
 
 
 def _disk(directory: Path, instead: Path | None = None) -> tuple[list[Link], str]:
@@ -236,16 +237,16 @@ def _libraries() -> Path:
 def _remembered(path: Path) -> tuple[Hardware, float] | None:
     """What is kept at ``path``, and its age in seconds."""
     try:
-        if (found := kept(path)) is None:
+        if (content_and_age := kept(path)) is None:
             return None
-        hardware = Hardware.from_json(json.loads(found[0]))
+        hardware = Hardware.from_json(json.loads(content_and_age[0]))
         for name in (hardware.compute, RAM, DISK):
             hardware.tier(name)
     except (FormatError, UsageError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         warnings.warn(f"{path} is damaged, so this machine is measured again. {reason}", stacklevel=3)
         return None
-    return hardware, found[1]
+    return hardware, content_and_age[1]
 
 
 def _remember(hardware: Hardware, path: Path) -> None:

@@ -109,14 +109,14 @@ def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     is full, the folder is one of this process, and is gone when that ends: then ``fill`` is called twice.
     """
     own = own_folder()
-    for made in (folder, *([own / folder.name] if own is not None else [])):
-        if _is_folder(made):
-            return made
+    for candidate in (folder, *([own / folder.name] if own is not None else [])):
+        if _is_folder(candidate):
+            return candidate
     try:
         return make_folder(folder.parent, partial(_filled, folder.name, fill))
     except OSError as error:
         raise TransferError(
-            f"{folder} was to be written.",
+            f"Cannot write {folder}.",
             f"{error.strerror or error}.",
             "Free some disk space, or set XDG_CACHE_HOME to a folder with room.",
         ) from error
@@ -147,7 +147,7 @@ def discard(folder: Path) -> None:
         return
     except OSError as error:
         raise TransferError(
-            f"{folder} is damaged and was to be deleted.", f"{error.strerror}.", "Delete it by hand."
+            f"Cannot delete {folder}, which is damaged.", f"{error.strerror}.", "Delete it by hand."
         ) from error
 
 
@@ -205,7 +205,7 @@ def _tell(folder: Path, error: OSError | TransferError) -> None:
     _told.add(root)
     reason = (error.strerror or str(error)) if isinstance(error, OSError) else error.found.rstrip(".")
     warnings.warn(
-        f"What brim makes once could not be kept in {folder} ({reason}), so the next run makes it again. "
+        f"Files for later runs could not be kept in {folder} ({reason}): the next run makes them again. "
         "Set XDG_CACHE_HOME to a folder that can be written.",
         stacklevel=4,
     )

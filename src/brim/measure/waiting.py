@@ -18,16 +18,16 @@ def waited_s() -> dict[str, float]:
     That is the second number of its ``schedstat`` (Linux, Documentation/scheduler/sched-stats.rst). Empty where the
     kernel does not tell.
     """
-    found = {}
+    waits_s = {}
     try:
         for task in _TASKS.iterdir():
             try:
-                found[task.name] = int((task / "schedstat").read_bytes().split()[1]) / 1e9
+                waits_s[task.name] = int((task / "schedstat").read_bytes().split()[1]) / 1e9
             except (FileNotFoundError, ProcessLookupError):  # a thread that has ended
                 continue
     except OSError:
         return {}
-    return found
+    return waits_s
 
 
 def waits_for_itself() -> bool:

@@ -97,9 +97,9 @@ class watch:
         if not self.path.absolute().parent.is_dir():
             raise UsageError(self._asked, f"There is no folder {self.path.absolute().parent}.")
         if self.path.is_file() and self.path.stat().st_size and self._first_byte() not in _FIRST_BYTES:
-            raise UsageError(self._asked, "That file is there already, and is no recording.", "Name another file.")
+            raise UsageError(self._asked, "The file exists and is not a recording.", "Name another file.")
         if not _open.acquire(blocking=False):
-            raise UsageError(self._asked, "Another watch is open.", "Use one around the whole run.")
+            raise UsageError(self._asked, "Another watch is open.", "Use one watch for the whole run.")
         self.written, self.failure = 0, None
         try:
             self._recorder = self._choose()
@@ -140,7 +140,7 @@ class watch:
         """What is added below the error that goes on."""
         if self.failure is not None:
             return f"brim.watch could not write {self.path}: {type(self.failure).__name__} {self.failure}"
-        return f"What memory did is in {self.path}. To see it: brim explain {self.path}"
+        return f"The memory recording is in {self.path}. To view it: brim explain {self.path}"
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """As a decorator: each call is watched."""
@@ -167,8 +167,8 @@ class watch:
         """Raises nothing: what is under way is an out-of-memory error, which must not be hidden by another one."""
         assert self._recorder is not None
         try:
-            with replacing(self.path) as made:
-                self._recorder.write(made, why=why)
+            with replacing(self.path) as partial:
+                self._recorder.write(partial, why=why)
             self.written += 1
         except Exception as error:  # the host may be out of memory as well; told when the block is left
             self.failure = error
@@ -237,22 +237,22 @@ class RamRecorder:
 
     def timeline(self, why: str) -> Timeline:
         """Each sample that differs from the one before is one block in the place of the one before."""
-        made = Timeline(f"resident memory of process {os.getpid()}", measured=True)
-        held = number = 0
+        timeline = Timeline(f"resident memory of process {os.getpid()}", measured=True)
+        last_resident = number = 0
         with self._lock:
             samples = list(self._samples)
         for time_s, resident in samples:
-            if resident == held:
+            if resident == last_resident:
                 continue
-            if held:
-                made.add(EventKind.FREE, RAM, held, time_s=time_s, storage=number)
+            if last_resident:
+                timeline.add(EventKind.FREE, RAM, last_resident, time_s=time_s, storage=number)
             number += 1
-            made.add(EventKind.ALLOC, RAM, resident, time_s=time_s, storage=number, label="resident memory")
-            held = resident
-        made.facts = {"peak_rss_bytes": float(max(resident for _, resident in samples))}
+            timeline.add(EventKind.ALLOC, RAM, resident, time_s=time_s, storage=number, label="resident memory")
+            last_resident = resident
+        timeline.facts = {"peak_rss_bytes": float(max(resident for _, resident in samples))}
         if why == "out of memory":
-            made.add(EventKind.OOM, RAM, 0, time_s=samples[-1][0], label="the process")
-        return made
+            timeline.add(EventKind.OOM, RAM, 0, time_s=samples[-1][0], label="the process")
+        return timeline
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):

@@ -78,7 +78,7 @@ class DiskStore:
         self._staged: tuple[Buffer, Waitable] | None = None
         self._resting: list[torch.Tensor | None] | None = None
         self._saved: Waitable = Done()
-        self._as_staged: tuple[BlockLayout, StagedLayout] | None = None  # of which layout
+        self._as_staged: tuple[BlockLayout, StagedLayout] | None = None  # the layout that was staged
         # In RAM a block takes the form that it has in the file; VRAM wants the alignment that kernels expect.
         self.layout = layout or (file_layout if memory.host is None else packed_layout)(self._sources)
 
@@ -90,10 +90,10 @@ class DiskStore:
         staging = self._memory.staging
         if staging is None or self._staged is not None:
             return True
-        taken = staging.take()
-        if taken is None:
+        slot = staging.take()
+        if slot is None:
             return False
-        self._read_into(*taken)
+        self._read_into(*slot)
         return True
 
     def _read_into(self, buffer: Buffer, after: Sequence[Waitable]) -> None:

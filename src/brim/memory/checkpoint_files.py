@@ -82,11 +82,11 @@ def leading_slices(source: TensorSource) -> list[TensorSource]:
         parts, missing = [], each if source.extents else 0
         while missing:
             extent = extents.pop()
-            taken = min(missing, extent.bytes)
-            parts.append(replace(extent, bytes=taken))
-            missing -= taken
-            if taken < extent.bytes:
-                extents.append(replace(extent, offset=extent.offset + taken, bytes=extent.bytes - taken))
+            part_bytes = min(missing, extent.bytes)
+            parts.append(replace(extent, bytes=part_bytes))
+            missing -= part_bytes
+            if part_bytes < extent.bytes:
+                extents.append(replace(extent, offset=extent.offset + part_bytes, bytes=extent.bytes - part_bytes))
         name = f"{source.name}[{index}]"
         slices.append(replace(source, name=name, shape=source.shape[1:], extents=tuple(parts)))
     return slices
@@ -120,7 +120,7 @@ def read_safetensors_header(path: str | Path) -> dict[str, TensorSource]:
             raw = file.read(header_bytes)
     except OSError as error:
         raise ModelError(
-            f"{path} was to be read.", f"{error.strerror}.", "Check the path and the file's permissions."
+            f"Cannot read {path}.", f"{error.strerror}.", "Check the path and the file's permissions."
         ) from error
     header = _parse_header(path, raw)
     header.pop("__metadata__", None)
@@ -147,13 +147,13 @@ def read_checkpoint(directory: str | Path) -> dict[str, TensorSource]:
             return _read_shards(index)
     if any((directory / name).exists() for name in _PICKLES):
         raise ModelError(
-            f"{directory} was to be read as a checkpoint.",
+            f"Cannot read {directory} as a checkpoint.",
             "It holds its weights as a pickle (.bin) only, and brim never loads pickles: they can run any code.",
             "Convert it once, on a machine where you trust it: "
             "AutoModel.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors.",
         )
     raise ModelError(
-        f"{directory} was to be read as a checkpoint.",
+        f"Cannot read {directory} as a checkpoint.",
         "It holds neither model.safetensors nor model.safetensors.index.json."
         if directory.is_dir()
         else "There is no such folder.",
@@ -163,7 +163,7 @@ def read_checkpoint(directory: str | Path) -> dict[str, TensorSource]:
 
 def _damaged(path: Path, found: str) -> ModelError:
     todo = "Fetch it again; if brim wrote it into its cache, delete its folder."
-    return ModelError(f"{path} was to be read as safetensors.", found, todo)
+    return ModelError(f"Cannot read {path} as safetensors.", found, todo)
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:
@@ -193,11 +193,11 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
-    return found
+    return entries
 
 
 def _source(path: Path, name: str, entry: Any, data_start: int) -> TensorSource:
@@ -211,12 +211,13 @@ def _source(path: Path, name: str, entry: Any, data_start: int) -> TensorSource:
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise _damaged(path, f"{name!r} has the unknown dtype {entry['dtype']!r:.40}; known: {', '.join(DTYPES)}.")
-    expected, found = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
-    if expected != found:
+    expected, range_bytes = math.prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+    if expected != range_bytes:
         raise _damaged(
-            path, f"{name!r} is {entry['dtype']} of shape {shape}, that is {expected} bytes; its range has {found}."
+            path,
+            f"{name!r} is {entry['dtype']} of shape {shape}, that is {expected} bytes; its range has {range_bytes}.",
         )
-    extent = Extent(path=str(path), offset=data_start + offsets[0], bytes=found)
+    extent = Extent(path=str(path), offset=data_start + offsets[0], bytes=range_bytes)
     return TensorSource(name=name, dtype=dtype, shape=tuple(shape), extents=(extent,))
 
 
@@ -267,10 +268,10 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         content = json.loads(regular(index).read_bytes().decode("utf-8"), object_pairs_hook=_distinct)
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{index} was to be read.", f"It is damaged: {error}.", "Fetch it again.") from error
+        raise ModelError(f"Cannot read {index}.", f"It is damaged: {error}.", "Fetch it again.") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) and shard for shard in weight_map.values()):
-        raise ModelError(f"{index} was to be read.", "It has no weight_map of tensor to file.", "Fetch it again.")
+        raise ModelError(f"Cannot read {index}.", "It has no weight_map of tensor to file.", "Fetch it again.")
     return weight_map
 
 

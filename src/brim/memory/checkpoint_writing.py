@@ -41,8 +41,8 @@ def write_safetensors(
     try:
         with partial.open("xb") as file:
             file.write(header)
-            found = {name: _write_tensor(file.fileno(), sources[name], tensor) for name, tensor in tensors}
-            assert found.keys() == sources.keys(), f"announced but not given: {sources.keys() - found.keys()}"
+            checksums = {name: _write_tensor(file.fileno(), sources[name], tensor) for name, tensor in tensors}
+            assert checksums.keys() == sources.keys(), f"announced but not given: {sources.keys() - checksums.keys()}"
             file.truncate(len(header) + sum(source.bytes for source in sources.values()))
             os.fsync(file.fileno())
         partial.replace(path)
@@ -50,12 +50,12 @@ def write_safetensors(
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise TransferError(
-            f"{path} was to be written.", f"{error.strerror}.", "Free some disk space or choose another folder."
+            f"Cannot write {path}.", f"{error.strerror}.", "Free some disk space or choose another folder."
         ) from error
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return found
+    return checksums
 
 
 def plan_safetensors(

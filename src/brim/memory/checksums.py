@@ -25,9 +25,9 @@ _MASK = (1 << 64) - 1
 
 def checksum(data: torch.Tensor) -> int:
     """64 bits of a contiguous one-dimensional uint8 tensor."""
-    made = Checksum()
-    made.update(data)
-    return made.value()
+    running = Checksum()
+    running.update(data)
+    return running.value()
 
 
 class Checksum:
@@ -75,7 +75,7 @@ class Checksum:
         sums = [*self._sums, self._sum] if self._position else self._sums
         digest = hashlib.blake2b(self._bytes.to_bytes(8, "little"), digest_size=8)
         digest.update(self._tail)
-        digest.update(b"".join((one & _MASK).to_bytes(8, "little") for one in sums))
+        digest.update(b"".join((total & _MASK).to_bytes(8, "little") for total in sums))
         return int.from_bytes(digest.digest(), "little")
 
 
@@ -102,7 +102,7 @@ def read_manifest(directory: str | Path) -> dict[str, int] | None:
         return {str(name): int(value, 16) for name, value in content["checksums"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
-            f"{path} was to be read.", f"It is damaged: {error!r:.200}.", "Delete the folder: brim writes it anew."
+            f"Cannot read {path}.", f"It is damaged: {error!r:.200}.", "Delete the folder: brim writes it again."
         ) from error
 
 
@@ -115,11 +115,11 @@ def verify_hub_blob(path: str | Path) -> bool:
     if blob.parent.name != "blobs" or len(blob.name) != 64:
         return False
     with blob.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != blob.name:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != blob.name:
         raise ModelError(
-            f"{path} was compared with its SHA-256, {blob.name}.",
-            f"Its bytes give {found}: the file is damaged.",
+            f"{path} does not match its SHA-256, {blob.name}.",
+            f"Its SHA-256 is {digest}: the file is damaged.",
             f"Delete {blob} and fetch it again.",
         )
     return True

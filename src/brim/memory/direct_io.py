@@ -123,7 +123,7 @@ def write_pages(files: OpenFiles, source: torch.Tensor, extent: Extent, stopped:
                 handle = files.reopen_buffered(extent.path)
                 continue
             raise TransferError(
-                f"{format_bytes(extent.bytes)} were to be written at offset {extent.offset:,} of {extent.path}.",
+                f"Cannot write {format_bytes(extent.bytes)} at offset {extent.offset:,} of {extent.path}.",
                 f"{error.strerror} after {format_bytes(done)}.",
                 "Give a folder with more room, or a larger memory budget.",
             ) from error
@@ -135,7 +135,7 @@ def write_pages(files: OpenFiles, source: torch.Tensor, extent: Extent, stopped:
 
 def _failed(run: ReadRun, found: str) -> TransferError:
     return TransferError(
-        f"{format_bytes(run.bytes)} at offset {run.offset:,} of {run.path} were to be read.",
+        f"Cannot read {format_bytes(run.bytes)} at offset {run.offset:,} of {run.path}.",
         found,
         "Check the disk and that nothing changes the file while it is in use.",
     )
@@ -193,4 +193,4 @@ class OpenFiles:
                         raise
             return _Handle(os.open(path, mode), False, path, mode)
         except OSError as error:
-            raise TransferError(f"{path} was to be opened.", f"{error.strerror}.") from error
+            raise TransferError(f"Cannot open {path}.", f"{error.strerror}.") from error

@@ -52,10 +52,10 @@ class HeapGrowth:
             self._top += length
             self._resident = max(self._resident, self._top)
             return begin
-        found, begin = self._free[index]
-        self._forget(begin, found)
-        if found > length:
-            self._note(begin + length, found - length)
+        free_length, begin = self._free[index]
+        self._forget(begin, free_length)
+        if free_length > length:
+            self._note(begin + length, free_length - length)
         return begin
 
     def _give(self, begin: int, length: int) -> None:

@@ -157,9 +157,9 @@ def equal_layouts(blocks: Sequence[Sequence[TensorSource]], *, in_files: bool) -
     As in their files where that is so (``in_files``: where it would be of use), else packed.
     """
     if in_files:
-        found = [file_layout(block) for block in blocks]
-        if len({tuple(t.offset for t in layout.tensors) for layout in found}) == 1:
-            return found
+        layouts = [file_layout(block) for block in blocks]
+        if len({tuple(t.offset for t in layout.tensors) for layout in layouts}) == 1:
+            return layouts
     return [packed_layout(block) for block in blocks]
 
 

@@ -32,13 +32,13 @@ class MappedFile:
         try:
             return cls(path, os.open(path, os.O_RDONLY))
         except OSError as error:
-            raise TransferError(f"{path} was to be opened for reading.", f"{error.strerror}.") from error
+            raise TransferError(f"Cannot open {path} for reading.", f"{error.strerror}.") from error
 
     def map(self, offset: int, bytes: int) -> FileMap:
         try:
             return FileMap(self._fd, offset, bytes)
         except (OSError, ValueError) as error:  # ValueError: the file has become too short
-            raise TransferError(f"{self._path} was to be mapped.", f"{error}.", "Fetch it again.") from error
+            raise TransferError(f"Cannot map {self._path}.", f"{error}.", "Fetch it again.") from error
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into`` (uint8) from ``offset`` on, through the page cache. Raises TransferError."""
@@ -54,7 +54,7 @@ class MappedFile:
 
     def _failed(self, offset: int, bytes: int, found: str) -> TransferError:
         return TransferError(
-            f"{format_bytes(bytes)} at offset {offset:,} of {self._path} were to be read.",
+            f"Cannot read {format_bytes(bytes)} at offset {offset:,} of {self._path}.",
             found,
             "Check the disk and that nothing changes the file while it is in use.",
         )

@@ -61,11 +61,11 @@ def _side_by_side(bytes: int, count: int) -> list[torch.Tensor]:
     each = round_up(max(bytes, 1), PAGE_BYTES)
     mapped, start = private_mapping(each * count, mmap.mmap)
     with torch.inference_mode(False):  # threads that know nothing of the mode will write to it
-        made = [
+        tensors = [
             torch.frombuffer(mapped, dtype=torch.uint8, count=max(bytes, 1), offset=start + index * each)
             for index in range(count)
         ]
-    return [tensor[:bytes] for tensor in made]
+    return [tensor[:bytes] for tensor in tensors]
 
 
 def private_mapping(count: int, kind: type[Mapping]) -> tuple[Mapping, int]:
@@ -80,8 +80,8 @@ def private_mapping(count: int, kind: type[Mapping]) -> tuple[Mapping, int]:
         mapped = kind(-1, count + huge * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise BudgetError(
-            f"{format_bytes(count)} of RAM were asked of the system.",
-            f"It refuses: {error.strerror}.",
+            f"Cannot allocate {format_bytes(count)} of RAM.",
+            f"The system refuses: {error.strerror}.",
             "Give a smaller budget, or end other programs.",
         ) from error
     if not huge:
@@ -167,10 +167,10 @@ class Pool:
         self.settle()
         if self.held_bytes + bytes * len(labels) > self.limit_bytes:
             raise self._refusal(bytes * len(labels), ", ".join(labels))
-        made, entered = iter(self.source.row(bytes, len(labels))), list[Buffer]()
+        row, entered = iter(self.source.row(bytes, len(labels))), list[Buffer]()
         try:
             for label in labels:
-                entered.append(self._enter(bytes, label, lambda: next(made), category))
+                entered.append(self._enter(bytes, label, lambda: next(row), category))
         except BaseException:
             for buffer in entered:
                 buffer.free()
@@ -193,7 +193,7 @@ class Pool:
 
     def _refusal(self, bytes: int, label: str) -> BudgetError:
         return BudgetError(
-            f"{format_bytes(bytes)} of {self.tier} were asked for {label}.",
+            f"Cannot allocate {format_bytes(bytes)} of {self.tier} for {label}.",
             f"{format_bytes(self.held_bytes)} of {format_bytes(self.limit_bytes)} are already held.",
             smallest_bytes={self.tier: self.held_bytes + bytes},
         )

@@ -62,7 +62,7 @@ class PlannedScratch:
     def _grow(self, end: int) -> None:
         if self._limit_bytes is not None and end > self._limit_bytes:
             raise BudgetError(
-                f"{format_bytes(end)} of disk were asked for.",
+                f"Cannot allocate {format_bytes(end)} of disk.",
                 f"The budget is {format_bytes(self._limit_bytes)}.",
                 "Give more disk or more memory.",
                 smallest_bytes={DISK: end},
@@ -103,7 +103,7 @@ class Scratch(PlannedScratch):
                 self._fd = os.dup(file.fileno())
         except OSError as error:
             raise TransferError(
-                f"A scratch file was to be made in {self._directory}.",
+                f"Cannot make a scratch file in {self._directory}.",
                 f"{error.strerror}.",
                 "Set BRIM_SCRATCH to a folder with room.",
             ) from error
@@ -141,7 +141,7 @@ class Scratch(PlannedScratch):
             yield
         except OSError as error:
             raise TransferError(
-                f"{format_bytes(bytes)} were to be written to a scratch file in {self._directory}.",
+                f"Cannot write {format_bytes(bytes)} to a scratch file in {self._directory}.",
                 f"{error.strerror}.",
                 "Set BRIM_SCRATCH to a folder with room, or give a larger budget.",
             ) from error

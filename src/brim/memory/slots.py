@@ -108,7 +108,7 @@ class Slots:
 
     def interrupted(self) -> bool:
         """Where something counts as in use, nothing does any more; whether that was so."""
-        found = any(slot.users for slot in self._slots)
-        for slot in self._slots if found else ():
+        in_use = any(slot.users for slot in self._slots)
+        for slot in self._slots if in_use else ():
             slot.users, slot.idle = 0, self._memory.engine.mark()
-        return found
+        return in_use

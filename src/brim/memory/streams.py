@@ -32,7 +32,7 @@ _MADV_WIPEONFORK = 18
 
 
 class PinnedSource(HostSource):
-    """Page-locked host memory by ``cudaHostRegister`` on our own mapping, let go of before the mapping goes.
+    """Page-locked host memory by ``cudaHostRegister`` on our own mapping, unregistered before the mapping is removed.
 
     ``Tensor.pin_memory`` rounds up to the next power of two: up to twice the RAM that was asked for. Where the system
     locks no more pages (WSL2 limits them), memory is pageable: the driver copies it through buffers of its own.
@@ -58,7 +58,7 @@ class PinnedSource(HostSource):
             return torch.frombuffer(mapped, dtype=torch.uint8, count=bytes, offset=start)
 
     def row(self, bytes: int, count: int) -> list[torch.Tensor]:
-        """Each in a mapping of its own: the driver locks what it is told of, and lets go of the same."""
+        """Each in a mapping of its own: the driver unlocks the same ranges that it locked."""
         return [self.make(bytes) for _ in range(count)]
 
 
@@ -157,7 +157,7 @@ class StreamEngine:
     ) -> Waitable:
         lane, stream = self._back if way[1] == RAM else self._there
         if way[1] != RAM and target not in self._filled:
-            # Its memory may be what compute that is still queued has let go of: the caching allocator orders the
+            # Its memory may have been freed by compute that is still queued: the caching allocator orders the
             # uses on one stream, and this is another.
             after = [*after, self.mark()]
             self._filled.add(target)

@@ -20,7 +20,7 @@ def require() -> None:
     missing = [name for name, (module, attribute) in _NEEDED.items() if not hasattr(module, attribute)]
     if missing:
         raise UnsupportedError(
-            "A model was to be moved between memory and disk.",
+            "Cannot move a model between memory and disk.",
             f"{sys.platform} has no {' and no '.join(missing)} in Python.",
             "Use Linux, or WSL 2 on Windows. brim estimate, brim plan and brim explain work here.",
         )

@@ -111,7 +111,7 @@ class Memory:
         self.engine.close()
         self.files.close()
         if self._scratch is not None:
-            self._scratch.close()  # and it stays: who lets go of something in it later must not make a new one
+            self._scratch.close()  # and it stays: freeing something in it later must not make a new one
         for file in self._mapped.values():
             file.close()
         self._mapped.clear()
@@ -185,12 +185,12 @@ class Staging:
 
     def claim(self) -> tuple[Buffer, list[Waitable]]:
         """A slot in any case: what was only brought ahead of use makes way."""
-        taken = self.take()
-        if taken is None:
+        slot = self.take()
+        if slot is None:
             self.reclaim()
-            taken = self.take()
-        assert taken is not None, "a slot was taken and not given back"
-        return taken
+            slot = self.take()
+        assert slot is not None, "a slot was taken and not given back"
+        return slot
 
     def give(self, buffer: Buffer, after: Waitable) -> None:
         self._free.append((buffer, [Settled(after)]))

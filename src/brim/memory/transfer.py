@@ -233,7 +233,7 @@ class _Lane:
         except BrimError as failure:
             return failure
         except Exception as failure:  # a thread must hand over whatever happened, or the waiter hangs
-            error = TransferError("Bytes were to be moved between tiers.", repr(failure))
+            error = TransferError("Cannot move bytes between tiers.", repr(failure))
             error.__cause__ = failure
             return error
         return None
@@ -259,7 +259,7 @@ def _retire_all() -> None:
 
 
 def _closed() -> TransferError:
-    return TransferError("Bytes were to be moved between tiers.", "The transfer engine is closed.")
+    return TransferError("Cannot move bytes between tiers.", "The transfer engine is closed.")
 
 
 class ThreadEngine:

@@ -173,5 +173,5 @@ def test_wrong_use_is_a_usage_error():
     monitor = Monitor()
     with pytest.raises(UsageError, match="not entered"):
         monitor.usage()
-    with monitor, pytest.raises(UsageError, match="in use already"):
+    with monitor, pytest.raises(UsageError, match="already in use"):
         monitor.__enter__()

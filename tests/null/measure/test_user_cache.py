@@ -64,7 +64,7 @@ def test_a_cache_disk_that_is_full_is_done_without(tmp_path: Path, monkeypatch: 
 
     def fill(folder: Path) -> None:
         if folder.is_relative_to(tmp_path):
-            raise TransferError("It was to be written.", "No space left on device.")
+            raise TransferError("Cannot write it.", "No space left on device.")
         _fill(folder)
 
     with pytest.warns(UserWarning, match="No space left on device"):

@@ -166,7 +166,7 @@ def test_a_copy_that_fails_is_told_and_leaves_nothing(way: tuple[str, str], monk
         if asked != way or "kv_cache 2" not in label:
             return copy(source, target, label, after, asked)
         ticket = Ticket()
-        ticket.finish(TransferError("Bytes were to be moved between tiers.", "The link is broken."))
+        ticket.finish(TransferError("Cannot move bytes between tiers.", "The link is broken."))
         return ticket
 
     monkeypatch.setattr(memory.engine, "copy", failing)
